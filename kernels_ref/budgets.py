@@ -8,29 +8,24 @@ import torch
 
 from bias_builders import Leading, seen_mask
 from kernels_ref.partial import FLOOR, SEEN, Partial, Scoring, soften
-from kernels_ref.units import KVUnits
 
 if TYPE_CHECKING:
-    from kernels_ref.step import RingStep
+    from kernels_ref.step import PartInputs, RingStep
 
 
-def unique_with_weights(
-    q_NKGD: torch.Tensor,
-    units: KVUnits,
-    ring: RingStep,
-    scoring: Scoring,
-    sinks_KG: torch.Tensor | None,
-) -> tuple[Partial, torch.Tensor]:
+def unique_with_weights(inputs: PartInputs, ring: RingStep) -> tuple[Partial, torch.Tensor]:
     """Decode rows of one token against leading slots of their ring, and what each slot receives.
+
+    Sink logits take their share of the weights; the partial is without them.
 
     Args:
         ring: ``seen`` says how many leading slots a row sees.
-        sinks_KG: attention-sink logits, which take their share of the weights; the partial is without them.
 
     Returns:
         The partial, and the weights of each slot summed over the query heads of its key, float32
         ``[N, K, S]``; 0 for slots that are not seen.
     """
+    q_NKGD, _, units, _, scoring, _, sinks_KG = inputs
     num_rows, num_slots = len(q_NKGD), units.layout.num_slots
     assert isinstance(ring.seen, Leading), "slots of a budget are seen from the first one on"
     valid = seen_mask(ring.seen, num_slots)[:, :, 0]

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from bias_builders import Rule, TopBlocks, Window
+from bias_builders import TopBlocks
 from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators
-from kernels_ref.partial import Partial, Scoring
-from kernels_ref.step import StepTensors
-from kernels_ref.units import KVUnits, NewKV, Scratch
+from kernels_ref.partial import Partial
+from kernels_ref.step import PartInputs
+from kernels_ref.units import KVUnits, NewKV
 
 if TYPE_CHECKING:
     from kernels_ref.groups.column_sums import ChunkStep
@@ -34,93 +34,45 @@ class Kernels(Protocol):
     """The parts; see ``kernels_ref.reference`` for what each one computes.
 
     An implementation reads stores through ``KVUnits``, and visibility from the step: leading slots where
-    positions lie in order, else an interval of positions for each query. A rule hides more by position; None
-    hides nothing.
+    positions lie in order, else an interval of positions for each query. ``inputs.rule`` hides more by
+    position.
     """
 
-    def causal(
-        self,
-        q_QKGD: torch.Tensor,
-        new: NewKV,
-        t: StepTensors,
-        rule: Rule | None,
-        scoring: Scoring,
-    ) -> Partial:
+    def causal(self, inputs: PartInputs) -> Partial:
         """Tokens of prompt rows against the new keys of their own row."""
         ...
 
-    def shared_blocks(
-        self,
-        q_QKGD: torch.Tensor,
-        units: KVUnits,
-        t: StepTensors,
-        scoring: Scoring,
-        rule: Rule | None = None,
-    ) -> Partial:
+    def shared_blocks(self, inputs: PartInputs) -> Partial:
         """Every query against the blocks that several rows read, or a prompt row."""
         ...
 
-    def chosen_blocks(
-        self,
-        q_QKGD: torch.Tensor,
-        new: NewKV,
-        units: KVUnits,
-        t: StepTensors,
-        tiles: TileStep,
-        choice: TopBlocks,
-        scoring: Scoring,
-    ) -> Partial:
+    def chosen_blocks(self, inputs: PartInputs, tiles: TileStep, choice: TopBlocks) -> Partial:
         """Tokens of prompt rows against the blocks that are chosen for them; see ``kernels_ref.sparse``."""
         ...
 
-    def shared_rings(
-        self,
-        q_QKGD: torch.Tensor,
-        scratch: Scratch,
-        t: StepTensors,
-        ring: RingStep,
-        window: Window,
-        scoring: Scoring,
-    ) -> Partial:
-        """Tokens of prompt rows against what their ring held before the step; ``t.chunk_row`` says whose."""
+    def shared_rings(self, inputs: PartInputs, ring: RingStep) -> Partial:
+        """Tokens of prompt rows against what their ring held before the step, by ``tensors.chunk_row``."""
         ...
 
-    def unique_blocks(
-        self,
-        q_NKHD: torch.Tensor,
-        units: KVUnits,
-        t: StepTensors,
-        blocks: BlockStep,
-        scoring: Scoring,
-        rule: Rule | None = None,
-    ) -> Partial:
+    def unique_blocks(self, inputs: PartInputs, blocks: BlockStep) -> Partial:
         """Decode rows against the blocks that only they read."""
         ...
 
-    def unique_rings(self, q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: Scoring) -> Partial:
+    def unique_rings(self, inputs: PartInputs, ring: RingStep) -> Partial:
         """Decode rows against their own ring."""
         ...
 
-    def unique_with_weights(
-        self,
-        q_NKGD: torch.Tensor,
-        units: KVUnits,
-        ring: RingStep,
-        scoring: Scoring,
-        sinks_KG: torch.Tensor | None,
-    ) -> tuple[Partial, torch.Tensor]:
+    def unique_with_weights(self, inputs: PartInputs, ring: RingStep) -> tuple[Partial, torch.Tensor]:
         """Decode rows against their own slots, with what each slot receives; see ``kernels_ref.budgets``."""
         ...
 
     def column_sums(
         self,
-        q_QKGD: torch.Tensor,
+        inputs: PartInputs,
         lse_QKG: torch.Tensor,
-        k_QKD: torch.Tensor,
         slots_PKCD: torch.Tensor | None,
         chunk: ChunkStep,
         num_observed: int | None,
-        scoring: Scoring,
     ) -> torch.Tensor:
         """Sums of the weights of prompt rows by slot and new key; see ``kernels_ref.groups.column_sums``."""
         ...

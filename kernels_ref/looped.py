@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bias_builders import Rule, TopBlocks, Window
+from bias_builders import TopBlocks
 from kernels_ref import loops
 from kernels_ref.chunks import QUERY_STEP, even_size, num_parts
 from kernels_ref.hpu.attention import FusedOperators
@@ -19,8 +19,8 @@ from kernels_ref.hpu.parts import FusedKernels
 from kernels_ref.loops import How, as_operator, loop, run_body
 from kernels_ref.partial import Partial, Scoring, empty
 from kernels_ref.sparse import MASK_BYTES
-from kernels_ref.step import StepParts, StepTensors
-from kernels_ref.units import KVUnits, NewKV, Scratch
+from kernels_ref.step import PartInputs, StepParts
+from kernels_ref.units import KVUnits, NewKV
 
 if TYPE_CHECKING:
     from kernels_ref.groups.column_sums import ChunkStep
@@ -63,27 +63,19 @@ class LoopedKernels:
     most_shared: int
     most_unique: int
 
-    def causal(
-        self, q_QKGD: torch.Tensor, new: NewKV, t: StepTensors, rule: Rule | None, scoring: Scoring
-    ) -> Partial:
+    def causal(self, inputs: PartInputs) -> Partial:
         """Tokens of prompt rows against the new keys of their own row."""
-        num_queries, most = q_QKGD.shape[0], self._slice(scoring)
+        t, num_queries, most = inputs.tensors, inputs.q.shape[0], self._slice(inputs.scoring)
         if num_parts(num_queries, most) <= self.most:
-            return self.inner.causal(q_QKGD, new, t, rule, scoring)
+            return self.inner.causal(inputs)
         size = even_size(num_queries, most, QUERY_STEP)
-        how = How(scoring, self.fused.operators, size, t.row_start.shape[0], rule)
+        how = How(inputs.scoring, self.fused.operators, size, t.row_start.shape[0], inputs.rule)
         plan = (t.causal_row, t.positions, t.row_query_start)
-        return as_operator("causal", q_QKGD, (*new, *plan), how)
+        return as_operator("causal", inputs.q, (*inputs.new, *plan), how)
 
-    def shared_blocks(
-        self,
-        q_QKGD: torch.Tensor,
-        units: KVUnits,
-        t: StepTensors,
-        scoring: Scoring,
-        rule: Rule | None = None,
-    ) -> Partial:
+    def shared_blocks(self, inputs: PartInputs) -> Partial:
         """Every query against the blocks that several rows read, or a prompt row."""
+        q_QKGD, _, units, t, scoring, rule, _ = inputs
         num_queries, num_kv, group, _ = q_QKGD.shape
         slots, key_bytes = units.layout.num_slots, units.k[0].numel() * units.k.element_size()
         if self.fused.fuses(scoring):
@@ -93,94 +85,62 @@ class LoopedKernels:
             size = scoring.chunks.shared(num_queries * num_kv * group, slots, key_bytes)
         num_blocks = t.shared_block.shape[0]
         if num_parts(num_blocks, size) <= self.most_shared:
-            return self.inner.shared_blocks(q_QKGD, units, t, scoring, rule)
+            return self.inner.shared_blocks(inputs)
         size = even_size(num_blocks, size)
         how = How(scoring, self.fused.operators, size, rule=rule, layout=units.layout)
         plan = [t.row_start, t.row, t.shared_block, t.shared_start, t.shared_reads]
         plan += [] if rule is None else [t.positions]
         return as_operator("shared_blocks", q_QKGD, (units.k_flat, units.v_flat, *plan), how)
 
-    def chosen_blocks(
-        self,
-        q_QKGD: torch.Tensor,
-        new: NewKV,
-        units: KVUnits,
-        t: StepTensors,
-        tiles: TileStep,
-        choice: TopBlocks,
-        scoring: Scoring,
-    ) -> Partial:
+    def chosen_blocks(self, inputs: PartInputs, tiles: TileStep, choice: TopBlocks) -> Partial:
         """Tokens of prompt rows against the blocks that are chosen for them."""
-        return self.inner.chosen_blocks(q_QKGD, new, units, t, tiles, choice, scoring)
+        return self.inner.chosen_blocks(inputs, tiles, choice)
 
-    def shared_rings(
-        self,
-        q_QKGD: torch.Tensor,
-        scratch: Scratch,
-        t: StepTensors,
-        ring: RingStep,
-        window: Window,
-        scoring: Scoring,
-    ) -> Partial:
+    def shared_rings(self, inputs: PartInputs, ring: RingStep) -> Partial:
         """Tokens of prompt rows against what their ring held before the step."""
-        num_queries, most = q_QKGD.shape[0], self._slice(scoring)
+        t, num_queries, most = inputs.tensors, inputs.q.shape[0], self._slice(inputs.scoring)
         if num_parts(num_queries, most) <= self.most_shared:
-            return self.inner.shared_rings(q_QKGD, scratch, t, ring, window, scoring)
-        how = How(scoring, self.fused.operators, even_size(num_queries, most, QUERY_STEP), rule=window)
+            return self.inner.shared_rings(inputs, ring)
+        size = even_size(num_queries, most, QUERY_STEP)
+        how = How(inputs.scoring, self.fused.operators, size, rule=inputs.window)
         plan = (t.causal_row, t.positions, t.chunk_row, ring.chunk_position)
-        return as_operator("shared_rings", q_QKGD, (*scratch, *plan), how)
+        return as_operator("shared_rings", inputs.q, (*inputs.scratch, *plan), how)
 
-    def unique_blocks(
-        self,
-        q_NKHD: torch.Tensor,
-        units: KVUnits,
-        t: StepTensors,
-        blocks: BlockStep,
-        scoring: Scoring,
-        rule: Rule | None = None,
-    ) -> Partial:
+    def unique_blocks(self, inputs: PartInputs, blocks: BlockStep) -> Partial:
         """Decode rows against the blocks that only they read."""
+        q_NKHD, _, units, t, scoring, rule, _ = inputs
         num_rows, num_kv, heads, dim = q_NKHD.shape
         key_bytes = units.k[0].numel() * units.k.element_size()
         size = scoring.chunks.unique(num_rows, num_kv * heads, units.layout.num_slots, dim, key_bytes)
         num_blocks = t.owner.shape[0]
         if num_parts(num_blocks, size) <= self.most_unique:
-            return self.inner.unique_blocks(q_NKHD, units, t, blocks, scoring, rule)
+            return self.inner.unique_blocks(inputs, blocks)
         # A chunk outside of the graph is gathered, like those of the shared part.
         size = even_size(num_blocks, min(size, max(1, scoring.chunks.key_bytes // key_bytes)))
-        none = t._replace(owner=t.owner[:0])
-        total = self.inner.unique_blocks(q_NKHD, units, none, blocks, scoring, rule)
+        none = inputs._replace(tensors=t._replace(owner=t.owner[:0]))
+        total = self.inner.unique_blocks(none, blocks)
         how = How(scoring, self.fused.operators, size, rule=rule, layout=units.layout)
         plan = (t.owner,) if rule is None else (t.owner, t.owner_start, blocks.end)
         return as_operator("unique_blocks", q_NKHD, (*total, units.k_flat, units.v_flat, *plan), how)
 
-    def unique_rings(self, q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: Scoring) -> Partial:
+    def unique_rings(self, inputs: PartInputs, ring: RingStep) -> Partial:
         """Decode rows against their own ring."""
-        return self.inner.unique_rings(q_NKHD, units, ring, scoring)
+        return self.inner.unique_rings(inputs, ring)
 
-    def unique_with_weights(
-        self,
-        q_NKGD: torch.Tensor,
-        units: KVUnits,
-        ring: RingStep,
-        scoring: Scoring,
-        sinks_KG: torch.Tensor | None,
-    ) -> tuple[Partial, torch.Tensor]:
+    def unique_with_weights(self, inputs: PartInputs, ring: RingStep) -> tuple[Partial, torch.Tensor]:
         """Decode rows against their own slots, with what each slot receives."""
-        return self.inner.unique_with_weights(q_NKGD, units, ring, scoring, sinks_KG)
+        return self.inner.unique_with_weights(inputs, ring)
 
     def column_sums(
         self,
-        q_QKGD: torch.Tensor,
+        inputs: PartInputs,
         lse_QKG: torch.Tensor,
-        k_QKD: torch.Tensor,
         slots_PKCD: torch.Tensor | None,
         chunk: ChunkStep,
         num_observed: int | None,
-        scoring: Scoring,
     ) -> torch.Tensor:
         """Sums of the weights of prompt rows by slot and new key."""
-        return self.inner.column_sums(q_QKGD, lse_QKG, k_QKD, slots_PKCD, chunk, num_observed, scoring)
+        return self.inner.column_sums(inputs, lse_QKG, slots_PKCD, chunk, num_observed)
 
     def eviction_victims(
         self,

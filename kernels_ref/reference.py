@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from bias_builders import Rule, Window, causal_mask, leading_slots, ring_mask, seen_mask
+from bias_builders import causal_mask, leading_slots, ring_mask, seen_mask
 from kernels_ref.budgets import eviction_victims, unique_with_weights
 from kernels_ref.groups.column_sums import column_sums
 from kernels_ref.partial import FLOOR, Partial, Scoring, attend, empty, finish, merge, soften, widened
@@ -27,8 +27,8 @@ from kernels_ref.sparse import (
     tails_visible,
     whole_visible,
 )
-from kernels_ref.step import StepTensors
-from kernels_ref.units import KVUnits, NewKV, Scratch, gather, gather_units, write_kv
+from kernels_ref.step import PartInputs, StepTensors
+from kernels_ref.units import KVUnits, gather, gather_units, write_kv
 
 if TYPE_CHECKING:
     from kernels_ref.step import BlockStep, RingStep
@@ -136,24 +136,16 @@ Attend: TypeAlias = Callable[[torch.Tensor, "torch.Tensor | None", torch.Tensor]
 """``kernels_ref.partial.attend``, or another one."""
 
 
-def causal(
-    q_QKGD: torch.Tensor,
-    new: NewKV,
-    t: StepTensors,
-    rule: Rule | None,
-    scoring: Scoring,
-    dense: Dense | None = None,
-    query_slice: int | None = None,
-) -> Partial:
+def causal(inputs: PartInputs, dense: Dense | None = None, query_slice: int | None = None) -> Partial:
     """Tokens of prompt rows against the new keys of their own row.
 
     Queries are cut into slices. Without a rule a slice meets the keys up to its end; with one only those
     that it reaches by distance, plus the sink tokens of the one row that may have begun before them.
 
     Args:
-        rule: which earlier tokens a token sees; None = all.
         dense, query_slice: how a slice attends, and its queries; None = ``attend_dense``, ``scoring.slices``.
     """
+    q_QKGD, new, _, t, scoring, rule, _ = inputs
     num_queries, step = q_QKGD.shape[0], query_slice or scoring.slices.queries
     dense = dense or attend_dense
     parts = []
@@ -195,23 +187,15 @@ def _sinks_before(first: int, t: StepTensors, num_sinks: int) -> tuple[torch.Ten
     return torch.clamp(index, max=first - 1), sink_row
 
 
-def shared_blocks(
-    q_QKGD: torch.Tensor,
-    units: KVUnits,
-    t: StepTensors,
-    scoring: Scoring,
-    rule: Rule | None = None,
-    dense: Dense | None = None,
-    chunk: int | None = None,
-) -> Partial:
+def shared_blocks(inputs: PartInputs, dense: Dense | None = None, chunk: int | None = None) -> Partial:
     """Every query against every shared block, a bounded chunk of blocks at a time.
 
     Which slots a row sees is worked out for each chunk too: rows by blocks would grow with the context.
 
     Args:
-        rule: which earlier tokens a token sees; None = all.
         dense, chunk: how a chunk is attended to, and its blocks; None = ``attend_dense``, ``scoring.chunks``.
     """
+    q_QKGD, _, units, t, scoring, rule, _ = inputs
     num_queries, num_kv, group, _ = q_QKGD.shape
     block_size = units.layout.num_slots
     key_bytes = units.k[0].numel() * units.k.element_size()
@@ -256,39 +240,26 @@ def some_shared_blocks(
 
 
 def shared_rings(
-    q_QKGD: torch.Tensor,
-    scratch: Scratch,
-    t: StepTensors,
-    ring: RingStep,
-    window: Window,
-    scoring: Scoring,
-    dense: Dense | None = None,
-    query_slice: int | None = None,
+    inputs: PartInputs, ring: RingStep, dense: Dense | None = None, query_slice: int | None = None
 ) -> Partial:
     """Tokens of prompt rows against what their ring held before the step.
 
     Args:
         dense, query_slice: see ``causal``.
     """
+    t, window, scoring = inputs.tensors, inputs.window, inputs.scoring
     dense, step = dense or attend_dense, query_slice or scoring.slices.queries
     used_CW = ring.chunk_position >= 0
-    k_TKD, v_TKD = as_keys(*scratch, used_CW)
+    k_TKD, v_TKD = as_keys(*inputs.scratch, used_CW)
     parts = []
-    for q, row, position in zip(q_QKGD.split(step), t.causal_row.split(step), t.positions.split(step)):
+    for q, row, position in zip(inputs.q.split(step), t.causal_row.split(step), t.positions.split(step)):
         visible_QCW = ring_mask(row, position, t.chunk_row, ring.chunk_position, window)
         parts.append(dense(q, k_TKD, v_TKD, visible_QCW.flatten(1), scoring))
     return Partial(*(torch.cat(list(x)) for x in zip(*parts)))
 
 
 def unique_blocks(
-    q_NKHD: torch.Tensor,
-    units: KVUnits,
-    t: StepTensors,
-    blocks: BlockStep,
-    scoring: Scoring,
-    rule: Rule | None = None,
-    attend: Attend = attend,
-    add: AddBlocks | None = None,
+    inputs: PartInputs, blocks: BlockStep, attend: Attend = attend, add: AddBlocks | None = None
 ) -> Partial:
     """Decode rows against the blocks that only they read, a bounded chunk of blocks at a time.
 
@@ -297,15 +268,15 @@ def unique_blocks(
     owner, so whatever they hold cannot leak. Tails are gathered and masked. A rule masks whole blocks too.
 
     Args:
-        rule: which earlier tokens a token sees; None = all.
         attend: for the tails.
         add: for the whole blocks, without a rule; None = ``merge_by_owner``.
     """
+    q_NKHD, _, units, t, scoring, rule, _ = inputs
     add = add or merge_by_owner
     num_rows, num_kv, heads, dim = q_NKHD.shape
     key_bytes = units.k[0].numel() * units.k.element_size()
     chunk = scoring.chunks.unique(num_rows, num_kv * heads, units.layout.num_slots, dim, key_bytes)
-    total = tails(q_NKHD, units, t, blocks, scoring, attend, rule)
+    total = tails(inputs, blocks, attend)
     for begin in range(0, t.owner.shape[0], chunk):
         owner = t.owner[begin : begin + chunk]
         k, v = units.k[begin : begin + len(owner)], units.v[begin : begin + len(owner)]
@@ -317,16 +288,9 @@ def unique_blocks(
     return total
 
 
-def tails(
-    q_NKHD: torch.Tensor,
-    units: KVUnits,
-    t: StepTensors,
-    blocks: BlockStep,
-    scoring: Scoring,
-    attend: Attend = attend,
-    rule: Rule | None = None,
-) -> Partial:
+def tails(inputs: PartInputs, blocks: BlockStep, attend: Attend = attend) -> Partial:
     """Decode rows against the blocks that not every token of them sees whole."""
+    q_NKHD, _, units, t, scoring, rule, _ = inputs
     k, v = gather_units(units, t.tail_block.view(-1))
     num_tails = t.tail_block.shape[1]
     k_NKSD, v_NKSD = side_by_side(k, num_tails), side_by_side(v, num_tails)
@@ -342,13 +306,11 @@ def side_by_side(x_XKSD: torch.Tensor, num: int) -> torch.Tensor:
     return x_XKSD if num == 1 else x_XKSD.unflatten(0, (-1, num)).transpose(1, 2).flatten(2, 3)
 
 
-def unique_rings(
-    q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: Scoring, attend: Attend = attend
-) -> Partial:
+def unique_rings(inputs: PartInputs, ring: RingStep, attend: Attend = attend) -> Partial:
     """Decode rows against their ring, which is the contiguous slice ``[0, N)`` of the store."""
-    num_rows = q_NKHD.shape[0]
+    units, num_rows = inputs.units, inputs.q.shape[0]
     visible = seen_mask(ring.seen, units.layout.num_slots)
-    return own_units(q_NKHD, units.k[:num_rows], units.v[:num_rows], visible, scoring, attend)
+    return own_units(inputs.q, units.k[:num_rows], units.v[:num_rows], visible, inputs.scoring, attend)
 
 
 def own_units(

@@ -9,8 +9,8 @@ import torch
 from bias_builders import Rule, TopBlocks, Window, causal_mask, leading_slots
 from kernels_ref.chunks import QUERY_STEP
 from kernels_ref.partial import FLOOR, Partial, Scoring, attend, empty, merge, soften
-from kernels_ref.step import StepTensors
-from kernels_ref.units import KVUnits, NewKV, gather, gather_units
+from kernels_ref.step import PartInputs, StepTensors
+from kernels_ref.units import gather, gather_units
 
 MASK_BYTES = 16
 """Bytes of each pair of a query and a key while a rule is worked out: distances, remainders and booleans."""
@@ -163,30 +163,23 @@ def tile_step(t: StepTensors, block_size: int) -> TileStep:
     return TileStep(of_token, share, number, count == block_size, block, may, decode_reads)
 
 
-def chosen_blocks(
-    q_QKGD: torch.Tensor,
-    new: NewKV,
-    units: KVUnits,
-    t: StepTensors,
-    tiles: TileStep,
-    choice: TopBlocks,
-    scoring: Scoring,
-) -> Partial:
+def chosen_blocks(inputs: PartInputs, tiles: TileStep, choice: TopBlocks) -> Partial:
     """Tokens of prompt rows against their own tile and the blocks before it that are chosen for it.
 
     All blocks are read and the others masked: static shapes save nothing here. Results are those of kernels
     that skip them.
     """
-    estimates = estimate(_means(q_QKGD, tiles), _mean_keys(new, units, t, tiles, scoring), tiles.may, scoring)
+    q_QKGD, t, scoring = inputs.q, inputs.tensors, inputs.scoring
+    estimates = estimate(_means(q_QKGD, tiles), _mean_keys(inputs, tiles), tiles.may, scoring)
     chosen_TKX = choice.chosen(estimates, tiles.may, tiles.number, tiles.block)
     seen_TKX = torch.where(tiles.is_whole[:, None, None], chosen_TKX, tiles.may[:, None])
     # One more tile, of tokens of no prompt row.
     seen_TKX = torch.cat([seen_TKX, torch.zeros_like(seen_TKX[:1])])
     num_shared = t.shared_block.shape[0]
-    total = _new_keys(q_QKGD, new, t, tiles, seen_TKX[..., num_shared:], scoring)
+    total = _new_keys(inputs, tiles, seen_TKX[..., num_shared:])
     if not num_shared:
         return total
-    return merge(total, _context(q_QKGD, units, t, tiles, seen_TKX[..., :num_shared], scoring))
+    return merge(total, _context(inputs, tiles, seen_TKX[..., :num_shared]))
 
 
 def estimate(
@@ -212,24 +205,19 @@ def _means(x: torch.Tensor, tiles: TileStep) -> torch.Tensor:
     return torch.matmul(tiles.share, x.float().flatten(1)).unflatten(1, x.shape[1:])
 
 
-def _mean_keys(new: NewKV, units: KVUnits, t: StepTensors, tiles: TileStep, scoring: Scoring) -> torch.Tensor:
+def _mean_keys(inputs: PartInputs, tiles: TileStep) -> torch.Tensor:
     """Mean keys of the shared blocks and of the tiles, float32 ``[X, K, D]``."""
-    of_tiles = _means(new.k, tiles)
+    units, scoring = inputs.units, inputs.scoring
+    of_tiles = _means(inputs.new.k, tiles)
     key_bytes = units.k[0].numel() * units.k.element_size()
     chunk = max(1, scoring.chunks.key_bytes // key_bytes)
-    blocks = (gather(units.k, some) for some in t.shared_block.split(chunk) if len(some))
+    blocks = (gather(units.k, some) for some in inputs.tensors.shared_block.split(chunk) if len(some))
     return torch.cat([*(k_XKBD.mean(dim=2, dtype=torch.float32) for k_XKBD in blocks), of_tiles])
 
 
-def _new_keys(
-    q_QKGD: torch.Tensor,
-    new: NewKV,
-    t: StepTensors,
-    tiles: TileStep,
-    seen_TKT: torch.Tensor,
-    scoring: Scoring,
-) -> Partial:
+def _new_keys(inputs: PartInputs, tiles: TileStep, seen_TKT: torch.Tensor) -> Partial:
     """New keys of the same row, a slice of queries at a time."""
+    q_QKGD, new, _, t, scoring, _, _ = inputs
     step, no_row, most = scoring.slices.queries, t.row_start.shape[0], len(tiles.number) - 1
     row, position, tile = t.causal_row, t.positions, tiles.of_token
     parts = []
@@ -245,15 +233,9 @@ def _new_keys(
     return parts[0] if len(parts) == 1 else Partial(*(torch.cat(list(x)) for x in zip(*parts)))
 
 
-def _context(
-    q_QKGD: torch.Tensor,
-    units: KVUnits,
-    t: StepTensors,
-    tiles: TileStep,
-    seen_TKS: torch.Tensor,
-    scoring: Scoring,
-) -> Partial:
+def _context(inputs: PartInputs, tiles: TileStep, seen_TKS: torch.Tensor) -> Partial:
     """Blocks that were there before the step, a bounded chunk of them at a time."""
+    q_QKGD, _, units, t, scoring, _, _ = inputs
     num_queries, num_kv, group, _ = q_QKGD.shape
     block_size, key_bytes = units.layout.num_slots, units.k[0].numel() * units.k.element_size()
     chunk = scoring.chunks.shared(num_queries * num_kv * group, block_size, key_bytes)

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from bias_builders import Leading, Seen
-from kernels_ref.partial import fold
-from kernels_ref.units import UnitLayout, gather
+from bias_builders import Leading, Rule, Seen, Window
+from kernels_ref.partial import Scoring, fold
+from kernels_ref.units import KVUnits, NewKV, Scratch, UnitLayout, gather
 
 PlanKey: TypeAlias = tuple[tuple[Hashable, ...], UnitLayout]
 """Key of the tensors that a step derives for groups of heads: key of their kind, and layout of the store."""
@@ -96,10 +96,48 @@ class Step(NamedTuple):
     plans: dict[PlanKey, Any]
 
 
-def of_rows(q_QKGD: torch.Tensor, step: Step) -> torch.Tensor:
-    """Queries of decode rows, all tokens of a row in its heads, ``[N, K, M * G, D]``."""
-    q_LKGD = q_QKGD.index_select(0, step.row_token)
-    return q_LKGD if step.decode_len == 1 else fold(q_LKGD, step.decode_len)
+SEES_ALL = Window(0, 1 << 30)
+"""A window that is as wide as any text."""
+
+
+class PartInputs(NamedTuple):
+    """Inputs of attention for the heads of one group in one layer, the same for every part.
+
+    Attributes:
+        q: scaled queries after rotary embedding: ``[Q, K, G, D]`` of all tokens, or ``[N, K, M * G, D]`` of
+            decode rows for the unique parts.
+        new: keys and values of the new tokens, ``[Q, K, D]``, after rotary embedding.
+        units: stores of the group in this layer.
+        tensors: the plan of the step.
+        scoring: the rule from scores to weights.
+        rule: which earlier tokens a token sees, by position; None = all of them.
+        sinks: attention-sink logit of each query head, ``[K, G]``, or None.
+    """
+
+    q: torch.Tensor
+    new: NewKV
+    units: KVUnits
+    tensors: StepTensors
+    scoring: Scoring
+    rule: Rule | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def window(self) -> Window:
+        """The rule of heads that see a window."""
+        assert self.rule is None or isinstance(self.rule, Window), "heads in rings see a window"
+        return self.rule or SEES_ALL
+
+    @property
+    def scratch(self) -> Scratch:
+        """Units as they were before the step, which prompts with context read."""
+        assert self.units.scratch is not None, "prompts with context read a scratch"
+        return self.units.scratch
+
+    def of_rows(self, step: Step) -> PartInputs:
+        """The same inputs with the queries of decode rows, all tokens of a row in its heads."""
+        q_LKGD = self.q.index_select(0, step.row_token)
+        return self._replace(q=q_LKGD if step.decode_len == 1 else fold(q_LKGD, step.decode_len))
 
 
 class DecodeRows(NamedTuple):

@@ -12,12 +12,12 @@ from typing import TypeAlias
 import torch
 
 from kernels_ref.chunks import DEFAULT_BOUNDS, DEFAULT_SLICES, ChunkBounds, Slices
-from kernels_ref.groups import GroupInputs, GroupKind, HeadGroup
+from kernels_ref.groups import GroupKind, HeadGroup
 from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators
 from kernels_ref.impl import Implementation, kernels
 from kernels_ref.looped import looped
 from kernels_ref.partial import Scoring, Softmax
-from kernels_ref.step import Step
+from kernels_ref.step import PartInputs, Step
 from kernels_ref.units import KVUnits, NewKV, UnitLayout
 
 LayerCache: TypeAlias = tuple[KVUnits, ...]
@@ -106,7 +106,7 @@ def unified_attention(
         begin, end = end, end + group.num_heads
         new = NewKV(k_QKD[:, begin:end], v_QKD[:, begin:end])
         sinks = None if sinks_KG is None else sinks_KG[begin:end]
-        inputs = GroupInputs(q_QKGD[:, begin:end], new, sinks, scoring)
-        outputs.append(group.kind.attend(run, inputs, units, step))
+        inputs = PartInputs(q_QKGD[:, begin:end], new, units, step.tensors, scoring, sinks=sinks)
+        outputs.append(group.kind.attend(run, inputs, step))
     out_QKGD = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
     return out_QKGD.flatten(1, 2)

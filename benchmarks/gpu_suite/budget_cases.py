@@ -11,10 +11,10 @@ from functools import partial
 import torch
 
 from benchmarks.gpu_suite import cases
-from benchmarks.gpu_suite.cases import Heads, RowSize
+from benchmarks.gpu_suite.cases import NOTHING, Heads, RowSize
 from benchmarks.gpu_suite.kernel_cases import Case, Result, Weighed, visible_pairs
 from benchmarks.gpu_suite.shapes import ModelShape, Sizes
-from bias_builders import Leading, Window
+from bias_builders import Leading
 from kernels_ref import (
     Blocks,
     NewKV,
@@ -30,6 +30,7 @@ from kernels_ref import (
 from kernels_ref.groups import RingStep
 from kernels_ref.groups.column_sums import ChunkStep, log_sum_exp
 from kernels_ref.impl import Kernels
+from kernels_ref.step import PartInputs
 from kernels_ref.triton import availability, parts
 
 FULL_DECODE = "full attention"
@@ -40,8 +41,6 @@ CHUNK_SUMS = "sums of its weights by key"
 PORTABLE = ", portable torch"
 BASELINES = (FULL_DECODE, CHUNK)
 """Systems that others of a case are divided by."""
-_ALL = Window(0, 1 << 30)
-_NOTHING = torch.zeros(0, dtype=torch.int32)
 
 
 def make_budget_cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -81,7 +80,9 @@ def _full(model: ModelShape, num_rows: int, sizes: Sizes, dtype: torch.dtype, de
     q = cases.queries(num_rows, heads, dtype, device)
 
     def work(run: Kernels) -> Partial:
-        return run.unique_blocks(q, units, layout.tensors, layout.plans[Blocks()], Scoring())
+        return run.unique_blocks(
+            PartInputs(q, cases.NO_KV, units, layout.tensors, Scoring()), layout.plans[Blocks()]
+        )
 
     ours, notes = _methods(FULL_DECODE, work, device)
     return Case(
@@ -108,14 +109,16 @@ def _budget(
     shape = (layout.num_units * layout.unit_stride, heads.dim)
     units = as_units(*(cases.random(shape, dtype, device, seed) for seed in (2, 3)), layout)
     visible = torch.full((num_rows, 1, 1), num_slots, dtype=torch.int32, device=device)
-    ring = RingStep(_NOTHING, Leading(visible), _NOTHING)
+    ring = RingStep(NOTHING, Leading(visible), NOTHING)
     q = cases.queries(num_rows, heads, dtype, device)
 
+    inputs = PartInputs(q, cases.NO_KV, units, cases.NO_PLAN, Scoring())
+
     def weighed(run: Kernels) -> Weighed:
-        return Weighed(*run.unique_with_weights(q, units, ring, Scoring(), None))
+        return Weighed(*run.unique_with_weights(inputs, ring))
 
     def plain(run: Kernels) -> Partial:
-        return run.unique_rings(q, units, ring, Scoring())
+        return run.unique_rings(inputs, ring)
 
     name, amounts = _decode_name(model, num_rows, sizes), _decode_work(heads, num_rows * num_slots, dtype)
     methods: dict[str, Callable[[Kernels], Result]] = {WEIGHED_DECODE: weighed, PLAIN_DECODE: plain}
@@ -133,12 +136,14 @@ def _chunk(model: ModelShape, sizes: Sizes, dtype: torch.dtype, device: torch.de
     shape = (1, heads.num_kv, num_slots, heads.dim)
     slots = Scratch(*(cases.random(shape, dtype, device, seed) for seed in (4, 5)))
     number = torch.arange(num_slots, dtype=torch.int32, device=device)
-    ring = RingStep(_NOTHING, Leading(number[:0]), number[None])
+    ring = RingStep(NOTHING, Leading(number[:0]), number[None])
+
+    inputs = PartInputs(q, new, of_stores(*slots)._replace(scratch=slots), t, Scoring())
 
     def both(run: Kernels) -> list[Partial]:
         return [
-            run.causal(q, new, t, None, Scoring()),
-            run.shared_rings(q, slots, t, ring, _ALL, Scoring()),
+            run.causal(inputs),
+            run.shared_rings(inputs, ring),
         ]
 
     def attend(run: Kernels) -> Partial:
@@ -150,7 +155,7 @@ def _chunk(model: ModelShape, sizes: Sizes, dtype: torch.dtype, device: torch.de
     chunk = ChunkStep(*rows, token)
 
     def sums(run: Kernels) -> Weighed:
-        return Weighed(None, run.column_sums(q, lse, new.k, slots.k, chunk, None, Scoring()))
+        return Weighed(None, run.column_sums(inputs, lse, slots.k, chunk, None))
 
     pairs = visible_pairs(length, None) + length * num_slots
     flops = 4 * pairs * heads.num_kv * heads.group * heads.dim

@@ -11,7 +11,22 @@ import torch
 
 from bias_builders import StepRows, Window
 from hpu_duo.engine.batch import StepGeometry, fill, flatten
-from kernels_ref import Blocks, GroupKind, Rings, Step, StepParts, StepTensors, UnitLayout, prepare_step
+from kernels_ref import (
+    Blocks,
+    GroupKind,
+    NewKV,
+    Rings,
+    Step,
+    StepParts,
+    StepTensors,
+    UnitLayout,
+    prepare_step,
+)
+
+NOTHING = torch.zeros(0, dtype=torch.int32)
+NO_KV = NewKV(NOTHING, NOTHING)
+NO_PLAN = StepTensors(*[NOTHING] * len(StepTensors._fields))
+"""Inputs that a part does not read."""
 
 
 class RowSize(NamedTuple):

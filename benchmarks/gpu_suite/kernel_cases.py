@@ -26,6 +26,7 @@ from kernels_ref import (
     of_stores,
     reference,
 )
+from kernels_ref.step import PartInputs
 from kernels_ref.triton import availability, launch, parts
 from kernels_ref.triton.launch import Triple
 from kernels_ref.triton.stream_k_choice import choose
@@ -110,9 +111,10 @@ def _unique(
     )
     k, v = _stores(layout, heads, sizes, dtype, device)
     q, t = cases.queries(len(contexts), heads, dtype, device), layout.tensors
+    inputs = PartInputs(q, cases.NO_KV, of_stores(k, v), t, Scoring())
     ours, notes = _ours(
         device,
-        partial(reference.unique_blocks, q, of_stores(k, v), t, layout.plans[Blocks()], Scoring()),
+        partial(reference.unique_blocks, inputs, layout.plans[Blocks()]),
         split=partial(_run_unique, "split", q, k, v, layout),
         stream_k=partial(_run_unique, "stream_k", q, k, v, layout),
     )

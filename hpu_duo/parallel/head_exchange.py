@@ -15,7 +15,6 @@ from hpu_duo.parallel.config import first_head
 from kernels_ref import (
     Blocks,
     GroupKind,
-    KVUnits,
     NewKV,
     Owner,
     Partial,
@@ -24,7 +23,7 @@ from kernels_ref import (
     StepTensors,
     UnitLayout,
 )
-from kernels_ref.groups import BlockStep, GroupInputs, HeadSizes, PartSizes
+from kernels_ref.groups import BlockStep, HeadSizes, PartInputs, PartSizes
 from kernels_ref.groups.kind import FLOAT32, causal_bytes
 from kernels_ref.partial import fold, merge_all, packed, unfold, unpacked
 from kernels_ref.units import gather, write_indices
@@ -209,24 +208,25 @@ class ContextParallelBlocks(GroupKind):
             for layout in layouts
         }
 
-    def attend(self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step) -> torch.Tensor:
+    def attend(self, run: Kernels, inputs: PartInputs, step: Step) -> torch.Tensor:
         """Write first: decode rows find their new keys in their blocks, on the rank that keeps them."""
-        t, parts = step.tensors, step.parts
+        parts, t, units = step.parts, inputs.tensors, inputs.units
         plan: ContextParallelStep = step.plans[self.key, units.layout]
-        q_QOGD, new, sinks_OG, scoring = inputs
+        q_QOGD = inputs.q
         has_shared = parts.shared and t.shared_block.shape[0] > 0
         asked = self._asked(q_QOGD, step, has_shared=has_shared)
-        k_QKD, v_QKD, *queries = self.exchange.gather([*new, *asked])
+        k_QKD, v_QKD, *queries = self.exchange.gather([*inputs.new, *asked])
         run.write_kv(units, plan.own.write_index, NewKV(k_QKD, v_QKD))
         of_tokens: list[Partial] = []
         decoded = None
         if parts.unique:
             q_LKGD = gather(queries[0], step.row_token) if has_shared else queries[0]
-            decoded = run.unique_blocks(fold(q_LKGD, step.decode_len), units, t, plan.own, scoring)
+            of_rows = inputs._replace(q=fold(q_LKGD, step.decode_len))
+            decoded = run.unique_blocks(of_rows, plan.own)
             decoded = unfold(decoded, step.decode_len)
         if has_shared:
-            shared_t = t._replace(shared_start=plan.shared_start)
-            shared = run.shared_blocks(queries[0], units, shared_t, scoring)
+            own = inputs._replace(q=queries[0], tensors=t._replace(shared_start=plan.shared_start))
+            shared = run.shared_blocks(own)
             shared, decoded = self._merged(shared, decoded)
             of_tokens.append(shared)
         elif decoded is not None:
@@ -234,8 +234,8 @@ class ContextParallelBlocks(GroupKind):
         if not q_QOGD.shape[1]:
             return q_QOGD
         if parts.causal:
-            of_tokens.append(run.causal(q_QOGD, new, t, None, scoring))
-        return run.finish(q_QOGD, of_tokens, decoded, step.decode_slot, sinks_OG)
+            of_tokens.append(run.causal(inputs))
+        return run.finish(q_QOGD, of_tokens, decoded, step.decode_slot, inputs.sinks)
 
     @staticmethod
     def _asked(q_QOGD: torch.Tensor, step: Step, *, has_shared: bool) -> list[torch.Tensor]:

@@ -3,7 +3,6 @@
 from kernels_ref.groups.blocks import Blocks, ChosenBlocks, ChosenStep
 from kernels_ref.groups.budget import Budget, BudgetStep
 from kernels_ref.groups.kind import (
-    GroupInputs,
     GroupKind,
     HeadGroup,
     HeadSizes,
@@ -14,7 +13,7 @@ from kernels_ref.groups.kind import (
 from kernels_ref.groups.kv_policy import FutureQueries, KVPolicy, SlotView, TokenClass
 from kernels_ref.groups.rings import Rings
 from kernels_ref.groups.whole_prompts import WholePrompts
-from kernels_ref.step import BlockStep, RingStep
+from kernels_ref.step import BlockStep, PartInputs, RingStep
 
 __all__ = [
     "BlockStep",
@@ -24,12 +23,12 @@ __all__ = [
     "ChosenBlocks",
     "ChosenStep",
     "FutureQueries",
-    "GroupInputs",
     "GroupKind",
     "HeadGroup",
     "HeadSizes",
     "KVPolicy",
     "Owner",
+    "PartInputs",
     "PartSizes",
     "RingStep",
     "Rings",

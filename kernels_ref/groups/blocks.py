@@ -13,7 +13,6 @@ from kernels_ref.chunks import QUERY_SLICE
 from kernels_ref.groups.kind import (
     FLOAT32,
     SCORE_COPIES,
-    GroupInputs,
     GroupKind,
     HeadSizes,
     Owner,
@@ -22,8 +21,8 @@ from kernels_ref.groups.kind import (
 )
 from kernels_ref.partial import Partial, unfold
 from kernels_ref.sparse import MASK_BYTES, TileStep, num_tiles, tile_step
-from kernels_ref.step import BlockStep, DecodeRows, Step, StepParts, StepTensors, of_rows
-from kernels_ref.units import KVUnits, UnitLayout, write_indices
+from kernels_ref.step import BlockStep, DecodeRows, PartInputs, Step, StepParts, StepTensors
+from kernels_ref.units import UnitLayout, write_indices
 
 if TYPE_CHECKING:
     from kernels_ref.impl import Kernels
@@ -78,23 +77,23 @@ class Blocks(GroupKind):
         index = write_indices(t.write_block, t.write_offset, layouts)
         return {layout: BlockStep(index[layout], Leading(tails), rows.end) for layout in layouts}
 
-    def attend(self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step) -> torch.Tensor:
+    def attend(self, run: Kernels, inputs: PartInputs, step: Step) -> torch.Tensor:
         """Write first: decode rows find their new keys in their blocks."""
-        t, parts = step.tensors, step.parts
+        parts, units = step.parts, inputs.units
         plan: BlockStep = step.plans[self.key, units.layout]
-        q_QKGD, new, sinks_KG, scoring = inputs
-        run.write_kv(units, plan.write_index, new)
+        run.write_kv(units, plan.write_index, inputs.new)
+        inputs = inputs._replace(rule=self.rule)
         of_tokens: list[Partial] = []
         if parts.causal:
-            of_tokens.append(run.causal(q_QKGD, new, t, self.rule, scoring))
-        if parts.shared and t.shared_block.shape[0]:
-            of_tokens.append(run.shared_blocks(q_QKGD, units, t, scoring, self.rule))
+            of_tokens.append(run.causal(inputs))
+        if parts.shared and inputs.tensors.shared_block.shape[0]:
+            of_tokens.append(run.shared_blocks(inputs))
         decoded = None
         if parts.unique:
-            decoded = run.unique_blocks(of_rows(q_QKGD, step), units, t, plan, scoring, self.rule)
+            decoded = run.unique_blocks(inputs.of_rows(step), plan)
             if step.decode_len > 1:
                 decoded = unfold(decoded, step.decode_len)
-        return run.finish(q_QKGD, of_tokens, decoded, step.decode_slot, sinks_KG)
+        return run.finish(inputs.q, of_tokens, decoded, step.decode_slot, inputs.sinks)
 
     def transient_bytes(self, heads: HeadSizes, sizes: PartSizes) -> int:
         """Scores of one chunk of blocks, and the keys and values gathered for it."""
@@ -224,24 +223,24 @@ class ChosenBlocks(GroupKind):
         blocks = _KEPT.prepare(parts, tensors, rows, layouts)
         return {layout: ChosenStep(plan, tiles) for layout, plan in blocks.items()}
 
-    def attend(self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step) -> torch.Tensor:
+    def attend(self, run: Kernels, inputs: PartInputs, step: Step) -> torch.Tensor:
         """Write first: decode rows, and prompts on a CPU, find new keys in their blocks."""
-        t, parts = step.tensors, step.parts
+        parts, units, t = step.parts, inputs.units, inputs.tensors
         plan: ChosenStep = step.plans[self.key, units.layout]
-        q_QKGD, new, sinks_KG, scoring = inputs
-        run.write_kv(units, plan.blocks.write_index, new)
+        run.write_kv(units, plan.blocks.write_index, inputs.new)
         of_tokens: list[Partial] = []
         if plan.tiles is not None:
-            of_tokens.append(run.chosen_blocks(q_QKGD, new, units, t, plan.tiles, self.choice, scoring))
+            of_tokens.append(run.chosen_blocks(inputs, plan.tiles, self.choice))
         decoded = None
         if parts.unique:
-            decoded = run.unique_blocks(of_rows(q_QKGD, step), units, t, plan.blocks, scoring)
+            decoded = run.unique_blocks(inputs.of_rows(step), plan.blocks)
             if step.decode_len > 1:
                 decoded = unfold(decoded, step.decode_len)
         if parts.unique and parts.shared and t.shared_block.shape[0]:
             reads = t.shared_reads if plan.tiles is None else plan.tiles.decode_reads
-            of_tokens.append(run.shared_blocks(q_QKGD, units, t._replace(shared_reads=reads), scoring))
-        return run.finish(q_QKGD, of_tokens, decoded, step.decode_slot, sinks_KG)
+            shared = inputs._replace(tensors=t._replace(shared_reads=reads))
+            of_tokens.append(run.shared_blocks(shared))
+        return run.finish(inputs.q, of_tokens, decoded, step.decode_slot, inputs.sinks)
 
     def transient_bytes(self, heads: HeadSizes, sizes: PartSizes) -> int:
         """Those of heads that see all tokens, with a mask for each head, and estimates."""

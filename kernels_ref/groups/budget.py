@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
-from bias_builders import Leading, Window, leading_slots
+from bias_builders import Leading, leading_slots
 from kernels_ref.chunks import QUERY_SLICE
 from kernels_ref.groups.budget_chunks import Held, Kept, keep_chunk, scored_tokens
 from kernels_ref.groups.budget_slots import FirstToGo, slot_to_write
@@ -26,7 +26,6 @@ from kernels_ref.groups.column_sums import ChunkStep, summed_queries
 from kernels_ref.groups.kind import (
     FLOAT32,
     SCORE_COPIES,
-    GroupInputs,
     GroupKind,
     HeadSizes,
     Owner,
@@ -35,8 +34,8 @@ from kernels_ref.groups.kind import (
 )
 from kernels_ref.groups.kv_policy import KVPolicy, SlotView
 from kernels_ref.partial import Partial
-from kernels_ref.step import DecodeRows, RingStep, Step, StepParts, StepTensors, of_rows
-from kernels_ref.units import KVUnits, NewKV, Scratch, SlotState, UnitLayout, gather, index_dtype, of_stores
+from kernels_ref.step import DecodeRows, PartInputs, RingStep, Step, StepParts, StepTensors
+from kernels_ref.units import NewKV, Scratch, SlotState, UnitLayout, gather, index_dtype, of_stores
 
 if TYPE_CHECKING:
     from kernels_ref.impl import Kernels
@@ -94,8 +93,6 @@ def _view(state: SlotState, shape: tuple[int, int], valid: torch.Tensor, end: to
     return SlotView(score, position, valid, end[:, None, None], shape[1])
 
 
-SEES_ALL = Window(0, 1 << 30)
-"""A chunk sees all that its row has kept."""
 _STATE_BYTES = 8
 _CANDIDATE_COPIES = 16
 """Ranks, positions and scores of slots, as they are sorted, compared and numbered."""
@@ -260,26 +257,28 @@ class Budget(GroupKind):
         entry = torch.where(is_own, first[:, None] + t.positions, -1).amax(dim=0)
         return chunk, torch.where(entry >= 0, entry, len(start) * size + place)
 
-    def attend(self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step) -> torch.Tensor:
+    def attend(self, run: Kernels, inputs: PartInputs, step: Step) -> torch.Tensor:
         """Find the slots, write, then decode; prompts read the scratch."""
-        parts, layout = step.parts, units.layout
+        parts, units = step.parts, inputs.units
+        layout = units.layout
         plan: BudgetStep = step.plans[self.key, layout]
         assert units.state is not None, "a budget keeps a state"
         of_tokens: list[Partial] = []
         taken, kept, decoded, seen = None, None, None, self._seen(inputs, plan)
         if parts.causal:
             prompts = inputs if self.reads_text else seen
-            of_tokens, kept = self._read_prompts(run, prompts, units, step)
+            of_tokens, kept = self._read_prompts(run, prompts, step)
         if parts.unique:
             rows = plan.end, plan.decode_row, run.eviction_victims, plan.token_class
             taken = take_in(self.policy, units.state, layout, *rows)
         run.write_kv(units, *self._written(layout, plan, kept, taken, self._stored(inputs.new, plan)))
         # Views from before would be inputs of this graph beside the stores, where it was cut in between.
         units = units.seen_anew()
+        seen = seen._replace(units=units)
         assert units.state is not None, "slots have positions and scores"
         dtype = index_dtype(plan.end.device)
         if taken is not None:
-            decoded, score = self._decode(run, seen, units, step, taken)
+            decoded, score = self._decode(run, seen, step, taken)
             if self.policy.num_observed != 0:
                 units.state.score.index_copy_(0, plan.decode_row.to(dtype), score.flatten(1))
         if kept is not None:
@@ -288,7 +287,7 @@ class Budget(GroupKind):
                 store.index_copy_(0, row, new.flatten(1))
         return run.finish(inputs.q, of_tokens, decoded, step.decode_slot, inputs.sinks)
 
-    def _seen(self, inputs: GroupInputs, plan: BudgetStep) -> GroupInputs:
+    def _seen(self, inputs: PartInputs, plan: BudgetStep) -> PartInputs:
         """Queries and keys as attention sees them: at their places where positions are those in the cache."""
         if not self.policy.positions_in_cache:
             return inputs
@@ -302,43 +301,41 @@ class Budget(GroupKind):
             return new
         return NewKV(turned_as(new.k, plan.turns.back), new.v)
 
-    def _read_prompts(
-        self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step
-    ) -> tuple[list[Partial], Kept]:
+    def _read_prompts(self, run: Kernels, inputs: PartInputs, step: Step) -> tuple[list[Partial], Kept]:
         """Attention of prompt rows, and what they leave."""
+        units = inputs.units
         plan: BudgetStep = step.plans[self.key, units.layout]
         chunk, scratch = plan.chunk, None
         shape = (len(chunk.row), units.layout.num_heads, self.budget)
         state = SlotState(*(gather(x, chunk.row).view(shape) for x in units.state or ()))
-        of_tokens = [run.causal(inputs.q, inputs.new, step.tensors, None, inputs.scoring)]
+        of_tokens = [run.causal(inputs)]
         if step.parts.shared:
-            assert units.scratch is not None, "prompts with context read a scratch"
-            scratch = units.scratch
+            scratch = inputs.scratch
             if self.policy.positions_in_cache:
                 valid = chunk.is_stored(self.budget)[:, None]
                 k = turned_by_rank(scratch.k, state.position, valid, plan.turns.ranks)
                 scratch = Scratch(k, scratch.v)
-            of_tokens.append(
-                run.shared_rings(inputs.q, scratch, step.tensors, plan.ring, SEES_ALL, inputs.scoring)
-            )
+                inputs = inputs._replace(units=units._replace(scratch=scratch))
+            of_tokens.append(run.shared_rings(inputs, plan.ring))
         held = Held(state, scratch)
         slots = scored_tokens(run, self.policy, self.budget, held, chunk, inputs, of_tokens, plan.turns)
         return of_tokens, keep_chunk(self.policy, held, slots, chunk)
 
     def _decode(
-        self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step, taken: DecodeSlots
+        self, run: Kernels, inputs: PartInputs, step: Step, taken: DecodeSlots
     ) -> tuple[Partial, torch.Tensor]:
         """Attention of decode rows, and their new scores."""
-        q_NKGD, slots = of_rows(inputs.q, step), taken.slots
+        inputs, slots = inputs.of_rows(step), taken.slots
+        units = inputs.units
         plan: BudgetStep = step.plans[self.key, units.layout]
         if self.policy.positions_in_cache:
             k, v = (x[: len(plan.end)] for x in (units.k, units.v))
             k = turned_by_rank(k, slots.position, slots.valid, plan.turns.ranks)
-            units = of_stores(k, v.contiguous())
+            inputs = inputs._replace(units=of_stores(k, v.contiguous()))
         if self.policy.weighs_decodes:
-            partial, mass = run.unique_with_weights(q_NKGD, units, plan.ring, inputs.scoring, inputs.sinks)
+            partial, mass = run.unique_with_weights(inputs, plan.ring)
             return partial, self.policy.observe(slots, mass)
-        partial = run.unique_rings(q_NKGD, units, plan.ring, inputs.scoring)
+        partial = run.unique_rings(inputs, plan.ring)
         if self.policy.num_observed == 0:
             return partial, slots.score
         return partial, self.policy.observe(slots, torch.zeros_like(slots.score))

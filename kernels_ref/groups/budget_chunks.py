@@ -13,10 +13,10 @@ import torch
 from kernels_ref.groups.budget_slots import assign_slots, kept_tokens, look_up
 from kernels_ref.groups.budget_turns import BudgetTurns
 from kernels_ref.groups.column_sums import ChunkStep, candidates, log_sum_exp
-from kernels_ref.groups.kind import GroupInputs
 from kernels_ref.groups.kv_policy import FutureQueries, KVPolicy, SlotView
 from kernels_ref.partial import Partial
 from kernels_ref.rotary import Turn, turned
+from kernels_ref.step import PartInputs
 from kernels_ref.units import NewKV, Scratch, SlotState, gather
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def scored_tokens(
     num_slots: int,
     held: Held,
     chunk: ChunkStep,
-    inputs: GroupInputs,
+    inputs: PartInputs,
     partials: list[Partial],
     turns: BudgetTurns,
 ) -> SlotView:
@@ -125,9 +125,7 @@ def scored_tokens(
         score = policy.expect(slots, queries, *(candidates(*each, chunk) for each in both))
     elif policy.num_observed != 0:
         lse, stored = log_sum_exp(partials, inputs.sinks), None if held.kv is None else held.kv.k
-        mass = run.column_sums(
-            inputs.q, lse, inputs.new.k, stored, chunk, policy.num_observed, inputs.scoring
-        )
+        mass = run.column_sums(inputs, lse, stored, chunk, policy.num_observed)
         score = policy.observe(slots, mass)
     else:
         return slots

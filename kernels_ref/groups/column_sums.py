@@ -15,6 +15,7 @@ import torch
 
 from bias_builders import leading_slots
 from kernels_ref.partial import FLOOR, Partial, Scoring, soften
+from kernels_ref.step import PartInputs
 from kernels_ref.units import gather
 
 _SUMMED_QUERIES, _SUMMED_SCORES = 128, 1 << 21
@@ -85,13 +86,11 @@ def candidates(x_QKD: torch.Tensor, slots_PKCD: torch.Tensor | None, chunk: Chun
 
 
 def column_sums(
-    q_QKGD: torch.Tensor,
+    inputs: PartInputs,
     lse_QKG: torch.Tensor,
-    k_QKD: torch.Tensor,
     slots_PKCD: torch.Tensor | None,
     chunk: ChunkStep,
     num_observed: int | None,
-    scoring: Scoring,
 ) -> torch.Tensor:
     """Weights that the last queries of each row put on each slot and each new key, float32 ``[P, K, S]``.
 
@@ -99,12 +98,12 @@ def column_sums(
 
     Args:
         lse_QKG: log-sum-exp of the scores of each query over all that it sees.
-        k_QKD: new keys of all tokens.
         slots_PKCD: keys of the slots, of which free ones may hold anything; None where no row has any, then
             C = 0.
         num_observed: queries that count, the last ones of each row; None = all.
     """
-    k_PKSD = candidates(k_QKD, slots_PKCD, chunk)
+    q_QKGD, new, _, _, scoring, _, _ = inputs
+    k_PKSD = candidates(new.k, slots_PKCD, chunk)
     num_new, device = chunk.token.shape[1], q_QKGD.device
     is_stored = chunk.is_stored(k_PKSD.shape[2] - num_new)
     num_queries = num_new if num_observed is None else min(num_observed, num_new)

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from kernels_ref.chunks import DEFAULT_BOUNDS, QUERY_SLICE, ChunkBounds
-from kernels_ref.partial import Scoring
-from kernels_ref.step import DecodeRows, Step, StepParts, StepTensors
-from kernels_ref.units import KVUnits, NewKV, UnitLayout
+from kernels_ref.step import DecodeRows, PartInputs, Step, StepParts, StepTensors
+from kernels_ref.units import UnitLayout
 
 if TYPE_CHECKING:
     from kernels_ref.impl import Kernels
@@ -35,22 +34,6 @@ class Owner(Enum):
 
     BLOCK = "block"
     ROW = "row"
-
-
-class GroupInputs(NamedTuple):
-    """Queries, keys and values of the new tokens of a step, for the heads of one group.
-
-    Attributes:
-        q: scaled queries, ``[Q, K, G, D]``.
-        new: keys and values ``[Q, K, D]``, after rotary embedding.
-        sinks: attention-sink logit of each query head, ``[K, G]``, or None.
-        scoring: the rule from scores to weights.
-    """
-
-    q: torch.Tensor
-    new: NewKV
-    sinks: torch.Tensor | None
-    scoring: Scoring
 
 
 class GroupKind(ABC):
@@ -171,13 +154,13 @@ class GroupKind(ABC):
         """
 
     @abstractmethod
-    def attend(self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step) -> torch.Tensor:
+    def attend(self, run: Kernels, inputs: PartInputs, step: Step) -> torch.Tensor:
         """Store the new keys and values, run the parts of the step and merge them.
 
         Args:
             run: the kernels of the parts.
-            units: of the group in this layer; written in place, once, and read only after that.
-            step: the tensors of ``prepare`` are at ``step.plans[self.key, units.layout]``.
+            inputs: without a rule; ``units`` are written in place, once, and read only after that.
+            step: the tensors of ``prepare`` are at ``step.plans[self.key, inputs.units.layout]``.
 
         Returns:
             ``[Q, K, G, D]`` in the dtype of the queries; zero for padding.

@@ -13,7 +13,6 @@ from kernels_ref.chunks import QUERY_SLICE
 from kernels_ref.groups.kind import (
     FLOAT32,
     SCORE_COPIES,
-    GroupInputs,
     GroupKind,
     HeadSizes,
     Owner,
@@ -21,8 +20,8 @@ from kernels_ref.groups.kind import (
     causal_bytes,
 )
 from kernels_ref.partial import Partial, unfold
-from kernels_ref.step import DecodeRows, RingStep, Step, StepParts, StepTensors, of_rows
-from kernels_ref.units import KVUnits, UnitLayout, gather, write_indices
+from kernels_ref.step import DecodeRows, PartInputs, RingStep, Step, StepParts, StepTensors
+from kernels_ref.units import UnitLayout, gather, write_indices
 
 if TYPE_CHECKING:
     from kernels_ref.impl import Kernels
@@ -109,25 +108,23 @@ class Rings(GroupKind):
         index = write_indices(torch.where(is_kept, t.row, null_row), ring_slot(t.positions, ring), layouts)
         return {layout: RingStep(index[layout], seen, chunk_position) for layout in layouts}
 
-    def attend(self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step) -> torch.Tensor:
+    def attend(self, run: Kernels, inputs: PartInputs, step: Step) -> torch.Tensor:
         """Write first: decode rows find their new keys in their rings, and prompts read the scratch."""
-        t, parts = step.tensors, step.parts
+        parts, units = step.parts, inputs.units
         plan: RingStep = step.plans[self.key, units.layout]
-        q_QKGD, new, sinks_KG, scoring = inputs
-        run.write_kv(units, plan.write_index, new)
+        run.write_kv(units, plan.write_index, inputs.new)
+        inputs = inputs._replace(rule=self.window)
         of_tokens: list[Partial] = []
         decoded = None
         if parts.unique:
-            decoded = run.unique_rings(of_rows(q_QKGD, step), units, plan, scoring)
+            decoded = run.unique_rings(inputs.of_rows(step), plan)
             if step.decode_len > 1:
                 decoded = unfold(decoded, step.decode_len)
         if parts.causal:
-            of_tokens.append(run.causal(q_QKGD, new, t, self.window, scoring))
+            of_tokens.append(run.causal(inputs))
             if parts.shared:
-                assert units.scratch is not None, "prompts with context read a scratch"
-                rings = run.shared_rings(q_QKGD, units.scratch, t, plan, self.window, scoring)
-                of_tokens.append(rings)
-        return run.finish(q_QKGD, of_tokens, decoded, step.decode_slot, sinks_KG)
+                of_tokens.append(run.shared_rings(inputs, plan))
+        return run.finish(inputs.q, of_tokens, decoded, step.decode_slot, inputs.sinks)
 
     def transient_bytes(self, heads: HeadSizes, sizes: PartSizes) -> int:
         """Scores of one slice of prompts, or of all decode rows."""

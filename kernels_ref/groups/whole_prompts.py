@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels_ref.groups.budget import SEES_ALL, Budget, BudgetStep, DecodeSlots
+from kernels_ref.groups.budget import Budget, BudgetStep, DecodeSlots
 from kernels_ref.groups.budget_chunks import Held, Kept, chosen, scored_tokens
 from kernels_ref.groups.budget_slots import assign_slots, look_up
 from kernels_ref.groups.column_sums import ChunkStep
-from kernels_ref.groups.kind import GroupInputs, PartSizes
+from kernels_ref.groups.kind import PartSizes
 from kernels_ref.partial import Partial, merge
 from kernels_ref.rotary import turned, turns
-from kernels_ref.step import Step, StepTensors
+from kernels_ref.step import PartInputs, Step, StepTensors
 from kernels_ref.units import (
     KVUnits,
     NewKV,
@@ -93,18 +93,16 @@ class WholePrompts(Budget):
         """The prompt rows. In the table of places their tokens are in the null unit: regions have them."""
         return super()._chunk(t, place)[0], place
 
-    def _read_prompts(
-        self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step
-    ) -> tuple[list[Partial], Kept]:
-        plan: BudgetStep = step.plans[self.key, units.layout]
-        regions = units.regions
+    def _read_prompts(self, run: Kernels, inputs: PartInputs, step: Step) -> tuple[list[Partial], Kept]:
+        plan: BudgetStep = step.plans[self.key, inputs.units.layout]
+        regions = inputs.units.regions
         assert regions is not None, "prompts lie in regions"
         run.write_kv(regions.units, _region_places(regions.layout, plan.chunk, step.tensors), inputs.new)
         text_units = regions.units
         num_read = self.num_read(step.tensors.shared_block.shape[0]) if step.parts.shared else 0
-        of_tokens = [run.causal(inputs.q, inputs.new, step.tensors, None, inputs.scoring)]
+        of_tokens = [run.causal(inputs)]
         if num_read:
-            of_tokens.append(self._of_text(run, inputs, text_units, plan, step.tensors))
+            of_tokens.append(self._of_text(run, inputs, text_units, plan))
         held = self._held(regions, num_read)
         slots = scored_tokens(run, self.policy, self.budget, held, plan.chunk, inputs, of_tokens, plan.turns)
         if self._keeps_scores:
@@ -129,16 +127,15 @@ class WholePrompts(Budget):
         position = position_PKC.transpose(1, 2).flatten(0, 1)
         return turned(k_XKD, turns(-position, self.frequencies)).to(k_XKD.dtype)
 
-    def _of_text(
-        self, run: Kernels, inputs: GroupInputs, text: KVUnits, plan: BudgetStep, t: StepTensors
-    ) -> Partial:
+    def _of_text(self, run: Kernels, inputs: PartInputs, text: KVUnits, plan: BudgetStep) -> Partial:
         """Attention of prompt rows over the text before the chunk, a segment at a time."""
         position, total, size = plan.ring.chunk_position, None, inputs.scoring.chunks.key_slots
         for begin in range(0, position.shape[1], size):
             end = min(begin + size, position.shape[1])
             segment = Scratch(text.k[:, :, begin:end], text.v[:, :, begin:end])
             ring = plan.ring._replace(chunk_position=position[:, begin:end].contiguous())
-            partial = run.shared_rings(inputs.q, segment, t, ring, SEES_ALL, inputs.scoring)
+            of_segment = inputs._replace(units=inputs.units._replace(scratch=segment))
+            partial = run.shared_rings(of_segment, ring)
             total = partial if total is None else merge(total, partial)
         assert total is not None, "there is text to read"
         return total

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bias_builders import Rule, TopBlocks, Window
+from bias_builders import TopBlocks
 from kernels_ref import reference
 from kernels_ref.hpu import attention
 from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators, attend_dense
 from kernels_ref.partial import Partial, Scoring, attend, finish
 from kernels_ref.reference import AddBlocks, merge_by_owner
 from kernels_ref.sparse import MASK_BYTES
-from kernels_ref.step import StepTensors
-from kernels_ref.units import KVUnits, NewKV, Scratch, write_kv
+from kernels_ref.step import PartInputs
+from kernels_ref.units import KVUnits, NewKV, write_kv
 
 if TYPE_CHECKING:
     from kernels_ref.groups.column_sums import ChunkStep
@@ -36,98 +36,54 @@ class FusedKernels:
 
     operators: FusedOperators = NO_OPERATORS
 
-    def causal(
-        self, q_QKGD: torch.Tensor, new: NewKV, t: StepTensors, rule: Rule | None, scoring: Scoring
-    ) -> Partial:
+    def causal(self, inputs: PartInputs) -> Partial:
         """Tokens of prompt rows against the new keys of their own row."""
-        if not self.fuses(scoring):
-            return reference.causal(q_QKGD, new, t, rule, scoring)
-        size = scoring.slices.masked_queries
-        return reference.causal(q_QKGD, new, t, rule, scoring, self.dense, size)
+        if not self.fuses(inputs.scoring):
+            return reference.causal(inputs)
+        return reference.causal(inputs, self.dense, inputs.scoring.slices.masked_queries)
 
-    def shared_blocks(
-        self,
-        q_QKGD: torch.Tensor,
-        units: KVUnits,
-        t: StepTensors,
-        scoring: Scoring,
-        rule: Rule | None = None,
-    ) -> Partial:
+    def shared_blocks(self, inputs: PartInputs) -> Partial:
         """Every query against the blocks that several rows read, or a prompt row."""
+        q_QKGD, units, scoring = inputs.q, inputs.units, inputs.scoring
         if not self.fuses(scoring):
-            return reference.shared_blocks(q_QKGD, units, t, scoring, rule)
+            return reference.shared_blocks(inputs)
         key_bytes = units.k[0].numel() * units.k.element_size()
-        element_bytes = q_QKGD.element_size() + (0 if rule is None else MASK_BYTES)
+        element_bytes = q_QKGD.element_size() + (0 if inputs.rule is None else MASK_BYTES)
         chunk = scoring.chunks.masked(len(q_QKGD), units.layout.num_slots, key_bytes, element_bytes)
-        return reference.shared_blocks(q_QKGD, units, t, scoring, rule, self.dense, chunk)
+        return reference.shared_blocks(inputs, self.dense, chunk)
 
-    def chosen_blocks(
-        self,
-        q_QKGD: torch.Tensor,
-        new: NewKV,
-        units: KVUnits,
-        t: StepTensors,
-        tiles: TileStep,
-        choice: TopBlocks,
-        scoring: Scoring,
-    ) -> Partial:
+    def chosen_blocks(self, inputs: PartInputs, tiles: TileStep, choice: TopBlocks) -> Partial:
         """Tokens of prompt rows against the blocks that are chosen for them: masks differ by head."""
-        return reference.chosen_blocks(q_QKGD, new, units, t, tiles, choice, scoring)
+        return reference.chosen_blocks(inputs, tiles, choice)
 
-    def shared_rings(
-        self,
-        q_QKGD: torch.Tensor,
-        scratch: Scratch,
-        t: StepTensors,
-        ring: RingStep,
-        window: Window,
-        scoring: Scoring,
-    ) -> Partial:
+    def shared_rings(self, inputs: PartInputs, ring: RingStep) -> Partial:
         """Tokens of prompt rows against what their ring held before the step."""
-        if not self.fuses(scoring):
-            return reference.shared_rings(q_QKGD, scratch, t, ring, window, scoring)
-        size = scoring.slices.masked_queries
-        return reference.shared_rings(q_QKGD, scratch, t, ring, window, scoring, self.dense, size)
+        if not self.fuses(inputs.scoring):
+            return reference.shared_rings(inputs, ring)
+        return reference.shared_rings(inputs, ring, self.dense, inputs.scoring.slices.masked_queries)
 
-    def unique_blocks(
-        self,
-        q_NKHD: torch.Tensor,
-        units: KVUnits,
-        t: StepTensors,
-        blocks: BlockStep,
-        scoring: Scoring,
-        rule: Rule | None = None,
-    ) -> Partial:
+    def unique_blocks(self, inputs: PartInputs, blocks: BlockStep) -> Partial:
         """Decode rows against the blocks that only they read."""
-        return reference.unique_blocks(q_NKHD, units, t, blocks, scoring, rule, self.attend, self.add)
+        return reference.unique_blocks(inputs, blocks, self.attend, self.add)
 
-    def unique_rings(self, q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: Scoring) -> Partial:
+    def unique_rings(self, inputs: PartInputs, ring: RingStep) -> Partial:
         """Decode rows against their own ring."""
-        return reference.unique_rings(q_NKHD, units, ring, scoring, self.attend)
+        return reference.unique_rings(inputs, ring, self.attend)
 
-    def unique_with_weights(
-        self,
-        q_NKGD: torch.Tensor,
-        units: KVUnits,
-        ring: RingStep,
-        scoring: Scoring,
-        sinks_KG: torch.Tensor | None,
-    ) -> tuple[Partial, torch.Tensor]:
+    def unique_with_weights(self, inputs: PartInputs, ring: RingStep) -> tuple[Partial, torch.Tensor]:
         """Decode rows against their own slots, with what each slot receives: fused operators hide weights."""
-        return reference.unique_with_weights(q_NKGD, units, ring, scoring, sinks_KG)
+        return reference.unique_with_weights(inputs, ring)
 
     def column_sums(
         self,
-        q_QKGD: torch.Tensor,
+        inputs: PartInputs,
         lse_QKG: torch.Tensor,
-        k_QKD: torch.Tensor,
         slots_PKCD: torch.Tensor | None,
         chunk: ChunkStep,
         num_observed: int | None,
-        scoring: Scoring,
     ) -> torch.Tensor:
         """Sums of the weights of prompt rows by slot and new key: portable for the same reason."""
-        return reference.column_sums(q_QKGD, lse_QKG, k_QKD, slots_PKCD, chunk, num_observed, scoring)
+        return reference.column_sums(inputs, lse_QKG, slots_PKCD, chunk, num_observed)
 
     def eviction_victims(
         self,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from bias_builders import Held, Leading, Rule, TopBlocks, Window, encode_rule, seen_mask
+from bias_builders import Held, Leading, TopBlocks, Window, encode_rule, seen_mask
 from kernels_ref import reference
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.partial import Partial, Scoring, finish
@@ -22,8 +22,7 @@ from kernels_ref.sdpa import prefill as shared
 from kernels_ref.sdpa import prefill as sums
 from kernels_ref.sdpa.operators import define, register, write_kv
 from kernels_ref.sparse import TileStep
-from kernels_ref.step import BlockStep, RingStep, StepTensors
-from kernels_ref.units import KVUnits, NewKV, Scratch
+from kernels_ref.step import BlockStep, PartInputs, RingStep, StepTensors
 from kernels_ref.x86 import attention as x86_sums
 from kernels_ref.x86 import rows, slots
 
@@ -103,14 +102,9 @@ _held_rings = register(
 )
 
 
-def causal(
-    q_QKGD: torch.Tensor,
-    new: NewKV,
-    t: StepTensors,
-    rule: Rule | None,
-    scoring: Scoring,
-) -> Partial:
+def causal(inputs: PartInputs) -> Partial:
     """Tokens of prompt rows against the new keys of their own row."""
+    q_QKGD, new, _, t, scoring, rule, _ = inputs
     _refuse(scoring)
     if rule is not None and not isinstance(rule, Window):
         plan = (*_row_plan(t), encode_rule(rule), scoring.slices.band_queries)
@@ -119,10 +113,9 @@ def causal(
     return Partial(*_causal(q_QKGD, new.k, new.v, *_row_plan(t), *sizes))
 
 
-def shared_blocks(
-    q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, scoring: Scoring, rule: Rule | None = None
-) -> Partial:
+def shared_blocks(inputs: PartInputs) -> Partial:
     """Every row against the shared blocks that it sees."""
+    q_QKGD, _, units, t, scoring, rule, _ = inputs
     _refuse(scoring)
     tokens = t.row_start, t.row_num_new, t.row_query_start
     plan = (*tokens, t.shared_block, t.shared_start, t.shared_reads)
@@ -132,49 +125,30 @@ def shared_blocks(
     return Partial(*_shared_blocks(q_QKGD, units.k, units.v, *plan, scoring.slices.context_blocks))
 
 
-def chosen_blocks(
-    q_QKGD: torch.Tensor,
-    new: NewKV,
-    units: KVUnits,
-    t: StepTensors,
-    tiles: TileStep,
-    choice: TopBlocks,
-    scoring: Scoring,
-) -> Partial:
+def chosen_blocks(inputs: PartInputs, tiles: TileStep, choice: TopBlocks) -> Partial:
     """Tokens of prompt rows against the blocks that are chosen for them, which alone are read."""
+    q_QKGD, _, units, t, scoring, _, _ = inputs
     _refuse(scoring)
     shared = t.shared_block, t.shared_start, t.shared_reads
     sizes = choice.num_blocks, scoring.slices.context_blocks
     return Partial(*_chosen_blocks(q_QKGD, units.k, units.v, *_row_plan(t), t.write_block, *shared, *sizes))
 
 
-def shared_rings(
-    q_QKGD: torch.Tensor,
-    scratch: Scratch,
-    t: StepTensors,
-    ring: RingStep,
-    window: Window,
-    scoring: Scoring,
-) -> Partial:
+def shared_rings(inputs: PartInputs, ring: RingStep) -> Partial:
     """Tokens of prompt rows against what their ring held before the step."""
-    _refuse(scoring)
-    plan = (*_row_plan(t), t.chunk_row, ring.chunk_position, *window)
-    return Partial(*_shared_rings(q_QKGD, *scratch, *plan))
+    t = inputs.tensors
+    _refuse(inputs.scoring)
+    plan = (*_row_plan(t), t.chunk_row, ring.chunk_position, *inputs.window)
+    return Partial(*_shared_rings(inputs.q, *inputs.scratch, *plan))
 
 
-def unique_blocks(
-    q_NKHD: torch.Tensor,
-    units: KVUnits,
-    t: StepTensors,
-    blocks: BlockStep,
-    scoring: Scoring,
-    rule: Rule | None = None,
-) -> Partial:
+def unique_blocks(inputs: PartInputs, blocks: BlockStep) -> Partial:
     """Decode rows against the blocks that only they read.
 
     Without a kernel of our own, a short slice costs less as plain tensor code, which a compiler fuses,
     than as an operator.
     """
+    q_NKHD, _, units, t, scoring, rule, _ = inputs
     if rule is not None:
         tails = (t.tail_block, t.tail_start, blocks.tails.visible)
         sizes = encode_rule(rule), scoring.softcap or 0.0, scoring.slices.decode_slots
@@ -184,15 +158,16 @@ def unique_blocks(
     if scoring.softcap is None and rows.fits(q_NKHD, units.k):
         return rows.attend_blocks(q_NKHD, units.k, units.v, *plan)
     if short.fits(q_NKHD, blocks.tails, (t.owner.shape[0] + 1) * units.layout.num_slots):
-        return short.unique_blocks(q_NKHD, units, t, blocks, scoring)
+        return short.unique_blocks(inputs, blocks)
     if t.owner.shape[0] <= scoring.slices.short_blocks:
-        return reference.unique_blocks(q_NKHD, units, t, blocks, scoring)
+        return reference.unique_blocks(inputs, blocks)
     bounds = scoring.softcap or 0.0, scoring.slices.decode_slots
     return Partial(*_unique_blocks(q_NKHD, units.k, units.v, *plan, *bounds))
 
 
-def unique_rings(q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: Scoring) -> Partial:
+def unique_rings(inputs: PartInputs, ring: RingStep) -> Partial:
     """Decode rows against their rings."""
+    q_NKHD, units, scoring = inputs.q, inputs.units, inputs.scoring
     seen, is_ours = ring.seen, scoring.softcap is None and rows.fits(q_NKHD, units.k)
     if isinstance(seen, Held):
         run = rows.attend_held if is_ours else _held_rings
@@ -206,15 +181,10 @@ def unique_rings(q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: 
     return Partial(*_leading_rings(q_NKHD, units.k, units.v, seen.visible, scoring.softcap or 0.0))
 
 
-def unique_with_weights(
-    q_NKGD: torch.Tensor,
-    units: KVUnits,
-    ring: RingStep,
-    scoring: Scoring,
-    sinks_KG: torch.Tensor | None,
-) -> tuple[Partial, torch.Tensor]:
+def unique_with_weights(inputs: PartInputs, ring: RingStep) -> tuple[Partial, torch.Tensor]:
     """Decode rows against their own slots, with what each slot receives."""
     assert isinstance(ring.seen, Leading), "slots of a budget are seen from the first one on"
+    q_NKGD, _, units, _, scoring, _, sinks_KG = inputs
     visible = ring.seen.visible
     if scoring.softcap is None and rows.fits(q_NKGD, units.k):
         return rows.attend_with_weights(q_NKGD, units.k, units.v, visible, sinks_KG)
@@ -223,17 +193,16 @@ def unique_with_weights(
 
 
 def column_sums(
-    q_QKGD: torch.Tensor,
+    inputs: PartInputs,
     lse_QKG: torch.Tensor,
-    k_QKD: torch.Tensor,
     slots_PKCD: torch.Tensor | None,
     chunk: ChunkStep,
     num_observed: int | None,
-    scoring: Scoring,
 ) -> torch.Tensor:
     """Sums of the weights of prompt rows by slot and new key."""
-    if scoring.softcap is not None or not x86_sums.fits(q_QKGD, k_QKD):
-        return reference.column_sums(q_QKGD, lse_QKG, k_QKD, slots_PKCD, chunk, num_observed, scoring)
+    q_QKGD, k_QKD = inputs.q, inputs.new.k
+    if inputs.scoring.softcap is not None or not x86_sums.fits(q_QKGD, k_QKD):
+        return reference.column_sums(inputs, lse_QKG, slots_PKCD, chunk, num_observed)
     plan = chunk.start, chunk.num_new, chunk.token
     total: torch.Tensor = _column_sums(q_QKGD, lse_QKG, k_QKD, slots_PKCD, *plan, num_observed)
     return total

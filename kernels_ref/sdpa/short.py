@@ -10,8 +10,8 @@ import torch
 
 from bias_builders import Leading, leading_slots
 from kernels_ref.partial import FLOOR, Partial, Scoring, merge, soften
-from kernels_ref.step import BlockStep, StepTensors
-from kernels_ref.units import KVUnits, gather_units
+from kernels_ref.step import BlockStep, PartInputs
+from kernels_ref.units import gather_units
 
 MAX_SLOTS = 1024
 """Most slots for which this is faster."""
@@ -23,10 +23,9 @@ def fits(q_NKHD: torch.Tensor, seen: Leading, num_slots: int) -> bool:
     return is_one and num_slots <= MAX_SLOTS and torch.compiler.is_compiling()
 
 
-def unique_blocks(
-    q_1KHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, scoring: Scoring
-) -> Partial:
+def unique_blocks(inputs: PartInputs, blocks: BlockStep) -> Partial:
     """The row's whole blocks of the contiguous slice, and its tail."""
+    q_1KHD, _, units, t, scoring, _, _ = inputs
     block_size, num_blocks = units.layout.num_slots, t.owner.shape[0]
     tail_k, tail_v = gather_units(units, t.tail_block.view(-1))
     visible = leading_slots(blocks.tails.visible.view(-1), block_size)

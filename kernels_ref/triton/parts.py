@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from bias_builders import Held, Rule, Window, encode_rule
+from bias_builders import Held, Window, encode_rule
 from kernels_ref.budgets import eviction_victims
 from kernels_ref.groups.column_sums import ChunkStep
-from kernels_ref.partial import Partial, Scoring
+from kernels_ref.partial import Partial
 from kernels_ref.sparse import chosen_blocks
-from kernels_ref.step import BlockStep, RingStep, StepTensors
+from kernels_ref.step import BlockStep, PartInputs, RingStep
 from kernels_ref.triton import operators
 from kernels_ref.triton.launch import (
     check_flat,
@@ -29,7 +29,7 @@ from kernels_ref.triton.launch import (
     check_units,
     check_vectors,
 )
-from kernels_ref.units import KVUnits, NewKV, Scratch
+from kernels_ref.units import KVUnits, NewKV
 
 __all__ = [
     "causal",
@@ -48,14 +48,9 @@ __all__ = [
 _NO_WINDOW = Window(0, 0)
 
 
-def causal(
-    q_QKGD: torch.Tensor,
-    new: NewKV,
-    t: StepTensors,
-    rule: Rule | None,
-    scoring: Scoring,
-) -> Partial:
+def causal(inputs: PartInputs) -> Partial:
     """Tokens of prompt rows against the new keys of their own row."""
+    q_QKGD, new, _, t, scoring, rule, _ = inputs
     check_queries("q_QKGD", q_QKGD)
     num_queries, num_heads, _, dim = q_QKGD.shape
     check_vectors("new.k", new.k, (num_queries, num_heads, dim), q_QKGD)
@@ -69,10 +64,9 @@ def causal(
     return Partial(*operators.causal(q_QKGD, new.k, new.v, *plan, *(rule or _NO_WINDOW), softcap))
 
 
-def shared_blocks(
-    q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, scoring: Scoring, rule: Rule | None = None
-) -> Partial:
+def shared_blocks(inputs: PartInputs) -> Partial:
     """Every query against the blocks that several rows read, or a prompt row."""
+    q_QKGD, _, units, t, scoring, rule, _ = inputs
     check_queries("q_QKGD", q_QKGD)
     check_units(units, q_QKGD)
     num_rows, num_blocks = t.row_start.shape[0], t.shared_block.shape[0]
@@ -90,15 +84,9 @@ def shared_blocks(
     return Partial(*operators.shared_blocks(q_QKGD, units.k, units.v, *numbers))
 
 
-def shared_rings(
-    q_QKGD: torch.Tensor,
-    scratch: Scratch,
-    t: StepTensors,
-    ring: RingStep,
-    window: Window,
-    scoring: Scoring,
-) -> Partial:
+def shared_rings(inputs: PartInputs, ring: RingStep) -> Partial:
     """Tokens of prompt rows against what their ring held before the step."""
+    q_QKGD, t, scratch = inputs.q, inputs.tensors, inputs.scratch
     check_queries("q_QKGD", q_QKGD)
     check_scratch(scratch, q_QKGD)
     num_queries, device = q_QKGD.shape[0], q_QKGD.device
@@ -108,18 +96,14 @@ def shared_rings(
     check_plan("chunk_row", t.chunk_row, (scratch.k.shape[0],), device)
     check_plan("chunk_position", ring.chunk_position, (t.chunk_row.shape[0], scratch.k.shape[2]), device)
     plan = (t.causal_row, t.positions, t.row_start, t.chunk_row, ring.chunk_position)
-    return Partial(*operators.shared_rings(q_QKGD, *scratch, *plan, *window, scoring.softcap or 0.0))
+    return Partial(
+        *operators.shared_rings(q_QKGD, *scratch, *plan, *inputs.window, inputs.scoring.softcap or 0.0)
+    )
 
 
-def unique_blocks(
-    q_NKHD: torch.Tensor,
-    units: KVUnits,
-    t: StepTensors,
-    blocks: BlockStep,
-    scoring: Scoring,
-    rule: Rule | None = None,
-) -> Partial:
+def unique_blocks(inputs: PartInputs, blocks: BlockStep) -> Partial:
     """Decode rows against the blocks that only they read."""
+    q_NKHD, _, units, t, scoring, rule, _ = inputs
     check_queries("q_NKHD", q_NKHD)
     check_units(units, q_NKHD)
     num_rows, num_tails = q_NKHD.shape[0], t.tail_block.shape[-1]
@@ -143,8 +127,9 @@ def unique_blocks(
     return Partial(*operators.unique_blocks(q_NKHD, units.k, units.v, *plan, scoring.softcap or 0.0))
 
 
-def unique_rings(q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: Scoring) -> Partial:
+def unique_rings(inputs: PartInputs, ring: RingStep) -> Partial:
     """Decode rows against their own ring."""
+    q_NKHD, units, scoring = inputs.q, inputs.units, inputs.scoring
     check_rings(q_NKHD, units)
     num_rows, device, seen = q_NKHD.shape[0], q_NKHD.device, ring.seen
     if not isinstance(seen, Held):
@@ -160,14 +145,9 @@ def unique_rings(q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: 
     return Partial(*operators.held_rings(q_NKHD, units.k, units.v, *seen, scoring.softcap or 0.0))
 
 
-def unique_with_weights(
-    q_NKGD: torch.Tensor,
-    units: KVUnits,
-    ring: RingStep,
-    scoring: Scoring,
-    sinks_KG: torch.Tensor | None,
-) -> tuple[Partial, torch.Tensor]:
+def unique_with_weights(inputs: PartInputs, ring: RingStep) -> tuple[Partial, torch.Tensor]:
     """Decode rows against their own slots, with what each slot receives."""
+    q_NKGD, _, units, _, scoring, _, sinks_KG = inputs
     check_rings(q_NKGD, units)
     visible = check_leading(ring, q_NKGD)
     sinks = _checked_sinks(sinks_KG, q_NKGD)
@@ -178,15 +158,14 @@ def unique_with_weights(
 
 
 def column_sums(
-    q_QKGD: torch.Tensor,
+    inputs: PartInputs,
     lse_QKG: torch.Tensor,
-    k_QKD: torch.Tensor,
     slots_PKCD: torch.Tensor | None,
     chunk: ChunkStep,
     num_observed: int | None,
-    scoring: Scoring,
 ) -> torch.Tensor:
     """Sums of the weights of prompt rows by slot and new key; see ``kernels_ref.groups.column_sums``."""
+    q_QKGD, k_QKD = inputs.q, inputs.new.k
     check_queries("q_QKGD", q_QKGD)
     num_queries, num_heads, group, dim = q_QKGD.shape
     check_vectors("k_QKD", k_QKD, (num_queries, num_heads, dim), q_QKGD)
@@ -204,7 +183,7 @@ def column_sums(
         raise ValueError(f"expected num_observed of 1 query or more, got {num_observed}")
     rows = (chunk.start, chunk.num_new, chunk.token, num_observed)
     sums: torch.Tensor = operators.column_sums(
-        q_QKGD, lse_QKG, k_QKD, slots_PKCD, *rows, scoring.softcap or 0.0
+        q_QKGD, lse_QKG, k_QKD, slots_PKCD, *rows, inputs.scoring.softcap or 0.0
     )
     return sums
 

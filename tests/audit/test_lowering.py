@@ -20,6 +20,7 @@ from hpu_duo.lab.audit.lowering import lowering_findings
 from hpu_duo.planning import GAUDI2
 from kernels_ref import KVUnits, NewKV, reference
 from kernels_ref.partial import Partial
+from kernels_ref.step import PartInputs
 from kernels_ref.units import write, write_kv
 from tests.audit.conftest import engine_config
 
@@ -168,9 +169,9 @@ def test_a_report_tells_of_stores_that_only_the_compiler_would_copy(
 ) -> None:
     unique_blocks = reference.unique_blocks
 
-    def double_the_store(q: torch.Tensor, units: KVUnits, *rest: Any) -> Partial:
-        found = unique_blocks(q, units, *rest)
-        return found._replace(sum=found.sum + (units.k_flat * 2).amax())
+    def double_the_store(inputs: PartInputs, *rest: Any) -> Partial:
+        found = unique_blocks(inputs, *rest)
+        return found._replace(sum=found.sum + (inputs.units.k_flat * 2).amax())
 
     monkeypatch.setattr(reference, "unique_blocks", double_the_store)
     config = engine_config(config_dir, table="--u/q4/s0/u16/l4")

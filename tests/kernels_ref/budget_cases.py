@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 
 from bias_builders import Leading
-from kernels_ref import KVUnits, Partial, Scoring, UnitLayout, as_units
+from kernels_ref import KVUnits, NewKV, Partial, UnitLayout, as_units
 from kernels_ref.groups import RingStep
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.impl import Kernels
+from tests.kernels_ref.parts import inputs_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -48,7 +49,9 @@ class Decodes(NamedTuple):
 
     def attend(self, run: Kernels, softcap: float | None = None) -> tuple[Partial, torch.Tensor]:
         """Run an implementation on them."""
-        return run.unique_with_weights(self.q, self.units, self.ring, Scoring(softcap), self.sinks)
+        return run.unique_with_weights(
+            inputs_of(self.q, units=self.units, softcap=softcap, sinks=self.sinks), self.ring
+        )
 
 
 def some_decodes(
@@ -113,7 +116,8 @@ class Chunks(NamedTuple):
 
     def sums(self, run: Kernels, num_observed: int | None, softcap: float | None = None) -> torch.Tensor:
         """Run an implementation on them."""
-        return run.column_sums(*self, num_observed, Scoring(softcap))
+        inputs = inputs_of(self.q, new=NewKV(self.k, self.k), softcap=softcap)
+        return run.column_sums(inputs, self.lse, self.slots, self.chunk, num_observed)
 
 
 def some_chunks(

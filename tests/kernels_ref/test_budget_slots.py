@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpu_duo.heads.eviction import TOVA, HeavyHitters, Local, StreamingLLM
-from kernels_ref import KVPolicy, Partial, Scoring, SlotView, reference
+from kernels_ref import KVPolicy, NewKV, Partial, SlotView, reference
 from kernels_ref.groups.budget_slots import assign_slots, kept_tokens, slot_to_write
 from kernels_ref.groups.column_sums import ChunkStep, column_sums, log_sum_exp, summed_queries
 from tests.kernels_ref.budget_cases import some_chunks
+from tests.kernels_ref.parts import inputs_of
 
 POLICIES: list[KVPolicy] = [Local(), StreamingLLM(2), HeavyHitters(0.5), HeavyHitters(0.0), TOVA(2)]
 SIZES = st.tuples(st.integers(3, 9), st.integers(1, 12), st.integers(0, 1 << 30))
@@ -156,7 +157,7 @@ def test_columns_sum_to_the_queries_and_are_those_of_the_matrix_of_weights(
                         weights = torch.exp(scores - total)
                         expected[row, head, :seen] += weights[:seen]
                         expected[row, head, num_slots : num_slots + query + 1] += weights[seen:]
-    found = column_sums(q, lse, new, slots, chunk, num_observed, Scoring())
+    found = column_sums(inputs_of(q, new=NewKV(new, new)), lse, slots, chunk, num_observed)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     if not has_sinks:
         counted = [min(n, num_observed or n) * group for _, n, _ in numbers]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bias_builders import Held, Leading
-from kernels_ref import FLOOR, Implementation, Scoring
+from kernels_ref import FLOOR, Implementation
 from kernels_ref.impl import kernels
 from kernels_ref.partial import normalise
 from kernels_ref.triton import launch, operators
@@ -24,6 +24,7 @@ from tests.kernels_ref.budget_cases import (
     some_chunks,
     some_decodes,
 )
+from tests.kernels_ref.parts import inputs_of
 from tests.triton_interpreter import replacing_once
 
 pytest.importorskip("triton")
@@ -190,7 +191,7 @@ def test_slots_in_any_order_are_refused() -> None:
     number = torch.zeros(1, 1, dtype=torch.int32)
     held = d.ring._replace(seen=Held(number[None].expand(1, 1, 4), number, number, 0))
     with pytest.raises(ValueError, match="seen from the first one on, got Held"):
-        RUN.unique_with_weights(d.q, d.units, held, Scoring(), None)
+        RUN.unique_with_weights(inputs_of(d.q, units=d.units), held)
 
 
 def chunk_with(c: Chunks, **changes: torch.Tensor) -> Chunks:
@@ -246,7 +247,7 @@ def test_captured_graphs_follow_their_inputs() -> None:
     units, ring = fixed.units, fixed.ring
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        _, mass = RUN.unique_with_weights(fixed.q, units, ring, Scoring(), None)
+        _, mass = RUN.unique_with_weights(inputs_of(fixed.q, units=units), ring)
     for world, wanted in zip(worlds, expected):
         fixed.q.copy_(world.q)
         units.k.copy_(world.k)

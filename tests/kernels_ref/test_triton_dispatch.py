@@ -30,9 +30,11 @@ from kernels_ref import (
 from kernels_ref.groups import BlockStep, RingStep
 from kernels_ref.impl import kernels
 from kernels_ref.partial import Partial
+from kernels_ref.step import PartInputs
 from kernels_ref.triton import availability, launch, operators
 from kernels_ref.triton.launch import DeviceLimits
 from kernels_ref.units import gather
+from tests.kernels_ref.parts import inputs_of
 from tests.kernels_ref.scenario import RowSpec, Scenario, World
 from tests.triton_interpreter import replacing_once
 
@@ -210,15 +212,16 @@ def call(part: str, change: Callable[[dict[str, Any]], None]) -> None:
     ring = type(ring)(*(a[name] for name in ring._fields))
     match part:
         case "causal":
-            RUN.causal(a["q"], new, t, None, Scoring())
+            RUN.causal(PartInputs(a["q"], new, blocks, t, Scoring()))
         case "shared_blocks":
-            RUN.shared_blocks(a["q"], blocks, t, Scoring())
+            RUN.shared_blocks(PartInputs(a["q"], new, blocks, t, Scoring()))
         case "unique_blocks":
-            RUN.unique_blocks(a["q_rows"], blocks, t, plan, Scoring())
+            RUN.unique_blocks(PartInputs(a["q_rows"], new, blocks, t, Scoring()), plan)
         case "shared_rings":
-            RUN.shared_rings(a["q"], scratch, t, ring, CHECKED.window, Scoring())
+            units = rings._replace(scratch=scratch)
+            RUN.shared_rings(PartInputs(a["q"], new, units, t, Scoring(), CHECKED.window), ring)
         case "unique_rings":
-            RUN.unique_rings(a["q_rows"], rings, ring, Scoring())
+            RUN.unique_rings(PartInputs(a["q_rows"], new, rings, t, Scoring()), ring)
         case _:
             RUN.write_kv(blocks, plan.write_index, new)
 
@@ -312,7 +315,7 @@ def test_bad_parts_of_a_result_are_refused_by_name(name: str, bad: Any, message:
 def test_heads_that_are_too_large_are_refused() -> None:
     q, store = torch.zeros(1, 1, 1, 320), torch.zeros(2, 1, 4, 320)
     with pytest.raises(ValueError, match="expected q_NKHD to have a head size of 1 to 256, got 320"):
-        RUN.unique_rings(q, of_stores(store, store), RingStep(None, Leading(None), None), Scoring())  # type: ignore[arg-type]
+        RUN.unique_rings(inputs_of(q, units=of_stores(store, store)), RingStep(None, Leading(None), None))  # type: ignore[arg-type]
 
 
 def test_choices_depend_on_shapes_and_devices_alone() -> None:

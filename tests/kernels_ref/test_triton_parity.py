@@ -31,10 +31,10 @@ from kernels_ref import (
     unified_attention,
 )
 from kernels_ref.impl import Kernels, kernels
-from kernels_ref.partial import fold
+from kernels_ref.step import PartInputs
 from kernels_ref.triton import launch
 from kernels_ref.triton.launch import DeviceLimits, Launch
-from kernels_ref.units import gather, write_kv
+from kernels_ref.units import write_kv
 from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
 from tests.triton_interpreter import replacing_once
 
@@ -103,27 +103,23 @@ class Inputs:
         blocks, rings = (as_units(x.k_flat.to(dtype), x.v_flat.to(dtype), x.layout) for x in self.cache)
         scratch = Scratch(*(x.to(dtype) for x in self.cache[1].scratch))
         kr, plan = s.kr, self.plan
-        full = q[:, :kr], NewKV(k[:, :kr], v[:, :kr])
-        streaming = q[:, kr:], NewKV(k[:, kr:], v[:, kr:])
-        rows = self.step.row_token, s.decode_len
         scoring = Scoring(softcap)
+        full = PartInputs(q[:, :kr], NewKV(k[:, :kr], v[:, :kr]), blocks, t, scoring)
+        new = NewKV(k[:, kr:], v[:, kr:])
+        streaming = PartInputs(q[:, kr:], new, rings._replace(scratch=scratch), t, scoring, s.window)
         match part:
             case "causal":
-                return run.causal(*full, t, None, scoring)
+                return run.causal(full)
             case "streaming":
-                return run.causal(*streaming, t, s.window, scoring)
+                return run.causal(streaming)
             case "shared_blocks":
-                return run.shared_blocks(full[0], blocks, t, scoring)
+                return run.shared_blocks(full)
             case "shared_rings":
-                return run.shared_rings(streaming[0], scratch, t, self.ring, s.window, scoring)
+                return run.shared_rings(streaming, self.ring)
             case "split_blocks" | "even_blocks":
-                return run.unique_blocks(of_rows(full[0], *rows), blocks, t, plan, scoring)
+                return run.unique_blocks(full.of_rows(self.step), plan)
             case _:
-                return run.unique_rings(of_rows(streaming[0], *rows), rings, self.ring, scoring)
-
-
-def of_rows(q: torch.Tensor, row_token: torch.Tensor, decode_len: int) -> torch.Tensor:
-    return fold(gather(q, row_token), decode_len)
+                return run.unique_rings(streaming.of_rows(self.step), self.ring)
 
 
 def take_kernel(monkeypatch: pytest.MonkeyPatch, part: str) -> None:

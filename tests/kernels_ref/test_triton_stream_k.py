@@ -16,11 +16,12 @@ pytest.importorskip("triton")
 
 from benchmarks.gpu_suite.cases import Heads, RowSize, lay_out, queries, random
 from bias_builders import Window
-from kernels_ref import Blocks, Implementation, Scoring, normalise, of_stores, reference, unified_attention
+from kernels_ref import Blocks, Implementation, normalise, of_stores, reference, unified_attention
 from kernels_ref.partial import FLOOR, Partial
 from kernels_ref.triton import availability
 from kernels_ref.triton.launch import INTERPRETER, DeviceLimits, Triple
 from kernels_ref.triton.stream_k_choice import choose, num_workers
+from tests.kernels_ref.parts import inputs_of
 from tests.kernels_ref.scenario import RowSpec, Scenario, scenarios
 from tests.kernels_ref.scenario import World as Steps
 from tests.triton_interpreter import replacing_once
@@ -292,7 +293,8 @@ def test_long_ragged_contexts_on_a_gpu_equal_the_reference(contexts: tuple[int, 
     q, t = queries(len(contexts), heads, torch.bfloat16, DEVICE), layout.tensors
     blocks = layout.plans[Blocks()]
     out = Partial(*stream_k(q, k, v, t.owner, t.tail_block, blocks.tails.visible, 0.0))
-    exact = reference.unique_blocks(q.float(), of_stores(k.float(), v.float()), t, blocks, Scoring())
+    inputs = inputs_of(q.float(), units=of_stores(k.float(), v.float()), tensors=t)
+    exact = reference.unique_blocks(inputs, blocks)
     got, expected = normalise(out, torch.float32), normalise(exact, torch.float32)
     assert (got - expected).abs().max() < 4 * torch.finfo(torch.bfloat16).eps * expected.abs().max()
 

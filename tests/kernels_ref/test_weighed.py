@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from bias_builders import Leading
-from kernels_ref import Implementation, Scoring, of_stores
+from kernels_ref import Implementation, of_stores
 from kernels_ref.groups import RingStep
 from kernels_ref.impl import kernels
 from kernels_ref.partial import normalise
 from kernels_ref.x86 import rows
+from tests.kernels_ref.parts import inputs_of
 
 K, D, NUM_SLOTS = 3, 64, 300
 
@@ -60,7 +61,7 @@ def test_slots_receive_what_softmax_gives_them(
     nothing = torch.zeros(0, dtype=torch.int32)
     seen = Leading(torch.tensor(visible, dtype=torch.int32)[:, None, None])
     ring = RingStep(nothing, seen, nothing)
-    partial, found = kernels(impl).unique_with_weights(q, of_stores(k, v), ring, Scoring(), sinks)
+    partial, found = kernels(impl).unique_with_weights(inputs_of(q, units=of_stores(k, v), sinks=sinks), ring)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(normalise(partial, torch.float64), expected, atol=tolerance, rtol=0)
     torch.testing.assert_close(found, mass, atol=1e-4, rtol=1e-4)
@@ -79,7 +80,7 @@ def test_the_kernel_and_the_portable_part_agree_on_equal_numbers() -> None:
     ring = RingStep(nothing, Leading(seen), nothing)
     ours, mass = rows.attend_with_weights(q, k, v, seen, None)
     portable, wanted = kernels(Implementation.REFERENCE).unique_with_weights(
-        q, of_stores(k, v), ring, Scoring(), None
+        inputs_of(q, units=of_stores(k, v)), ring
     )
     torch.testing.assert_close(ours.max, portable.max, atol=0.1, rtol=0)
     torch.testing.assert_close(mass, wanted, atol=2e-2, rtol=0)

@@ -9,11 +9,11 @@ from typing import ClassVar
 import torch
 
 from bias_builders import Held, Window, slot_position
-from kernels_ref import KVUnits, Owner, Partial, Rings, Step, StepParts, StepTensors, UnitLayout
-from kernels_ref.groups import GroupInputs, GroupKind, HeadSizes, PartSizes, RingStep
+from kernels_ref import Owner, Partial, Rings, Step, StepParts, StepTensors, UnitLayout
+from kernels_ref.groups import GroupKind, HeadSizes, PartInputs, PartSizes, RingStep
 from kernels_ref.impl import Kernels
 from kernels_ref.partial import attend, soften, unfold
-from kernels_ref.step import DecodeRows, of_rows
+from kernels_ref.step import DecodeRows
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,13 @@ class Segments(GroupKind):
         plans = self._store.prepare(parts, tensors, rows, layouts)
         return {layout: plan._replace(seen=seen) for layout, plan in plans.items()}
 
-    def attend(self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step) -> torch.Tensor:
-        t, plan = step.tensors, step.plans[self.key, units.layout]
+    def attend(self, run: Kernels, inputs: PartInputs, step: Step) -> torch.Tensor:
+        t, units = step.tensors, inputs.units
+        plan = step.plans[self.key, units.layout]
         decoded, of_tokens = None, []
         run.write_kv(units, plan.write_index, inputs.new)
         if step.parts.unique:
-            decoded = run.unique_rings(of_rows(inputs.q, step), units, plan, inputs.scoring)
+            decoded = run.unique_rings(inputs.of_rows(step), plan)
             decoded = unfold(decoded, step.decode_len)
         if step.parts.causal:
             of_tokens.append(self._dense(inputs, *inputs.new, t.causal_row, t.positions, t))
@@ -77,7 +78,7 @@ class Segments(GroupKind):
 
     def _dense(
         self,
-        inputs: GroupInputs,
+        inputs: PartInputs,
         k_TKD: torch.Tensor,
         v_TKD: torch.Tensor,
         row_T: torch.Tensor,
