@@ -1,1 +1,1 @@
-"""The engine: which requests run in a step, and how a step is built, run and committed."""
+"""The engine: schedules requests into steps, and builds, runs and commits each step."""

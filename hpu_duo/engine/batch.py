@@ -30,7 +30,7 @@ class StepBatch:
     Attributes:
         rows: the rows.
         token_ids: new tokens of all rows, int32 ``[sum(num_new)]``.
-        num_samples: logits that each row wants, those of its last new tokens, int32 ``[n]``.
+        num_samples: number of logits that each row needs, those of its last new tokens, int32 ``[n]``.
         shared, unique: the context blocks of each part, and the rows that read them.
         shape: the exact shape; a bucket must hold it.
     """
@@ -44,14 +44,14 @@ class StepBatch:
 
     @classmethod
     def of(cls, plan: StepPlan, block_size: int) -> StepBatch:
-        """Lay out a planned step."""
+        """Return the batch of a planned step."""
         token_ids = np.concatenate([row.request.tokens[row.start : row.end] for row in plan.rows])
         num_samples = np.array([row.num_samples for row in plan.rows], np.int32)
         return flatten(rows_of(plan), token_ids, block_size, num_samples)
 
     @classmethod
     def empty(cls) -> StepBatch:
-        """Return a step without rows, which is all padding, to warm a bucket up."""
+        """Return a step of padding only, by which a bucket is warmed up."""
         nothing, none = np.zeros(0, np.int32), np.zeros((0, 0), np.int32)
         rows = StepRows(nothing, nothing, nothing, nothing, nothing, region=nothing)
         unique = UniquePart(nothing, none, none)
@@ -60,7 +60,7 @@ class StepBatch:
 
 
 class RowCounts(NamedTuple):
-    """Numbers of rows of each kind that a step has in a bucket.
+    """Number of rows of each kind in a step of a bucket.
 
     Attributes:
         rows: requests, hence entries of the plan's arrays by row (N).
@@ -153,7 +153,7 @@ def flatten(
     """Split the context of the rows and measure the exact shape of the step.
 
     Args:
-        num_samples: logits that each row wants; None = one.
+        num_samples: number of logits that each row needs; None = one.
     """
     shared, unique = split_context(rows, block_size)
     shape = _shape(rows, len(shared.blocks), len(unique.owner), block_size)
@@ -163,7 +163,7 @@ def flatten(
 
 
 def _shape(rows: StepRows, num_shared: int, num_unique: int, block_size: int) -> BatchShape:
-    """The shape of rows with so many blocks in each part."""
+    """The exact shape of rows with the given numbers of blocks in each part."""
     is_prompt = ~rows.is_decode
     has_prompts = bool(is_prompt.any())
     phase = Phase(
@@ -181,7 +181,7 @@ def _shape(rows: StepRows, num_shared: int, num_unique: int, block_size: int) ->
 
 
 def _region_blocks(rows: StepRows, block_size: int) -> int:
-    """Blocks that the longest text of a region before the step would fill."""
+    """Number of blocks that the longest text of a region filled before the step."""
     if rows.region is None:
         return 0
     longest = rows.start[~rows.is_decode & (rows.region >= 0)].max(initial=0)
@@ -220,9 +220,9 @@ def fill(
 
     Args:
         host: arrays of ``geometry.field_shapes(bucket)``; every element is written.
-        class_of: ``kernels_ref.TokenClass`` of each token of the vocabulary, where steps tell it.
+        class_of: ``kernels_ref.TokenClass`` of each token of the vocabulary, where steps have token classes.
     """
-    assert bucket == batch.shape or bucket.holds(batch.shape), f"{bucket} does not hold {batch.shape}"
+    assert bucket == batch.shape or bucket.holds(batch.shape), f"{bucket} is too small for {batch.shape}"
     _fill_tokens(host, batch, bucket.num_logits, geometry)
     _fill_rows(host, batch, geometry)
     _fill_shared(host, batch, geometry)
@@ -234,7 +234,7 @@ def fill(
 
 
 def _put(host: Mapping[str, np.ndarray], *fields: tuple[str, np.ndarray, int]) -> None:
-    """Write the values of fields, and what each is padded with."""
+    """Write fields, given as name, values and padding value."""
     for name, values, pad in fields:
         target = host[name]
         target[: len(values)] = values
@@ -289,7 +289,7 @@ def _fill_rows(host: Mapping[str, np.ndarray], batch: StepBatch, geometry: StepG
         host["chunk_row"].fill(geometry.null_row)
         host["chunk_row"][rows.region[~rows.is_decode]] = rows.row_id[~rows.is_decode]
         return
-    # Rows of prompts without context come behind, as far as there is room: a budget chooses from them too.
+    # Prompt rows without context follow, while there is room: eviction policies choose from them too.
     others = rows.row_id[~rows.is_decode & (rows.start == 0)][: geometry.max_chunk_rows - len(reads_ring)]
     _put(host, ("chunk_row", np.concatenate([reads_ring, others]), geometry.null_row))
 
@@ -311,7 +311,7 @@ def _fill_unique(
     owner_start = host["owner_start"]
     if len(owner_start):
         owner_start.fill(0)
-        # A block that several rows have has the same position in all of them.
+        # A block that several rows share has the same position in all of them.
         block, start = batch.rows.block_ids, ranges(batch.rows.num_blocks) * geometry.block_size
         inside = block < len(owner_start)
         owner_start[block[inside]] = start[inside]

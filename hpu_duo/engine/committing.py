@@ -1,4 +1,4 @@
-"""Tokens of a step, appended to the requests that they were sampled for."""
+"""Appends the sampled tokens of a step to their requests."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def append_tokens(
     num_accepted: Sequence[int],
     policy: SchedulingPolicy,
 ) -> list[CommittedToken]:
-    """Note what a step has computed, and append what it has sampled; requests that do not run are left out.
+    """Update the requests of a step: count computed tokens, append sampled ones. Skips those not running.
 
     Args:
         token_ids: ``num_samples`` for each row of ``plan.sampled_rows``, row after row.
-        num_accepted: number of its tokens that each of these rows takes.
-        policy: told what each request has had.
+        num_accepted: number of accepted tokens of each of these rows.
+        policy: notified of the tokens that each request was served.
     """
     accepted = iter(num_accepted)
     committed = []
@@ -42,7 +42,7 @@ def append_tokens(
             num_appended += 1
             if reason is not None:
                 break
-        # What lies behind the token that ends a request is none of its text: not to be cached or paid for.
+        # Tokens after the one that ends a request are no output: neither cached nor charged.
         request.num_computed_tokens = row.end - (num_samples - num_appended)
         policy.charge(request, row.num_new_tokens, num_appended)
     return committed

@@ -23,8 +23,8 @@ class Tally:
     Attributes:
         graphs: first compilations and captures.
         recompiles: later compilations of the same code, and captures after warm-up had ended.
-        fallbacks: operators that ran on the host's CPU for want of a device kernel.
-        misses: shapes that no bucket held.
+        fallbacks: operators that ran on the host's CPU because the device has no kernel.
+        misses: shapes that fit no bucket.
     """
 
     graphs: Mapping[str, int] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Counts:
 
 
 class Source(Protocol):
-    """Counts since some moment in the past; a watch looks at differences."""
+    """A cumulative count; a watch reads differences of it."""
 
     @property
     def name(self) -> str:
@@ -134,7 +134,7 @@ class CacheSource:
 
 
 class DynamoSource:
-    """Functions that ``torch.compile`` compiled in this process since the first of these was made.
+    """Functions that ``torch.compile`` compiled in this process since the first instance was created.
 
     Regions are named after their bucket, so a recompilation names its bucket.
     """
@@ -153,11 +153,11 @@ class _DynamoLog:
     def __init__(self) -> None:
         self.compiled: Counter[str] = Counter()
         self.recompiled: Counter[str] = Counter()
-        # Equal code of two models is not the same code, hence by identity.
+        # Compared by identity: equal code of two models counts as two functions.
         self._seen: dict[int, weakref.ref[CodeType]] = {}
 
     def note(self, code: CodeType, new_code: CodeType) -> None:
-        """The compiler has made ``new_code`` of ``code``."""
+        """Callback of the compiler: ``code`` was compiled to ``new_code``."""
         seen = self._seen.get(id(code))
         is_again = seen is not None and seen() is code
         self._seen[id(code)] = weakref.ref(code)
@@ -172,7 +172,7 @@ def _dynamo_log() -> _DynamoLog:
 
 
 class DeviceSource:
-    """Counts that the device itself keeps.
+    """Counters of the device's runtime.
 
     Args:
         runtime: of the device.
@@ -183,7 +183,7 @@ class DeviceSource:
         self._runtime = runtime
 
     def read(self) -> Tally:
-        """Graphs and fallbacks, each by the name that the device has for it."""
+        """Graphs and fallbacks by the device's names."""
         metrics = self._runtime.metrics()
         return Tally(dict(metrics.compiled), fallbacks=dict(metrics.fallbacks))
 
@@ -204,7 +204,7 @@ class CompileWatch:
 
     @classmethod
     def of(cls, graphs: Callable[[], GraphCache], runtime: DeviceRuntime) -> CompileWatch:
-        """Return a watch with every source that there is for an engine on a device.
+        """Return a watch with all sources available for an engine on a device.
 
         Args:
             graphs: returns the engine's current cache.

@@ -1,4 +1,4 @@
-"""Prefixes that an engine computes once and keeps, and their copies on the host."""
+"""Contexts: prefixes that stay cached until they are closed, and their copies on the host."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Source(Protocol):
     """Units of a prefix on the host."""
 
     def chunks(self, each: UnitTensor, first: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield units of a tensor from ``first`` on, with the number of the first one of each chunk."""
+        """Yield chunks of a tensor's units from ``first`` on, each with the number of its first unit."""
         ...
 
 
 class PrefixCopies:
-    """Reads what is held from the stores, and writes what was read before, while no step runs.
+    """Copies pinned prefixes from the stores to the host and back, between steps.
 
     Args:
         runner: the device side.
-        scheduler: knows what is held where.
+        scheduler: has the blocks and snapshots of each prefix.
         stepper: runs the steps.
-        turns: of the threads of the engine.
+        turns: lock of the engine.
 
     Attributes:
         chunk_bytes: most bytes that are copied between two steps; may be changed.
@@ -46,10 +46,10 @@ class PrefixCopies:
         self._runner, self._scheduler, self._stepper, self._turns = runner, scheduler, stepper, turns
 
     def read(self, hold: PrefixHold, each: UnitTensor, chunk: int) -> Iterator[torch.Tensor]:
-        """Yield the units of a held prefix, ``chunk`` of them at a time; steps run in between.
+        """Yield the units of a pinned prefix, ``chunk`` of them at a time; steps run in between.
 
         Raises:
-            ValueError: the stores cannot be read here; see ``check``; or the prefix was let go or lost.
+            ValueError: the stores cannot be read here, see ``check``; or the prefix was released or lost.
         """
         for begin in range(0, hold.num_blocks if each.is_of_blocks else 1, chunk):
             with interrupts_deferred(), self._turns:
@@ -60,18 +60,18 @@ class PrefixCopies:
                     path = [node.block for node in hold.node.path][::-1]
                     data = each.read(path[begin : begin + chunk])
                 else:
-                    assert hold.node.snapshot is not None, "what is held has a snapshot"
+                    assert hold.node.snapshot is not None, "expected a snapshot of a pinned prefix"
                     data = each.read([hold.node.snapshot])
                     seen = each.kind.seen_slots(len(hold.tokens), data.shape[2])
                     data = torch.where(seen[:, None], data, torch.zeros((), dtype=data.dtype))
             yield data
 
     def write(self, hold: PrefixHold, source: Source) -> None:
-        """Enter a prefix with keys and values from the host, and hold it; steps wait until it is there.
+        """Cache a prefix with keys and values from the host, and pin it; steps wait for the copy.
 
         Raises:
-            ValueError: see ``check``; there is no room for it, or the source cannot be read. Nothing is
-                entered then.
+            ValueError: see ``check``; there is no room for it, or the source cannot be read. Nothing changes
+                then.
         """
         with interrupts_deferred(), self._turns:
             self._settle()
@@ -105,10 +105,12 @@ class PrefixCopies:
                 "contexts are saved and loaded without kv_policy and top_blocks, got heads with either"
             )
         if self._stepper.telemetry.step_recorder is not None:
-            raise ValueError("contexts are saved and loaded without record_steps, which would not hold them")
+            raise ValueError(
+                "contexts are saved and loaded without record_steps, whose recordings do not contain them"
+            )
 
     def _settle(self) -> None:
-        """Bring the stores to what the scheduler knows: carry out copies that wait for the next step."""
+        """Execute the copies that are due before the next step, so that the stores match the scheduler."""
         self.check()
         self._stepper.check_between_steps()
         self._scheduler.discard()
@@ -123,15 +125,15 @@ class PrefixCopies:
 
 
 class Contexts:
-    """Opens prefixes for requests to begin with, and lets them go; any thread may call it.
+    """Opens and closes contexts; thread-safe.
 
     Args:
         intake: checks tokens.
         entry: queues the request that computes a prefix.
         calls: serves it.
         scheduler: decides whether there is room.
-        turns: of the threads of the engine.
-        copies: reads and writes what is held.
+        turns: lock of the engine.
+        copies: reads and writes pinned prefixes.
     """
 
     def __init__(
@@ -155,24 +157,24 @@ class Contexts:
     def open(
         self, token_ids: Sequence[int], salt: str | None = None, base: PrefixHold | None = None
     ) -> PrefixHold:
-        """Compute a text up to its last full block, but for what is cached of it, and hold that.
+        """Compute the uncached full blocks of a text, and pin the prefix that they form.
 
-        Up to its last full chunk, where chunks decide what heads keep.
+        With a KV policy whose choice depends on chunks, the prefix ends at the last full chunk.
 
-        It is computed like the prompt of any request, in chunks, beside others.
+        It is computed as the prompt of a request, in chunks, batched with others.
 
         Args:
             token_ids: at least one.
             salt: see ``SamplingParams.cache_salt``.
-            base: a hold of its beginning.
+            base: the hold of a shorter prefix of the text.
 
         Returns:
-            A hold with one holder, who gives it back by ``close`` or ``close_later``; of no blocks if the
-            text fills none.
+            A hold with one reference, to be released by ``close`` or ``close_later``; empty if the text fills
+            no block.
 
         Raises:
-            ValueError: there is no prefix cache, the text cannot be served, or blocks or snapshots are too
-                few beside those that are held and what unfinished requests may need.
+            ValueError: there is no prefix cache, the text cannot be served, or too few blocks or snapshots
+                are left by other contexts and by what unfinished requests may need.
         """
         params, hold = self._checked(token_ids, salt)
         holding = self._scheduler.holding
@@ -196,7 +198,7 @@ class Contexts:
         return hold
 
     def load(self, token_ids: Sequence[int], salt: str | None, source: Source) -> PrefixHold:
-        """Hold a text whose keys and values come from elsewhere; see ``open``.
+        """Pin a text whose keys and values are read from the host; see ``open``.
 
         Raises:
             ValueError: see ``open`` and ``PrefixCopies.write``.
@@ -216,10 +218,10 @@ class Contexts:
         return params, PrefixHold(tokens, self.block_size, request.namespace)
 
     def close(self, hold: PrefixHold) -> None:
-        """Take one holder from a hold; requests that begin with it keep it until they end."""
+        """Release one reference of a hold; requests that begin with it have references of their own."""
         with interrupts_deferred(), self._turns:
             self._scheduler.holding.let_go(hold)
 
     def close_later(self, hold: PrefixHold) -> None:
-        """Take one holder from a hold before the next step, from any thread and at any moment."""
+        """Release one reference of a hold before the next step; thread-safe, also in finalisers."""
         self._scheduler.holding.let_go_later(hold)

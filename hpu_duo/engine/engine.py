@@ -42,13 +42,12 @@ if TYPE_CHECKING:
 class Engine(NotPicklable):
     """Serves requests: ``add_request``, then ``step`` until ``has_unfinished`` is False.
 
-    A request that cannot be served is refused by ``add_request`` before anything changes, so the
-    others go on.
+    ``add_request`` rejects a request that cannot be served before anything changes; others are not affected.
 
     Any thread may call any method at any time. One step runs at a time and serves the requests of all
-    threads, so concurrent calls of ``generate`` are batched together; threads take turns, and each gets the
-    outputs of its own requests. Callbacks run between steps and may call every method too. Requests without
-    a seed get one by order of arrival, which is not fixed between threads.
+    threads, so concurrent calls of ``generate`` are batched together; a fair lock orders the threads, and
+    each receives the outputs of its own requests. Callbacks run between steps and may call every method too.
+    Requests without a seed are assigned one in order of arrival, which varies between threads.
 
     Args:
         runner: the device side.
@@ -59,7 +58,7 @@ class Engine(NotPicklable):
         ranker: scores prompts for the scheduling policy, if it needs that.
 
     Attributes:
-        contexts: prefixes that are kept until they are let go.
+        contexts: prefixes that stay cached until they are closed.
         notes: remarks for the user on how the model was loaded; ``stats`` has them too.
         hf_config: transformers' configuration of the whole model, also where ranks share it.
         pattern, own_pattern: the binarised head pattern, and that of this rank's heads; None if all heads
@@ -118,12 +117,12 @@ class Engine(NotPicklable):
 
     @profiler.setter
     def profiler(self, profiler: StepListener | None) -> None:
-        """Tell it of every step from now on."""
+        """Notify it of every step from now on."""
         self._stepper.telemetry.profiler = profiler
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether another ``step`` has something to do or to report, requests of all threads included."""
+        """Whether another ``step`` would run or report something, for requests of all threads."""
         return (
             self.scheduler.has_unfinished
             or self._output_queue.has_unreported
@@ -145,9 +144,9 @@ class Engine(NotPicklable):
         Args:
             request_id: name of the request in outputs; default a new one.
             name: of the request in error messages; default ``request`` and its id.
-            score: what ``rank`` said of the prompt; None asks it here.
-            context: what ``contexts`` opened of its beginning, held until the request ends; its
-                ``cache_salt`` has to be the same.
+            score: result of ``rank`` for the prompt; None computes it here.
+            context: a context that the prompt begins with, pinned until the request ends; ``cache_salt`` has
+                to be the same.
 
         Raises:
             ValueError: the prompt is empty, too long for the model or the cache, or has tokens outside
@@ -158,10 +157,10 @@ class Engine(NotPicklable):
     def check_request(
         self, prompt_token_ids: Prompt, params: SamplingParams | None = None, *, name: str | None = None
     ) -> None:
-        """Refuse what ``add_request`` would refuse but for its id, at once: no step is waited for.
+        """Validate a prompt and parameters like ``add_request``, but for the id, without waiting for a step.
 
         Args:
-            name: what error messages call it.
+            name: of the request in error messages.
 
         Raises:
             ValueError: see ``add_request``; a ``FieldError`` where one field of the parameters is at fault.
@@ -170,12 +169,12 @@ class Engine(NotPicklable):
             self.scheduler.check_fits(request)
 
     def prepare(self, params: SamplingParams) -> None:
-        """Compile what ``structured_outputs`` ask for, ahead; steps of other threads go on meanwhile.
+        """Compile the grammar of ``structured_outputs`` ahead; steps of other threads go on meanwhile.
 
         ``add_request`` does so too.
 
         Raises:
-            ValueError: it cannot be compiled, or not for this model; the message names the field.
+            ValueError: it cannot be compiled, at all or for this model; the message names the field.
         """
         self._intake.prepare(params)
 
@@ -185,7 +184,7 @@ class Engine(NotPicklable):
         return self._intake.ranker is not None
 
     def rank(self, prompts: Sequence[Prompt]) -> list[float]:
-        """Score prompts that can be served, for ``add_request``, from any thread; 0 without a ranker."""
+        """Return the ranker's scores of valid prompts, 0 without a ranker; thread-safe."""
         ranker = self._intake.ranker
         return [0.0] * len(prompts) if ranker is None else ranker.score(prompts)
 
@@ -199,15 +198,14 @@ class Engine(NotPicklable):
             return self._stepper.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns what it added to each request.
+        """Run one step; returns the new outputs of each request.
 
         Requests of a ``generate`` that is under way are served too, and reported there.
 
-        An error that belongs to one request, while its row is built, sampled or turned into text, ends that
-        request with finish reason ``error``. If the step as a whole fails, its error goes on to the caller,
-        outputs that could not be returned come with the next step, and the requests compute their tokens
-        again in it. After two failures, or one for lack of a bucket, the requests of the failed steps run one
-        by one, and a request that fails alone ends with that error.
+        An error of one request, while its row is built, sampled or detokenized, ends that request with finish
+        reason ``error``. If the step as a whole fails, its error is raised, pending outputs are returned by
+        the next step, and the requests are recomputed. After two failures, or one for lack of a bucket, the
+        requests of the failed steps run one by one, and a request that fails alone ends with that error.
         """
         outputs: list[RequestOutput] = []
         try:
@@ -221,9 +219,9 @@ class Engine(NotPicklable):
             raise
 
     def when_ranks_are_lost(self, told: Callable[[RankError], None]) -> None:
-        """Have a function called, in any thread, once other ranks of the model can no longer follow.
+        """Register a callback, called in any thread, for the loss of another rank of the model.
 
-        They may be lost between steps, or in a step that does not end for that. Nothing can be computed then.
+        A rank may be lost between steps, or in a step, which then may not end. Nothing can be computed after.
         """
         followers = self.runner.executor.followers
         if followers is not None:
@@ -231,7 +229,7 @@ class Engine(NotPicklable):
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Make the steps of other threads wait until the context ends."""
+        """Context manager that blocks the steps of other threads."""
         with interrupts_deferred() as deferral, self._turns, deferral.lifted():
             yield
 
@@ -242,16 +240,16 @@ class Engine(NotPicklable):
         on_output: Callable[[RequestOutput], None] | None = None,
         context: PrefixHold | None = None,
     ) -> list[list[Completion]]:
-        """Serve prompts to the end; returns the ``n`` samples of each, in order of the prompts.
+        """Generate from prompts until all end; returns the ``n`` samples of each, in order of the prompts.
 
-        Nothing is left behind when a prompt is refused, an error ends one of the requests, which is raised
-        here, or the loop is interrupted: requests of this call that are still running are aborted. Outputs
-        that ``max_model_len`` cut are warned of once.
+        If a prompt is invalid, an error ends one of the requests (it is raised here), or the loop is
+        interrupted, the other requests of this call are aborted. Outputs truncated by ``max_model_len`` are
+        warned of once.
 
         Args:
             params: one for all prompts, or one each.
-            on_output: called with each output of this call as it comes, between steps; it may call any
-                method. What a step adds to other requests meanwhile is reported by the next ``step``.
+            on_output: called with each output of this call, between steps; it may call any method. Outputs of
+                other requests are returned by the next ``step``.
             context: of all prompts, see ``add_request``.
         """
         prompts = list(prompts)
@@ -277,8 +275,8 @@ class Engine(NotPicklable):
 
         Each prompt is prefilled but for its last token. That token and the continuation are then decoded,
         ``decode_len`` tokens per step, with forced outputs. So every probability comes from a decode that
-        reads the cache as generation would; tokens that a head pattern leaves out of the cache are missing.
-        Continuations of one prompt share its prefill when there are at least as many rows as continuations.
+        reads the cache as generation does, without the tokens that a head pattern does not store.
+        Continuations of one prompt share its prefill if there are at least as many rows as continuations.
 
         Args:
             prompts: token ids, at least one each.
@@ -289,7 +287,7 @@ class Engine(NotPicklable):
 
         Raises:
             ValueError: the numbers differ, a prompt or continuation is empty, has tokens outside the
-                vocabulary, or is too long for the model. Nothing of this call is left behind.
+                vocabulary, or is too long for the model. Other requests of this call are aborted.
         """
         if len(prompts) != len(continuations):
             raise ValueError(
@@ -299,7 +297,7 @@ class Engine(NotPicklable):
         for number, each in enumerate(asked):
             if not each:
                 raise ValueError(f"prompt {number}: expected at least one continuation, got none")
-            # Refuses what it would refuse later, when others have run.
+            # Validates before any continuation runs.
             self._intake.requests("", 0, prompts[number], each, f"prompt {number}")
         waiting: deque[Add] = deque(
             partial(self._entry.add, prompt, each) for prompt, each in zip(prompts, asked)
@@ -322,12 +320,12 @@ class Engine(NotPicklable):
         """Write a sample of the shapes of all steps so far, to plan a bucket table from.
 
         Raises:
-            ValueError: there was no step, or the file cannot be written.
+            ValueError: no step has run, or the file cannot be written.
         """
         with interrupts_deferred(), self._turns:
             counts = self._stepper.telemetry.shapes.reservoir.counts()
         if not counts:
-            raise ValueError("expected shapes of steps to write, and there was no step")
+            raise ValueError("expected shapes of steps to write, got no step")
         try:
             write_shapes(path, counts)
         except OSError as error:
@@ -335,7 +333,7 @@ class Engine(NotPicklable):
 
 
 def _samples_of(params: SamplingParams | None) -> list[SamplingParams]:
-    """The parameters of each sample of a prompt."""
+    """Return the parameters of each sample of a prompt."""
     params = SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):
         raise ValueError(f"params: expected SamplingParams or None, got {type(params).__name__}")

@@ -1,4 +1,4 @@
-"""The device side of a step: copy in, copies within the stores, captured forward, sampling, one read."""
+"""The device side of a step: copy in, copies within the stores, captured forward, sampling, one read back."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ from kernels_ref.loops import RegionOf, in_regions
 
 
 class SpreadLogits:
-    """Samples from logits of which each rank has the columns of its tokens, equally many of each.
+    """Samples from logits whose columns are sharded evenly over ranks.
 
     Where all rows are plainly greedy, ranks exchange their best candidates, 8 bytes a row. Otherwise they
-    exchange all logits: filters, penalties and log-probabilities look at all of them.
+    exchange all logits, which filters, penalties and log-probabilities need.
 
     Args:
         ranks: this rank among all.
@@ -54,7 +54,7 @@ class SpreadLogits:
         vocab_size: V; columns of the last rank beyond it are padding.
 
     Attributes:
-        gathered_bytes: what this rank has given so far.
+        gathered_bytes: bytes that this rank has sent so far.
     """
 
     def __init__(self, ranks: Ranks, group: str, vocab_size: int) -> None:
@@ -84,12 +84,12 @@ class SpreadLogits:
 
     def _greedy(self, own: torch.Tensor) -> torch.Tensor:
         first = self._ranks.rank * own.shape[1]
-        # Where ranks are many and tokens few, the last ranks hold padding alone.
+        # With many ranks and few tokens, the last ranks have padding only.
         own = own[:, : max(0, self._vocab_size - first)]
         # Both are exact in float32: token ids are below 2**24.
         found = self._gather(_best(own, first) if own.shape[1] else _none(own))
         best_NT, token_NT = found.view(self._ranks.size, 2, -1).permute(1, 2, 0)
-        # The lowest rank among equals has the lowest token.
+        # Among equal logits, the lowest rank has the lowest token.
         return take_column(token_NT, most_likely(best_NT)).to(torch.int32)
 
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
@@ -104,18 +104,18 @@ def _best(own: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def _none(own: torch.Tensor) -> torch.Tensor:
-    """The candidates of a rank without tokens, ``[2, N]``, which lose: the first rank has tokens."""
+    """The candidates of a rank without tokens, ``[2, N]``: minus infinity. The first rank has tokens."""
     best = torch.full((own.shape[0],), float("-inf"), dtype=torch.float32, device=own.device)
     return torch.stack([best, torch.zeros_like(best)])
 
 
 STAGED = "staged"
-"""Name of the step's one input."""
+"""Name of the only input of a step."""
 
 Prepared: TypeAlias = tuple[
     torch.Tensor, torch.Tensor, StepTensors, torch.Tensor, torch.Tensor, tuple[Any, ...]
 ]
-"""Token ids, index of logits, and what a ``Step`` is made of; plans in the order of the model's stores."""
+"""Token ids, index of logits, and the parts of a ``Step``; plans in the order of the model's stores."""
 
 
 def staged_step(
@@ -131,7 +131,7 @@ def staged_step(
     Args:
         layout: places of the bucket's arrays in the buffer.
         runners: functions that run the layers of each kind of ``model.kinds``.
-        region_of: returns what runs a region.
+        region_of: returns the function that runs a region.
     """
     parts = StepParts(bucket.phase.causal, bucket.phase.shared, bucket.phase.unique)
     prepare = region_of(("prepare",), _preparing(model, geometry, layout, parts))
@@ -172,11 +172,11 @@ def _preparing(
 
 
 class StepOutput(NamedTuple):
-    """Results of a message, on the host.
+    """Results of a step, on the host.
 
     Attributes:
         token_ids: tokens of ``message.sampled``, int32 ``[S]``; those of ``host_sampled`` are undefined.
-        logprobs: one entry per token, if the message asks for them.
+        logprobs: one entry per token, if the message requests them.
         logits: of all rows, float ``[N * M, V]``, if the message has rows for the host.
     """
 
@@ -189,18 +189,19 @@ _NOTHING = StepOutput(np.zeros(0, np.int32))
 
 
 class Executor(NotPicklable):
-    """Owns model, stores, input buffer and captured graphs; knows nothing of requests.
+    """Owns model, stores, input buffer and captured graphs; independent of requests.
 
     Args:
         graphs: executables by bucket.
-        use_table: messages come in the buckets of ``graphs``; otherwise in exact shapes. ``uses_table`` says
-            so later.
-        largest: the bucket that the input buffer must hold.
+        use_table: messages are padded to the buckets of ``graphs``; otherwise they have exact shapes. Stored
+            as ``uses_table``.
+        largest: the bucket that the input buffer is allocated for.
         runtime: the device's runtime.
         fail_on_recompile: a step that compiles anything raises; warm-up does not.
-        spread: samples where ranks have the logits of some tokens each; None = all are here.
-        followers: ranks that do the same, told of it by this one; None = none, or this is one of them.
-        exchanges: of a step with other ranks; None = there are none.
+        spread: sampler for logits that are sharded over ranks; None = all are here.
+        followers: worker ranks, to which this one broadcasts each step; None = there are none, or this is
+            one.
+        exchanges: of a step with other ranks; None without other ranks.
 
     Attributes:
         watch: counts what is compiled.
@@ -228,7 +229,7 @@ class Executor(NotPicklable):
         self._exchanges, self.exchanged = exchanges, Exchanged()
         self.model, self.store, self.geometry, self.graphs = model, store, geometry, graphs
         self.device, self.runtime, self.largest = device, runtime, largest
-        # No part of an executor refers back to it, so that its memory is free as soon as it is let go.
+        # No part of an executor refers back to it, so its memory is freed with the last reference.
         this = weakref.proxy(self)
         self.watch = CompileWatch.of(lambda: this.graphs, runtime)
         self._watching: Callable[[], AbstractContextManager[None]] = (
@@ -254,14 +255,16 @@ class Executor(NotPicklable):
         return self.graphs.resolve(shape) if self.uses_table else shape
 
     def set_table(self, table: BucketTable, policy: MissPolicy) -> None:
-        """Run in other buckets from now on; nothing may have been captured yet.
+        """Replace the bucket table, before anything is captured.
 
         Raises:
             ValueError: something has been captured, or a bucket does not fit the input buffer.
         """
         num_captured = self.graphs.counters.captures
         if num_captured:
-            raise ValueError(f"a table is chosen before graphs are captured, got {num_captured} graphs")
+            raise ValueError(
+                f"expected a table to be set before graphs are captured, got {num_captured} graphs"
+            )
         if not self.largest.holds(table.envelope):
             raise ValueError(f"expected buckets within {self.largest}, got {table.envelope}")
         with self.leading(SetTable(table, policy)):
@@ -273,11 +276,11 @@ class Executor(NotPicklable):
 
     @torch.inference_mode()
     def execute(self, message: StepInput) -> StepOutput:
-        """Carry out one message.
+        """Execute one step.
 
         Raises:
-            RecompileError: the step has compiled something, and may not.
-            RankError: other ranks do not follow.
+            RecompileError: the step compiled something although ``fail_on_recompile`` is set.
+            RankError: other ranks are lost.
         """
         with self.leading(Execute(message)), self._watching(), self.runtime.step():
             logits = self._forward(message)
@@ -298,26 +301,26 @@ class Executor(NotPicklable):
             return self.whole(self._forward(message))
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
-        """Sample from what a step returns, whichever ranks hold it."""
+        """Sample from the logits that a step returns, sharded or not."""
         return sample(logits, batch) if self.spread is None else self.spread.sample(logits, batch)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits of all tokens, of what a step returns."""
+        """Return the logits of all tokens, gathered from ranks if sharded."""
         return logits if self.spread is None else self.spread.whole(logits)
 
     @contextmanager
     def leading(self, order: Order) -> Iterator[None]:
-        """Have the followers, if any, do what is done inside.
+        """Broadcast an order to the worker ranks, if any; the body executes it here.
 
         Raises:
-            RankError: they cannot follow, or it has failed here, so that ranks are no longer in step.
+            RankError: worker ranks are lost, or the body failed, so that ranks are out of sync.
         """
         if self.followers is None:
             yield
             return
         self.followers.tell(order)
         try:
-            # An exchange that is left in the middle would keep the others waiting.
+            # The others would wait for ever in an exchange that is not completed.
             with interrupts_deferred(only_first=True):
                 yield
         except BaseException as error:
@@ -329,7 +332,7 @@ class Executor(NotPicklable):
         return self.inputs.copy_in(message.bucket, message.ints)
 
     def copy_units(self, inputs: Mapping[str, torch.Tensor], num_blocks: int, num_rows: int) -> None:
-        """Carry out the first copies of each kind that a message asks for."""
+        """Execute the copies of a message, which come first in its integers."""
         self.store.carry_out(inputs[BLOCK_COPIES][:, :num_blocks], inputs[ROW_COPIES][:, :num_rows])
 
     def _forward(self, message: StepInput) -> torch.Tensor:
@@ -342,7 +345,7 @@ class Executor(NotPicklable):
         return self.graphs.run(message.bucket, self.step_of(message.bucket), self.step_inputs(inputs))
 
     def step_inputs(self, fields: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return what a step takes of what ``copy_in`` returned: that, or the buffer that it lies in."""
+        """Return the inputs of a step: the views that ``copy_in`` returned, or the buffer behind them."""
         return {STAGED: self.inputs.buffer} if self.runtime.compiles_operators else fields
 
 
@@ -373,7 +376,7 @@ def bucket_step(
 
     Args:
         runners: functions that run the layers of each kind of ``model.kinds``.
-        region_of: returns what runs the body of a loop that a region of a layer does not hold.
+        region_of: returns the function that runs a loop body outside the regions of layers.
     """
     parts = StepParts(bucket.phase.causal, bucket.phase.shared, bucket.phase.unique)
 
@@ -417,7 +420,7 @@ class StepWarmUp:
         self._vocab_size, self._max_model_len = vocab_size, max_model_len
 
     def routes(self, bucket: BatchShape) -> tuple[SamplingRoute, ...]:
-        """The ways of sampling from a bucket's logits that are run; none where nothing is compiled."""
+        """The routes of sampling to run for a bucket's logits; none where nothing is compiled."""
         if not self._executor.runtime.compiles_operators:
             return ()
         num_rows = RowCounts.of(bucket, self._executor.geometry.decode_len).logits
@@ -425,17 +428,17 @@ class StepWarmUp:
 
     @torch.inference_mode()
     def touch(self, bucket: BatchShape) -> None:
-        """Run padding through an uncaptured step, so that tables that are made at their first use exist."""
+        """Run padding through an uncaptured step, which creates tables that are built lazily."""
         executor = self._executor
         with executor.leading(Touch(bucket)), executor.runtime.step():
             bucket_step(executor.model, executor.geometry, bucket, {})(self._fields(bucket))
 
     @torch.inference_mode()
     def capture(self, bucket: BatchShape) -> bool:
-        """Capture a bucket of the table; False if it has been captured before."""
+        """Capture a bucket of the table; False if it is captured already."""
         executor = self._executor
         padding = executor.model.live.none_of(bucket, executor.geometry.decode_len)
-        # As in a step: what a lazy device has collected is built before the caller goes on.
+        # As in a step: a lazy device compiles its collected operators here.
         with executor.leading(Capture(bucket)), executor.runtime.step(), padding:
             return executor.graphs.warm_up(bucket, executor.step_of, self._padding)
 
@@ -463,7 +466,7 @@ class StepWarmUp:
                 read(executor.sample(logits, SamplingBatch.padding(route)))
 
     def _padding(self, bucket: BatchShape) -> Mapping[str, torch.Tensor]:
-        """Inputs of a step without rows: only null units are read and written."""
+        """Inputs of a step of padding: only null units are read and written."""
         return self._executor.step_inputs(self._fields(bucket))
 
     def _fields(self, bucket: BatchShape) -> Mapping[str, torch.Tensor]:

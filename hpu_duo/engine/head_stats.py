@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BudgetStats:
-    """A snapshot of the heads that have one kind of budget, those of all ranks together.
+    """Statistics of the heads with one kind of budget, over all ranks.
 
     Attributes:
         policy: name of the policy.
-        num_slots: tokens that a head keeps of a request.
-        chunk: positions between the places at which heads choose what stays of a prompt.
-        num_heads: KV heads with the budget, of all layers; a copy on another rank is another one.
+        num_slots: tokens that a head stores of a request.
+        chunk: positions between the places at which heads evict tokens of a prompt.
+        num_heads: KV heads with the budget, of all layers; replicas on other ranks count too.
         num_evictions: tokens that heads have evicted so far, one for each head.
         bytes_per_request: keys, values, positions and scores of a request.
         held_bytes: of all running requests.
@@ -111,9 +111,9 @@ def num_evicted_tokens(plan: StepPlan, memory: MemoryPlan) -> Counter[int]:
 def kept_positions(
     store: KVStore, row: int, num_tokens: int
 ) -> tuple[tuple[npt.NDArray[np.int32], ...], ...]:
-    """Return the positions that each head with a budget holds of a row, ascending, layer by layer.
+    """Return the positions that each head with a budget stores of a row, ascending, layer by layer.
 
-    Heads are in the order of their group; a layer without a budget has none. Waits for the device.
+    Heads are in the order of their group; a layer without a budget has none. Synchronizes with the device.
 
     Args:
         num_tokens: tokens of the row that are in the cache.
@@ -130,16 +130,16 @@ def kept_positions(
 
 
 TILE = 128
-"""Queries and keys of a tile that is counted, at multiples of it."""
+"""Queries and keys per side of a counted tile."""
 
 
 @dataclass(frozen=True)
 class TileCounts:
-    """Tiles of one head, 128 queries by 128 keys, or a block by a block under a choice; they add up.
+    """Tiles of one head, 128 queries by 128 keys, or block by block for chosen blocks; may be added.
 
     Attributes:
-        num_tiles: in which the rule may show something, or that are chosen.
-        num_dense_tiles: that attention without a rule computes.
+        num_tiles: tiles in which the rule shows something, or that are chosen.
+        num_dense_tiles: tiles of dense attention.
     """
 
     num_tiles: int = 0
@@ -152,7 +152,7 @@ class TileCounts:
 
 @dataclass(frozen=True)
 class RuleStats:
-    """A snapshot of the heads that have one rule, or one choice of blocks.
+    """Statistics of the heads with one rule, or one choice of blocks.
 
     Attributes:
         rule: as text.
@@ -174,7 +174,7 @@ class RuleStats:
 
 
 def add_tiles(tiles: dict[SparseKind, TileCounts], plan: StepPlan, memory: MemoryPlan) -> None:
-    """Add the tiles of a step for each kind, those of its decodes too, whose query is a tile of queries."""
+    """Add the tiles of a step for each kind. The query of a decode counts as a tile of queries."""
     for kind in memory.sparse_heads:
         for row in plan.rows:
             if isinstance(kind, ChosenBlocks):
@@ -186,9 +186,9 @@ def add_tiles(tiles: dict[SparseKind, TileCounts], plan: StepPlan, memory: Memor
 
 
 def count_chosen(choice: TopBlocks, start: int, end: int, block_size: int) -> TileCounts:
-    """Count the blocks that the tiles of tokens ``[start, end)`` of a request meet, their own included.
+    """Count the blocks that tokens ``[start, end)`` of a request attend to, tile by tile, their own included.
 
-    Those of a tile that is not whole, which are decodes too, see all blocks.
+    Tokens of a partial tile, as decodes, attend to all blocks.
     """
     numbers = np.arange(start // block_size, -(-end // block_size))
     is_whole = (numbers * block_size >= start) & ((numbers + 1) * block_size <= end)
@@ -198,7 +198,7 @@ def count_chosen(choice: TopBlocks, start: int, end: int, block_size: int) -> Ti
 
 
 def count_tiles(rule: Rule, start: int, end: int) -> TileCounts:
-    """Count the tiles in which tokens ``[start, end)`` of a request meet the tokens before them."""
+    """Count the tiles in which tokens ``[start, end)`` of a request attend to the tokens before them."""
     first_query = np.arange(start - start % TILE, end, TILE)[:, None]
     first_key = np.arange(0, end, TILE)[None]
     tile = Tile(

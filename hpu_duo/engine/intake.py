@@ -1,4 +1,4 @@
-"""Prompts and calls on their way into an engine: checked, named, queued and served to their end."""
+"""The entry of an engine: validates prompts, queues requests, and serves blocking calls."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ Prompt = Sequence[int] | np.ndarray
 
 
 class Intake:
-    """Makes samples; holds no request.
+    """Validates prompts and creates requests and sample states; stores neither.
 
     Args:
         limits: the model's limits of tokens.
         tokenizer: for text and stop strings; None for token ids only.
         seed: base of the seeds of requests without one.
-        ranker: scores prompts; None gives all of them 0.
+        ranker: scores prompts; None = all scores are 0.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Intake:
         seed: int,
         ranker: Ranker | None = None,
     ) -> None:
-        assert limits.vocab_size is not None, "the engine needs the size of the vocabulary"
+        assert limits.vocab_size is not None, "expected limits with the size of the vocabulary"
         self.vocab_size = limits.vocab_size
         self._limits, self._tokenizer, self._seed = limits, tokenizer, seed
         self.ranker = ranker
-        # Checkpoints may name tokens that the model does not have; they never come up.
+        # Configurations may name stop tokens outside the vocabulary, which are never sampled.
         self._eos = tuple(token for token in limits.eos_token_ids if token < limits.vocab_size)
         self._special_ids = None if tokenizer is None else special_token_ids(tokenizer)
         self._byte_of = None if tokenizer is None else byte_tokens(tokenizer)
@@ -67,7 +67,7 @@ class Intake:
         self._grammars_lock = Lock()
 
     def score(self, prompt: Prompt, each: Sequence[SamplingParams], name: str) -> float:
-        """Score a prompt that has not been checked yet, from any thread; 0 without a ranker.
+        """Validate and score a prompt; thread-safe; 0 without a ranker.
 
         Raises:
             ValueError: see ``requests``.
@@ -78,12 +78,12 @@ class Intake:
         return self.ranker.score([first.prompt_token_ids])[0]
 
     def prepare(self, params: SamplingParams) -> None:
-        """Compile what the output must be like, and check forced tokens against it; any thread may ask.
+        """Compile the grammar of the output, and check forced tokens against it; thread-safe.
 
-        It takes time, once for each grammar, that no step should wait for.
+        Slow once for each grammar, so to be called outside steps.
 
         Raises:
-            ValueError: that cannot be done; the message names the field.
+            ValueError: it cannot be compiled, or forced tokens violate it; the message names the field.
         """
         if params.structured_outputs is None:
             return
@@ -92,12 +92,12 @@ class Intake:
         if num_taken < len(params.forced_token_ids):
             raise FieldError(
                 "forced_token_ids",
-                "expected the beginning of what structured_outputs allow, got token "
+                "expected forced tokens that structured_outputs allow, got token "
                 f"{params.forced_token_ids[num_taken]} at place {num_taken}",
             )
 
     def _grammar(self, wanted: StructuredOutputs) -> GrammarState:
-        """Return the state before the first token."""
+        """Return the grammar's state before the first token."""
         with self._grammars_lock:
             if self._grammars is None:
                 self._grammars = self._make_grammars()
@@ -105,9 +105,7 @@ class Intake:
 
     def _make_grammars(self) -> Grammars:
         if self._tokenizer is None:
-            raise FieldError(
-                "structured_outputs", "expected a model with a tokenizer, and this one was loaded without"
-            )
+            raise FieldError("structured_outputs", "expected a model with a tokenizer, got one without")
         if find_spec("llguidance") is None:
             raise FieldError(
                 "structured_outputs",
@@ -125,7 +123,7 @@ class Intake:
         each: Sequence[SamplingParams],
         name: str | None = None,
     ) -> list[Request]:
-        """Make a request for each sample of one prompt.
+        """Create a request for each sample of one prompt.
 
         Args:
             number: of the prompt, in order of arrival; part of the seed of requests without one.
@@ -139,7 +137,7 @@ class Intake:
             params.validate(self.vocab_size)
             self.prepare(params)
         if any(params.stop for params in each) and self._tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and this model was loaded without one")
+            raise ValueError("expected a model with a tokenizer for stop strings, got one without")
         seed = derive_seed(self._seed, number) if each[0].seed is None else each[0].seed
         first = Request(
             f"{request_id}#0",
@@ -161,7 +159,7 @@ class Intake:
         return [first, *siblings]
 
     def states(self, request_id: str, requests: Sequence[Request]) -> list[SampleState]:
-        """Make the engine's state of each sample."""
+        """Create the engine's state of each sample."""
         return [
             SampleState(
                 request,
@@ -177,13 +175,13 @@ class Intake:
 
 
 class Entry:
-    """Queues the samples of prompts.
+    """Adds the samples of prompts to scheduler and stepper.
 
     Args:
-        intake: makes the samples.
-        scheduler: gets their requests.
-        stepper: gets their states.
-        turns: of the threads of the engine.
+        intake: creates the samples.
+        scheduler: queues their requests.
+        stepper: stores their states.
+        turns: lock of the engine.
     """
 
     def __init__(self, intake: Intake, scheduler: Scheduler, stepper: Stepper, turns: FairLock) -> None:
@@ -206,7 +204,7 @@ class Entry:
         Args:
             request_id: default a new one.
             name: of the request in error messages.
-            score: see ``Engine.rank``; None asks for it here.
+            score: see ``Engine.rank``; None computes it here.
             context, opens: see ``Request``.
 
         Raises:
@@ -222,7 +220,7 @@ class Entry:
             if self._is_in_use(public_id):
                 raise ValueError(f"request id {public_id!r} is in use by an unfinished request")
             requests = self._intake.requests(public_id, self._num_added, prompt_token_ids, each, name)
-            # Everything that may fail comes before anything changes.
+            # All validation precedes the first change.
             states = self._intake.states(public_id, requests)
             self._scheduler.holding.sweep()
             for request in requests:
@@ -238,25 +236,25 @@ class Entry:
         return self._samples.is_live(request_id) or self._output_queue.is_expected(request_id)
 
     def _free_id(self) -> str:
-        """Return a name that is not in use, by the number of requests so far."""
+        """Return an unused id, from the number of requests so far."""
         names = (f"request-{number}" for number in count(self._num_added))
         return next(name for name in names if not self._is_in_use(name))
 
 
 Add: TypeAlias = Callable[[], str]
-"""Adds a request to the engine, and returns its name."""
+"""Adds a request to the engine, and returns its id."""
 
 
 class Calls:
-    """Serves calls: their requests are added, steps run until all have ended, and outputs are collected.
+    """Serves blocking calls: adds their requests, runs steps until all have ended, and collects outputs.
 
-    Several threads may be in calls at a time; the steps of each serve the requests of all. A call that ends
-    early, by an error or an interrupt, leaves no request behind.
+    Several threads may call at a time; each step serves the requests of all. A call that ends early, by an
+    error or an interrupt, aborts its requests.
 
     Args:
         stepper: runs the steps.
-        turns: of the threads of the engine.
-        max_num_seqs: samples that may have a row at a time.
+        turns: lock of the engine.
+        max_num_seqs: samples that may run at a time.
     """
 
     def __init__(self, stepper: Stepper, turns: FairLock, max_num_seqs: int) -> None:
@@ -272,10 +270,10 @@ class Calls:
         """Add requests and step until they have ended; returns the samples of each.
 
         Args:
-            waiting: add one request each and return its name; taken out as they are called.
+            waiting: functions that add one request each and return its id; removed as they are called.
             on_output: called with each output, between steps.
-            widths: samples of each request, to add one only when all of them find a row, for then they can
-                fork; None adds all at once.
+            widths: samples of each request. A request is added only when all of its samples find a row, so
+                that they can fork; None adds all at once.
         """
         call = Completions(on_output)
         try:
@@ -291,7 +289,7 @@ class Calls:
     def _outputs_of(
         self, call: Completions, waiting: deque[Add], widths: Sequence[int] | None
     ) -> list[RequestOutput] | None:
-        """Return the new outputs of a call, after a step if there are none; None once all have ended."""
+        """Return the new outputs of a call, running a step if there are none; None once all have ended."""
         with interrupts_deferred() as deferral, self._turns:
             self._stepper.check_between_steps()
             while waiting and self._has_rows(None if widths is None else widths[len(call)]):
@@ -306,7 +304,7 @@ class Calls:
     def _advance_for(self, call: Completions, deferral: Deferral) -> None:
         """Run one step; an error that a request of another call may have caused is not raised.
 
-        If it comes again, the requests run one by one, and each call gets the errors of its own requests.
+        If it occurs again, the requests run one by one, and each call raises the errors of its own requests.
         """
         try:
             self._stepper.advance(deferral)
@@ -315,7 +313,7 @@ class Calls:
                 raise
 
     def _has_rows(self, wanted: int | None) -> bool:
-        """Whether ``wanted`` more samples find rows now; True if there are no others, and for None."""
+        """Whether rows are free for ``wanted`` more samples; True if there are no others, and for None."""
         taken = len(self._samples)
         return wanted is None or not taken or taken + wanted <= self._max_num_seqs
 
@@ -328,7 +326,7 @@ def warn_of_cuts(
 ) -> None:
     """Warn if outputs ended at ``max_model_len`` before a stop and before their ``max_tokens``.
 
-    Their finish reason is ``length``, as vLLM's. Without ``max_tokens`` this is the end that was asked for.
+    Their finish reason is ``length``, as in vLLM. Without ``max_tokens`` this is the expected end.
 
     Args:
         done: the samples of each prompt.
@@ -344,8 +342,8 @@ def warn_of_cuts(
     cut = [num_tokens for num_tokens in lacking if num_tokens > 0]
     if cut:
         _log.warning(
-            "%d of %d outputs ended at max_model_len=%d, up to %d tokens before the limit that was asked for "
-            "(finish_reason 'length'): load the model with a higher max_model_len, or ask for fewer tokens",
+            "%d of %d outputs ended at max_model_len=%d, up to %d tokens before the requested limit "
+            "(finish_reason 'length'): load the model with a higher max_model_len, or request fewer tokens",
             len(cut),
             sum(map(len, outputs)),
             max_model_len,

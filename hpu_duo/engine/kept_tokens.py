@@ -1,4 +1,4 @@
-"""Positions that every head holds of a running request, of any kind, by the model's own head numbers."""
+"""Positions that every head stores of a running request, by the model's own head numbers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KeptByHead:
-    """A snapshot of what one KV head holds of a request.
+    """Tokens that one KV head stores of a request.
 
     Attributes:
-        kind: what the head keeps, in words.
+        kind: description of the head's kind.
         positions: ascending, int32 ``[tokens kept]``.
     """
 
@@ -34,10 +34,10 @@ class KeptByHead:
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """A snapshot of what all KV heads hold of a request.
+    """Tokens that all KV heads store of a request.
 
     Attributes:
-        num_tokens: tokens of the request that have been through the model.
+        num_tokens: computed tokens of the request.
         layers: by layer and KV head, both in the model's order.
     """
 
@@ -46,7 +46,7 @@ class KeptTokens:
 
 
 def num_computed(engine: Engine, request_id: str, sample_index: int = 0) -> int | None:
-    """Return the tokens of a running request that have been through the model; None if it does not run."""
+    """Return the number of computed tokens of a running request; None if it does not run."""
     with engine.exclusive():
         request = engine.scheduler.get(f"{request_id}#{sample_index}")
         is_running = request is not None and request.status is RequestStatus.RUNNING
@@ -54,10 +54,10 @@ def num_computed(engine: Engine, request_id: str, sample_index: int = 0) -> int 
 
 
 def kept_tokens(engine: Engine, request_id: str, sample_index: int = 0) -> KeptTokens:
-    """Return the positions that each KV head holds of a running request. Waits for the device.
+    """Return the positions that each KV head stores of a running request. Synchronizes with the device.
 
-    Heads with a budget hold what their policy chose, those with a ring the sinks and the newest tokens of
-    its window, others all tokens.
+    Heads with a budget store the tokens that their policy chose, those with a ring the sinks and the newest
+    tokens of its window, others all tokens.
 
     Raises:
         ValueError: no such request runs, or several ranks share the heads.
@@ -67,7 +67,7 @@ def kept_tokens(engine: Engine, request_id: str, sample_index: int = 0) -> KeptT
         if request is None or request.status is not RequestStatus.RUNNING:
             raise ValueError(f"expected the id of a running request, got {request_id!r}")
         if engine.runner.executor.followers is not None:
-            raise ValueError("expected heads of one process, got heads that several ranks share")
+            raise ValueError("expected a model of one rank, got heads that are sharded over ranks")
         num_tokens, store = request.num_computed_tokens, engine.runner.store
         chosen = kept_positions(store, request.row, num_tokens)
         orders = _orders(engine.runner.model.model)
@@ -85,7 +85,7 @@ def kept_tokens(engine: Engine, request_id: str, sample_index: int = 0) -> KeptT
 
 
 def _kept(kind: GroupKind, num_tokens: int, chosen: Iterator[npt.NDArray[np.int32]]) -> KeptByHead:
-    """Positions of the next head of a group of this kind; ``chosen`` has those of heads with a budget."""
+    """Return the positions of the next head of a group; ``chosen`` has those of heads with a budget."""
     every = np.arange(num_tokens, dtype=np.int32)
     match kind:
         case Budget():
@@ -98,7 +98,7 @@ def _kept(kind: GroupKind, num_tokens: int, chosen: Iterator[npt.NDArray[np.int3
 
 
 def _orders(model: nn.Module) -> dict[int, tuple[int, ...]]:
-    """Old head numbers in their new order, of each layer whose heads have been reordered."""
+    """Original head numbers in the new order, by layer whose heads are reordered."""
     return {
         int(vars(module)["layer_idx"]): getattr(module, ORDER_ATTRIBUTE)
         for module in model.modules()
@@ -109,10 +109,10 @@ def _orders(model: nn.Module) -> dict[int, tuple[int, ...]]:
 def positions_of(
     engine: Engine, request_id: str, sample_index: int = 0
 ) -> tuple[tuple[npt.NDArray[np.int32], ...], ...]:
-    """Return the positions that each head with a KV budget holds of a running request, layer by layer.
+    """Return the positions that each head with a KV budget stores of a running request, layer by layer.
 
-    Ascending; those of a layer are in the order of its heads that have a budget, kind after kind. Where
-    several ranks share the heads, those of rank 0. Waits for the device.
+    Ascending; those of a layer are in the order of its heads that have a budget, kind after kind. With
+    several ranks, those of rank 0. Synchronizes with the device.
 
     Raises:
         ValueError: no such request runs, or no head has a budget.

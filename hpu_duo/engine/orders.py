@@ -1,7 +1,7 @@
-"""Orders of rank 0 to the other ranks: each is carried out by all, in the same sequence.
+"""Orders that rank 0 broadcasts, and all ranks execute in the same sequence.
 
-Rank 0 alone has requests, a scheduler and sampling parameters of callers. Whatever of it concerns the device
-is one of these orders, told before rank 0 does the same itself; ``Stop`` ends the others.
+Only rank 0 has requests, a scheduler and sampling parameters of callers. Each operation on the device is an
+order, broadcast before rank 0 executes it itself; ``Stop`` ends the worker ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpu_duo.engine.step_input import StepInput
 
 
 class Steps(Protocol):
-    """Runs steps; an ``Executor``."""
+    """The interface of an ``Executor``, which runs steps."""
 
     def execute(self, message: StepInput) -> object:
         """Run a step to its tokens."""
@@ -27,7 +27,7 @@ class Steps(Protocol):
 
 
 class WarmsUp(Protocol):
-    """Captures buckets; a ``StepWarmUp``."""
+    """The interface of a ``StepWarmUp``, which captures buckets."""
 
     def touch(self, bucket: BatchShape) -> None:
         """Run padding through an uncaptured step."""
@@ -43,7 +43,7 @@ class WarmsUp(Protocol):
 
 
 class WorkerRank(Protocol):
-    """Carries orders out; a ``Runner``."""
+    """The interface of a ``Runner``, which executes orders."""
 
     @property
     def executor(self) -> Steps:
@@ -56,12 +56,12 @@ class WorkerRank(Protocol):
         ...
 
     def set_table(self, table: BucketTable, policy: MissPolicy) -> None:
-        """Run in other buckets from now on."""
+        """Replace the bucket table."""
         ...
 
 
 class Link(Protocol):
-    """Receives what rank 0 sends."""
+    """Receiver of the orders of rank 0."""
 
     def receive(self) -> Order:
         """Wait for the next order."""
@@ -73,7 +73,8 @@ class Execute:
     """A step.
 
     Attributes:
-        is_sampled: whether tokens are sampled, if the message asks for that; otherwise logits are wanted.
+        is_sampled: whether to sample tokens, if the message has sampling parameters; otherwise only logits
+            are computed.
     """
 
     message: StepInput
@@ -144,10 +145,10 @@ Order: TypeAlias = Execute | Touch | Capture | FinishWarmUp | SetTable | Stop
 
 
 def follow(link: Link, runner: WorkerRank, done: Callable[[], None] = lambda: None) -> None:
-    """Carry out orders until told to stop.
+    """Execute orders until ``Stop``.
 
     Args:
-        done: called behind each of them.
+        done: called after each order.
     """
     while not isinstance(order := link.receive(), Stop):
         order.carry_out(runner)

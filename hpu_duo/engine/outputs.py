@@ -1,4 +1,4 @@
-"""Outputs of running requests, and their delivery to the calls that share an engine."""
+"""Outputs of requests, and queues that route them to the calls that share an engine."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A token that a step added to one request, or its end; a step may add several.
+    """A new token of one request, or its end; a step may return several.
 
     Attributes:
         request_id: as given to ``add_request``; samples of one prompt share it.
         sample_index: index of the sample among ``n``.
         token_ids: new tokens; at most one.
-        text: text that they complete, empty without a tokenizer.
-        logprobs: one entry per token when asked for.
+        text: new text, empty without a tokenizer.
+        logprobs: one entry per token if requested.
         finish_reason: set in the last output of a sample.
         stop_reason: the stop string or stop token that ended it.
         error: the error that ended it, with finish reason ``error``.
-        admitted_at: when its prompt first got a row, by ``time.perf_counter``; told with the first token of
+        admitted_at: when its prompt was first admitted, by ``time.perf_counter``; set with the first token of
             each sample, otherwise None.
-        num_cached_tokens: prompt tokens that were taken up from the prefix cache.
+        num_cached_tokens: prompt tokens that hit the prefix cache.
     """
 
     request_id: str
@@ -87,7 +87,7 @@ class ContinuationScore:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether greedy decoding of the prompt would give the continuation."""
+        """Whether greedy decoding of the prompt would return the continuation."""
         return all(self.is_likeliest)
 
 
@@ -118,7 +118,7 @@ class Completions:
     """Outputs of the requests of one call so far.
 
     Attributes:
-        mail: outputs that ``take_mail`` has not taken yet. Steps of any thread put them here.
+        mail: outputs that ``take_mail`` has not returned yet. Steps of any thread append to it.
 
     Args:
         on_output: called with each of their outputs.
@@ -130,11 +130,11 @@ class Completions:
         self._samples: dict[str, dict[int, Completion]] = {}
 
     def expect(self, request_id: str) -> None:
-        """Add a request, behind the others."""
+        """Append a request."""
         self._samples[request_id] = {}
 
     def take_mail(self) -> list[RequestOutput]:
-        """Empty ``mail``."""
+        """Return and clear ``mail``."""
         mail, self.mail = self.mail, []
         return mail
 
@@ -171,7 +171,7 @@ class Completions:
 def logprobs_of(
     plan: StepPlan, token_ids: npt.NDArray[np.int32], logprobs: TokenLogprobs
 ) -> dict[int, TokenLogprob]:
-    """Log-probabilities of a step's tokens, by sample of the plan, where requests asked for them."""
+    """Log-probabilities of a step's tokens, by sample of the plan, for requests that have them enabled."""
     sampled, rank, top_ids, top = (x.tolist() for x in logprobs)
     requests = [row.request for row in plan.sampled_rows for _ in range(row.num_samples)]
     found = {}
@@ -185,28 +185,28 @@ def logprobs_of(
 
 
 class OutputQueue:
-    """Keeps each output for its caller: for the ``generate`` that it belongs to, or for the next ``step``."""
+    """Queues each output for the ``generate`` call that it belongs to, or for the next ``step``."""
 
     def __init__(self) -> None:
         self._calls: dict[str, Completions] = {}
         self._unreported: list[RequestOutput] = []
 
     def expect(self, request_id: str, call: Completions) -> None:
-        """Deliver outputs of a request to a call from now on."""
+        """Route the outputs of a request to a call from now on."""
         call.expect(request_id)
         self._calls[request_id] = call
 
     def end(self, call: Completions) -> None:
-        """Forget a call."""
+        """Remove a call."""
         for request_id in call:
             del self._calls[request_id]
 
     def is_expected(self, request_id: str) -> bool:
-        """Whether a call that is under way has a request of this name."""
+        """Whether an active call has a request of this id."""
         return request_id in self._calls
 
     def report(self, output: RequestOutput) -> None:
-        """Deliver an output."""
+        """Queue an output for its call."""
         call = self._calls.get(output.request_id)
         (self._unreported if call is None else call.mail).append(output)
 
@@ -216,22 +216,22 @@ class OutputQueue:
         return bool(self._unreported)
 
     def swap(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Return the outputs for ``step``, and keep ``outputs`` in their place."""
+        """Return the outputs for ``step``, and store ``outputs`` in their place."""
         unreported, self._unreported = self._unreported, outputs
         return unreported
 
     def put_back(self, outputs: list[RequestOutput]) -> None:
-        """Keep outputs that could not be returned for the next ``step``."""
+        """Store outputs that could not be returned, for the next ``step``."""
         self._unreported = outputs + self._unreported
 
 
 class FairLock:
-    """A lock that its thread may take again, and that no thread gets twice while another one waits.
+    """A re-entrant lock that no thread acquires twice while another one waits.
 
-    One thread waits for the lock itself, the others wait to be the next. Whoever gives the lock back and
-    wants it again is behind them.
+    One thread waits for the lock itself, the others for their turn to do so. A thread that acquires it again
+    right after release queues behind them.
 
-    Ctrl-C must not come while it is taken or given back: hold it within ``interrupts_deferred``.
+    Not safe against Ctrl-C during acquire and release: use it within ``interrupts_deferred``.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Decisions of the scheduler about cached prefixes: what stays, who waits, who keeps them."""
+"""The scheduler's policy for cached prefixes: pins, snapshots, and requests that wait for a prefix."""
 
 from __future__ import annotations
 
@@ -19,63 +19,63 @@ from hpu_duo.request import Request, RequestStatus
 
 
 class PrefixHolding:
-    """Opens holds of prefixes, and keeps them as long as their requests need them.
+    """Opens holds, which pin prefixes, and releases them when their contexts and requests have ended.
 
-    All unfinished requests must fit beside what is held, each alone, so that none waits for a hold to end:
-    a request that would not is refused, and so is a hold beside which one would not.
+    Each unfinished request alone must fit beside the pinned blocks, so that none waits for a hold to end. A
+    request that does not fit is rejected, and so is a hold beside which one would not fit.
 
     Args:
-        allocations: with the prefix cache; without one nothing can be held.
-        unfinished: requests by their names.
+        allocations: with the prefix cache; without one nothing can be pinned.
+        unfinished: requests by id.
     """
 
     def __init__(self, allocations: KVAllocations, unfinished: Mapping[str, Request]) -> None:
         self._allocations, self._unfinished, self._cache = allocations, unfinished, allocations.prefixes
 
     def enter(self, request: Request) -> None:
-        """Let a request hold its context until it ends."""
+        """Add a reference of a request to its context, until the request ends."""
         if request.context is not None:
             request.context.num_holders += 1
 
     def let_go(self, hold: PrefixHold) -> None:
-        """Take one holder from a hold that was opened."""
+        """Release one reference of a hold."""
         if self._cache is not None:
             self._cache.let_go(hold)
 
     def let_go_later(self, hold: PrefixHold) -> None:
-        """The same before the next step, from any thread and at any moment."""
+        """The same before the next step; thread-safe, also in finalisers."""
         if self._cache is not None:
             self._cache.holds.leave_later(hold)
 
     def leave(self, request: Request) -> None:
-        """Let go what an ended request holds."""
+        """Release the hold of an ended request."""
         if request.context is not None:
             self.let_go(request.context)
 
     def sweep(self) -> None:
-        """Let go what nobody can ask for any more."""
+        """Release holds whose owners were garbage-collected."""
         if self._cache is not None:
             left = self._cache.holds.left
             for _ in range(len(left)):
                 self._cache.let_go(left.popleft())
 
     def open(self, request: Request) -> None:
-        """Hold the prompt of a running request, all of which is computed, if it asks for that."""
+        """Pin the computed prompt of a running request, if it opens a context."""
         hold = request.opens
         if hold is None or self._cache is None:
             return
         node = self._cache.end_of(request)
-        assert node is not None, f"{request} has entered its prompt"
-        assert node.depth == hold.num_blocks, f"{request} ends at a border of blocks"
+        assert node is not None, f"expected the prompt of {request} in the prefix cache"
+        assert node.depth == hold.num_blocks, f"expected {request} to end at a block border"
         hold.refusal = self.refusal([*node.path][::-1], hold.num_blocks, request)
         if hold.refusal is None:
             self._cache.hold(hold, node)
 
     def open_cached(self, hold: PrefixHold) -> bool:
-        """Hold a prefix if all of it is cached, and a request can go on behind it.
+        """Pin a prefix if all of it is cached and a request can continue from it; returns whether it did.
 
         Raises:
-            ValueError: there is no room for it, or would be none if it were computed.
+            ValueError: there is no room for it, or would be none once it is computed.
         """
         assert self._cache is not None, "see check_possible"
         path = self._cache.tree.match(hold.namespace, hold.tokens)
@@ -87,26 +87,26 @@ class PrefixHolding:
         return True
 
     def check_possible(self) -> None:
-        """Raise ValueError if nothing can be held here, however much room there is."""
+        """Raise ValueError if this engine cannot pin prefixes at all."""
         if self._cache is None:
             raise ValueError(
-                "expected a model with a prefix cache to hold a context in, got enable_prefix_caching=False"
+                "expected a model with a prefix cache for contexts, got enable_prefix_caching=False"
             )
         if self._cache.needs_snapshots and not self._cache.num_snapshot_rows:
             raise ValueError(
-                "expected num_prefix_snapshots of 1 or more to hold a context of a model with streaming "
+                "expected num_prefix_snapshots of 1 or more for contexts of a model with streaming "
                 "heads or sliding windows, got 0"
             )
 
     def refusal(self, path: list[PrefixNode], num_blocks: int, but: Request | None = None) -> str | None:
-        """Return the reason why a prefix cannot be held now; None if it can.
+        """Return the reason why a prefix cannot be pinned now; None if it can.
 
         Args:
             path: what the cache has of it.
             num_blocks: blocks of it.
             but: a request that is about to end.
         """
-        assert self._cache is not None, "something is to be held"
+        assert self._cache is not None, "expected one block or more"
         holds, allocations = self._cache.holds, self._allocations
         is_new = len(path) < num_blocks or not holds.ends_at(path[-1])
         if self._cache.needs_snapshots and is_new and holds.num_ends >= self._cache.num_snapshot_rows:
@@ -130,16 +130,16 @@ class PrefixHolding:
 
 
 _MOST_COMPARED = 64
-"""Requests of a queue that one is compared with."""
+"""Number of waiting requests that one is compared with."""
 _LEAST_GAIN = 8
-"""A prompt is cut at its last border of blocks if a later request could save as many almost empty steps."""
+"""A chunk ends at a prompt's last block border if later requests could save so many nearly empty steps."""
 
 
 class Begin(NamedTuple):
     """The beginning of a request.
 
     Attributes:
-        hit: what it takes up from the cache, None without one.
+        hit: cached prefix that it begins with, None without one.
         stops: branch points at which its chunks end, in tokens.
     """
 
@@ -148,40 +148,39 @@ class Begin(NamedTuple):
 
 
 class PrefixSharing:
-    """Keeps what requests compute, and finds out what they share before it is computed.
+    """Caches prefixes that requests compute, and detects shared prefixes before they are computed.
 
-    Snapshots are taken at borders of blocks, where they pay: at the last one of a prompt, at each that a
-    decode passes, behind each chunk of a prompt while there are free rows, and at *branch points*, where
-    texts part. A chunk ends at the last border of a prompt, if no other prompt has to wait for that, and an
-    almost empty step is little beside what is computed up to there. A branch point
-    is known when a request finds more cached blocks than it can use, and when a waiting request begins like
-    one that gets a row. A chunk ends there once, so that the next request with the same beginning can use
-    all of it.
+    Snapshots are stored at block borders where they are likely to be reused: at the last one of a prompt, at
+    each that a decode passes, after each chunk of a prompt while rows are free, and at *branch points*, where
+    texts diverge. A chunk ends at the last block border of a prompt, if no other prompt has to wait for that,
+    and a nearly empty step is cheap relative to the prefix. A branch point is detected when a request finds
+    more cached blocks than it can use, and when a waiting request begins like one that is admitted. A chunk
+    ends there once, so that the next request with the same beginning can use all of it.
 
     A request with a cached prefix takes a chunk row, of which a step has few, and a step costs much even if
-    it is almost empty. So a prefix is not waited for, and no chunk ends behind it, if it costs less to
-    compute it again than a chunk row's share of an almost empty step.
+    it is almost empty. So no request waits for a prefix, and no chunk ends at it, if recomputing it costs
+    less than a chunk row's share of a nearly empty step.
 
     All methods do nothing if prefixes are not cached.
 
     Args:
         limits: of steps.
         allocations: with the prefix cache.
-        holding: of prefixes that stay.
+        holding: pins prefixes.
     """
 
     def __init__(self, limits: StepLimits, allocations: KVAllocations, holding: PrefixHolding) -> None:
         self._allocations, self._cache, self._holding = allocations, allocations.prefixes, holding
         self._block_size, self._grid = allocations.block_size, allocations.prefix_grid
-        # Requests may part at borders of blocks, or of chunks where these decide what is kept.
+        # Prefixes can be shared up to block borders, or chunk borders where chunks decide what is stored.
         self._part_size = self._grid or self._block_size
         self._recomputed = limits.step_tokens // limits.max_chunk_rows
         self._least_gain, self._decode_len = _LEAST_GAIN * limits.step_tokens, limits.decode_len
-        # Half of the snapshots are kept for places where texts part.
+        # Half of the snapshots are reserved for branch points.
         self._most_stops = max(1, limits.num_snapshots // 2)
 
     def keep(self, plan: StepPlan) -> None:
-        """Keep what a step has computed, once its tokens are committed and before anything is given back."""
+        """Cache the blocks of a committed step, before anything is released."""
         if self._cache is None:
             return
         for row in plan.rows:
@@ -192,7 +191,7 @@ class PrefixSharing:
             is_known = row.end == self._last_border(request) if self._grid else ends_prompt
             ends_chunk = row.end < request.num_prompt_tokens and self._cache.has_free_row
             is_decode, size = row.num_new_tokens <= self._decode_len, self._block_size
-            # A row that was decoded to a border of blocks or past it.
+            # Rows that were decoded to or past a block border.
             if is_decode and row.start // size < request.num_computed_tokens // size:
                 self._cache.take_snapshot(request, decodes=True)
             elif self._is_at_border(request) and (is_known or ends_chunk or row.end in request.stops):
@@ -205,7 +204,7 @@ class PrefixSharing:
         return request.num_computed_tokens % self._block_size == 0
 
     def _last_border(self, request: Request) -> int:
-        """Tokens up to the last border of chunks in a prompt, else of blocks in what is prefilled."""
+        """Tokens up to a prompt's last chunk border, else up to the last block border of prefilled tokens."""
         if self._grid:
             return request.num_prefilled_tokens // self._grid * self._grid
         num_tokens = request.num_tokens
@@ -214,32 +213,32 @@ class PrefixSharing:
         return num_tokens // self._block_size * self._block_size
 
     def keep_end(self, request: Request) -> None:
-        """Keep a running request that is about to give everything back; no step may be on its way."""
+        """Cache the blocks of a running request before it is released; no step may be in flight."""
         if self._cache is not None:
             if self._is_at_border(request):
                 self._cache.take_snapshot(request)
             self._cache.store(request)
 
     def forget(self) -> None:
-        """Forget all that is cached; requests have given everything back."""
+        """Clear the cache; requests have been released."""
         if self._cache is not None:
             self._cache.clear()
 
     def begin(
         self, request: Request, hit: PrefixHit | None, step: StepDraft, waiting: Iterable[Request]
     ) -> Begin | None:
-        """Return how a waiting request begins if it gets a row; None if the step has no share for it.
+        """Return how a waiting request begins if it is admitted; None if the step has no tokens for it.
 
-        It begins without a short hit that would have to wait for a chunk row, if the whole text does not.
+        It ignores a short hit that would have to wait for a chunk row, if computing the whole text would not.
 
         Args:
             hit: what is cached of it.
-            waiting: requests that wait, it may be among them.
+            waiting: waiting requests, this one may be among them.
         """
         stops = self._stops(request, hit, waiting)
         start, blocks = self._allocations.num_cached_tokens(hit), self._allocations.cached_blocks(hit)
         border = self._last_border(request)
-        # One that was preempted, or lost its cache in a failed step, goes on as soon as it can.
+        # A request that was preempted, or lost its cache in a failed step, does not wait.
         has_run = request.num_cached_tokens is not None
         if not has_run and not self._grid and self._takes_snapshots and border - start > self._least_gain:
             with_border = tuple(sorted({*stops, border}))
@@ -251,7 +250,7 @@ class PrefixSharing:
         return Begin(PrefixHit()) if is_short and step.fits_whole(request) else None
 
     def _stops(self, request: Request, hit: PrefixHit | None, waiting: Iterable[Request]) -> tuple[int, ...]:
-        """Return the branch points of a request that gets a row, in tokens; see ``begin``."""
+        """Return the branch points of a request that is admitted, in tokens; see ``begin``."""
         if self._cache is None or hit is None or not self._takes_snapshots:
             return ()
         known = hit.num_usable * self._block_size + self._recomputed
@@ -266,17 +265,17 @@ class PrefixSharing:
 
     @property
     def _takes_snapshots(self) -> bool:
-        """Whether heads keep rings, and there is a place for another snapshot of them."""
+        """Whether heads have rings, and a snapshot row for them is free."""
         return self._cache is not None and self._cache.needs_snapshots and self._cache.has_place
 
     def comes_soon(
         self, request: Request, hit: PrefixHit | None, running: Iterable[Request], step: StepDraft
     ) -> bool:
-        """Whether a waiting request should wait for what a running one is about to compute.
+        """Whether a waiting request should wait for a prefix that a running one is about to compute.
 
         It should if both share a prefix that is longer than the cached one, and the running request has not
-        computed all of it yet. If heads keep rings, the running request then ends a chunk at the end of that
-        prefix, so that a snapshot can be taken there.
+        computed all of it yet. If heads have rings, the running request then ends a chunk at the end of that
+        prefix, so that a snapshot can be stored there.
 
         Args:
             step: the shares that running requests have in the step.
@@ -311,9 +310,9 @@ class PrefixSharing:
         return any(known + self._recomputed < stop < shared for stop in to_come)
 
     def num_shared(self, request: Request, other: Request) -> int:
-        """Return the tokens of whole blocks that two requests begin with, of which either may be reused.
+        """Return the tokens of the common prefix of two requests that either can reuse, in whole blocks.
 
-        Of whole chunks of both prompts, where these decide what heads keep.
+        In whole chunks of both prompts, where chunks decide what heads store.
         """
         if request.namespace != other.namespace:
             return 0

@@ -1,4 +1,4 @@
-"""Settings that an engine runs with, none of them left open."""
+"""The resolved settings of an engine."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """The choices of an engine, each "auto" and each None replaced by what it came to.
+    """The resolved settings of an engine: each "auto" and each None is replaced by the value in use.
 
     Attributes:
         device, dtype: of weights and stores.
         attention: implementation of the kernels.
-        softmax: in which numbers its scores and exponentials are.
+        softmax: precision of its scores and exponentials.
         graphs: capture backend.
-        num_buckets: shapes of the table now; 0 where steps run at their exact shapes.
-        on_miss: what happens to a step that no bucket holds.
+        num_buckets: current shapes of the table; 0 where steps run at their exact shapes.
+        on_miss: what happens to a step that fits no bucket.
         max_captured_tokens: buckets with more query tokens run uncaptured; None = all are captured.
         trims_chunks: whether prompts end at the borders of buckets.
         scheduling_policy: order of admission and preemption.
-        limits: what steps may hold.
+        limits: of steps.
         num_retrieval_heads, num_streaming_heads: KV heads of all layers, by whether they see the whole text.
-        retrieval_parallel: what ranks share of retrieval heads: heads, or the context of each.
-        num_layer_kinds: of which each is compiled for every bucket.
-        num_promoted_heads: retrieval heads of this rank that the head pattern would let stream, were it not
-            for ``max_layer_kinds`` or for ranks that share them evenly.
-        promoted_bytes: what blocks hold of these heads, beyond their rings.
+        retrieval_parallel: what is sharded of retrieval heads: heads, or the context of each.
+        num_layer_kinds: kinds of layers, each of which is compiled for every bucket.
+        num_promoted_heads: streaming heads of the pattern that are served as retrieval heads on this rank,
+            because of ``max_layer_kinds`` or to shard heads evenly.
+        promoted_bytes: bytes of the blocks of these heads, beyond those of their rings.
         kv_bytes, graph_bytes: memory of the stores, and memory set aside for graphs.
     """
 
@@ -64,7 +64,7 @@ class Resolved:
     def of(
         cls, runner: Runner, scheduler: Scheduler, patterns: tuple[HeadPattern, HeadPattern] | None
     ) -> Resolved:
-        """The choices of the engine that these make up.
+        """Collect the settings of an engine from its parts.
 
         Args:
             patterns: heads that retrieve, of the whole model and of this rank; None if all do.
@@ -93,7 +93,7 @@ class Resolved:
         )
 
     def items(self) -> dict[str, str | int | bool | None]:
-        """All of it by name, limits among the others, as JSON and tables take it."""
+        """Return all settings by name, limits included, as values for JSON and tables."""
         plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "limits"}
         return {**plain, **asdict(self.limits)}
 
@@ -112,12 +112,12 @@ def _promoted_bytes(
         return 0
     (whole, own), memory, spread = patterns, runner.store.plan, runner.executor.spread
     is_context_parallel = spread is not None and any(map(_is_context_parallel, runner.model.specs))
-    # Where blocks are dealt out, each rank keeps its part of the tokens of all heads that were promoted.
+    # With context-parallel blocks, each rank stores its part of the tokens of all promoted heads.
     num_parts = spread.num_ranks if is_context_parallel and spread is not None else 1
     in_blocks = whole.promoted if is_context_parallel else own.promoted
     slack = ring_slack(limits.decode_len)
     ring_slots = min(own.sink + own.recent, limits.max_model_len) + slack
-    # One row more is the null unit, and others are read from the scratch.
+    # One more row is the null unit, and others are read from the scratch.
     num_rows = limits.num_ring_rows + 1 + memory.max_chunk_rows
     block_slots = (memory.num_blocks + 1) * (memory.block_size // num_parts)
     assert in_blocks is not None and own.promoted is not None, "asked before"  # noqa: PT018

@@ -1,4 +1,4 @@
-"""Carry out planned steps: built on the host, executed on the device, and finished on the host."""
+"""Runs planned steps: built on the host, executed on the device, finished on the host."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StepResult:
     Attributes:
         message: the step.
         token_ids: int32 ``[plan.num_samples]``, row after row.
-        logprobs: CPU tensors with one entry per ``token_ids``, when some request asked.
+        logprobs: CPU tensors with one entry per ``token_ids``, if some request has them enabled.
         build_s: seconds spent on the host to build the message.
         errors: errors of rows that could not be sampled, by ring row; their tokens are undefined.
     """
@@ -48,7 +48,7 @@ class StepResult:
 
     @property
     def bucket(self) -> BatchShape:
-        """The shape that it was padded to."""
+        """The bucket that it was padded to."""
         return self.message.bucket
 
 
@@ -78,14 +78,14 @@ class Runner(NotPicklable):
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, sampling: Mapping[int, Sequence[SamplingRow]]) -> StepResult:
-        """Carry out one plan.
+        """Run one plan.
 
         Args:
             sampling: see ``StepBuilder.build``.
 
         Raises:
             GraphMissError: no bucket holds the step, and that is an error.
-            RecompileError: the step has compiled something, and may not.
+            RecompileError: the step compiled something although ``fail_on_recompile`` is set.
         """
         began = time.perf_counter()
         built = self.builder.build(plan, sampling)
@@ -100,7 +100,7 @@ class Runner(NotPicklable):
 
     @torch.inference_mode()
     def carry_out(self, copies: Sequence[Copy]) -> None:
-        """Copy units of the stores between steps; there are no more copies than a step may have."""
+        """Copy units of the stores between steps, at most as many as in a step."""
         executor = self.executor
         message = self.builder.copying(copies, executor.largest)
         with executor.runtime.step():
@@ -145,7 +145,7 @@ class Runner(NotPicklable):
 def _choose_on_host(
     built: BuiltStep, token_ids: npt.NDArray[np.int32], logits: torch.Tensor
 ) -> tuple[npt.NDArray[np.int32], dict[int, Exception]]:
-    """Return the tokens, those of host-sampled rows chosen here, and the errors by row of logits."""
+    """Sample host-sampled rows; returns the tokens of all rows, and the errors by row of logits."""
     chosen, failed = choose_on_host(built.host_sampled, logits)
     place_of = {row: place for place, row in enumerate(built.message.sampled.tolist())}
     for row, token in chosen.items():

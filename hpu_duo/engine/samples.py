@@ -1,4 +1,4 @@
-"""Samples while their tokens come, and the samples of one prompt that share what is cached."""
+"""Host states of the samples that have not ended."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class SampleState:
         self._eos = eos_token_ids
         self._stop = StopChecker(params, _text_before(request, tokenizer)) if params.stop else None
         self._ahead: StopChecker | None = None
-        # Of a held run of byte tokens: its whole characters, and special tokens behind so many of them.
+        # Of a buffered run of byte tokens: its whole characters, and special tokens with their place among
+        # these.
         self._num_coming = 0
         self._within: list[tuple[int, str]] = []
         self._grammar = grammar
@@ -62,17 +63,17 @@ class SampleState:
     def sampling_row(self, number: int = 0) -> SamplingRow:
         """Return the sampling of the next token, or of the one behind ``number`` drafts.
 
-        Behind drafts it must be a forced one, which no penalty weighs: penalties count tokens that have been
-        taken, and of one step's tokens none has been.
+        After drafts it must be a forced token, because penalties count committed tokens only, and those of
+        this step are not committed yet.
 
         Raises:
-            ValueError: the token behind drafts is not forced.
+            ValueError: the token after drafts is not forced.
         """
         request, choose = self.request, None
         if self._host is not None and self._host.chooses:
             choose = partial(self._host.choose, request.output_token_ids)
         place = request.num_output_tokens + number
-        # Forced tokens have been checked against the grammar when the request came.
+        # Forced tokens were checked against the grammar when the request was added.
         num_forced = len(request.params.forced_token_ids)
         is_forced = place < num_forced
         if number and not is_forced:
@@ -90,9 +91,9 @@ class SampleState:
         )
 
     def take(self, committed: CommittedToken, logprob: TokenLogprob | None) -> RequestOutput:
-        """Take in a sampled token; the output says whether it ended the sample, by token or by text."""
+        """Process a sampled token; the output has the finish reason, by token or by text."""
         request, token, reason, number, _ = committed
-        # Further tokens of the same step have been appended to the request already.
+        # Further tokens of the same step are appended to the request already.
         outputs = request.output_token_ids[: number + 1]
         if self.penalties is not None:
             self.penalties.append(token)
@@ -119,29 +120,29 @@ class SampleState:
         )
 
     def _ends(self, token: int, outputs: npt.NDArray[np.int32], reason: FinishReason | None) -> bool:
-        """Say whether the sample ends for another reason than those that its request knows."""
+        """Return the finish reason of the sample, those of its text included."""
         if reason is FinishReason.STOP:
             return False
         if self._grammar is not None:
             self._grammar.accept(token)
-            # An output that is whole with its last token has not been cut by its length.
+            # An output that is complete with its last token is not truncated by its length.
             if self._grammar.is_complete:
                 return True
         return reason is None and self._host is not None and self._host.ends(outputs)
 
     def abort(self) -> RequestOutput:
-        """The last output of a sample that was aborted."""
+        """Return the last output of an aborted sample."""
         return RequestOutput(self.public_id, self.request.sample_index, (), finish_reason=FinishReason.ABORT)
 
     def fail(self, error: Exception) -> RequestOutput:
-        """The last output of a sample that an error ended."""
+        """Return the last output of a sample that ended by an error."""
         index = self.request.sample_index
         return RequestOutput(self.public_id, index, (), finish_reason=FinishReason.ERROR, error=error)
 
     def _push(
         self, token: int, num_tokens: int, reason: FinishReason | None, shows: bool
     ) -> tuple[str, str | None]:
-        """Return the text to show now, and the stop string that it completes."""
+        """Return the text that is final now, and the stop string that it completes."""
         if self._text is None:
             return "", None
         text = self._text.push(token) if shows else ""
@@ -162,7 +163,7 @@ class SampleState:
         return released.text + (self._stop.flush() if reason is not None else ""), None
 
     def _in_order(self, text: str, skipped: str) -> list[tuple[str, bool]]:
-        """Texts in the order of their tokens, and whether they are hidden; held byte tokens come late."""
+        """Yield texts in order of their tokens, and whether they are hidden; buffered bytes come late."""
         assert self._text is not None
         self._num_coming += len(self._text.coming)
         if skipped and not text and self._num_coming:
@@ -178,7 +179,7 @@ class SampleState:
         return [*pieces, (text[at:], False), (skipped, True)]
 
     def _stops_ahead(self, stop: StopChecker, coming: str, skipped: str, num_tokens: int) -> bool:
-        """Whether characters that the detokenizer still holds complete a stop string."""
+        """Whether characters that the detokenizer still buffers complete a stop string."""
         if not (coming or (skipped and self._ahead is not None)):
             return False
         if self._ahead is None:
@@ -189,7 +190,7 @@ class SampleState:
 
 
 class LiveSamples:
-    """States of the samples that have not ended, by their own names and by the requests they belong to."""
+    """States of the samples that have not ended, by their own ids and by public request ids."""
 
     def __init__(self) -> None:
         self._states: dict[str, SampleState] = {}
@@ -230,7 +231,7 @@ class LiveSamples:
 
 
 def _text_before(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Return the end of the prompt's text, in which a stop string may begin."""
+    """Return the end of the prompt's text, where a stop string may begin."""
     params = request.params
     if tokenizer is None or not params.stop_like_transformers:
         return ""
@@ -241,7 +242,7 @@ def _text_before(request: Request, tokenizer: PreTrainedTokenizerBase | None) ->
 
 
 def forced(tokens: Sequence[int] | np.ndarray) -> SamplingParams:
-    """Return parameters that decode exactly these tokens, and report the log-probabilities of them.
+    """Return parameters that force exactly these tokens, with log-probabilities.
 
     Raises:
         ValueError: not a list of one or more integers.
@@ -262,7 +263,7 @@ def forced(tokens: Sequence[int] | np.ndarray) -> SamplingParams:
 
 
 def score_of(sample: Completion) -> ContinuationScore:
-    """Return the score of a decoded continuation, from its log-probabilities."""
+    """Return the score of a decoded continuation."""
     return ContinuationScore(
         tuple(one.logprob for one in sample.logprobs),
         tuple(one.token_id in one.top for one in sample.logprobs),

@@ -1,4 +1,4 @@
-"""The scheduler: plans steps, and takes in their results."""
+"""The scheduler: plans steps and commits their results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hpu_duo.scheduling import ArrivalOrder, FirstComeFirstServed, SchedulingPol
 
 
 class Admission:
-    """Answers whether a waiting request fits into a step, beside what running requests need.
+    """Checks whether a waiting request fits into a step, beside what running requests need.
 
     A request fits if a row, a token of the step, and blocks are free: those for all of its known tokens and
     one more, beside what every running request still needs for its own.
@@ -36,18 +36,18 @@ class Admission:
         self._num_due: int | None = None
 
     def check(self, request: Request) -> None:
-        """Refuse a request that could never run, whatever runs now.
+        """Reject a request that could never run.
 
         Raises:
-            ValueError: its blocks are too few even for this request alone, beside the contexts that are held;
-                or it does not begin with the context that it is to begin with.
-            FieldError: it has a priority, and the policy does not look at priorities.
+            ValueError: the blocks that contexts leave are too few even for this request alone; or its prompt
+                does not begin with its context.
+            FieldError: it has a priority, which the policy does not use.
         """
         params, allocations = request.params, self._allocations
         if params.priority and not self._policy.honours_priority:
             raise FieldError(
                 "priority",
-                f"expected 0, got {params.priority}: the scheduling policy of this engine does not look at "
+                f"expected 0, got {params.priority}: the scheduling policy of this engine does not use "
                 "priorities, scheduling_policy='priority' does",
             )
         needed, num_blocks = (
@@ -65,31 +65,31 @@ class Admission:
         if own + held > num_blocks:
             raise ValueError(
                 f"{request.name} may need {own} blocks of its own, and contexts leave {num_blocks - held} of "
-                f"{num_blocks}: close one, or ask for fewer tokens"
+                f"{num_blocks}: close one, or request fewer tokens"
             )
 
     def begin_step(self) -> None:
-        """Recount what running requests need, at the next use."""
+        """Invalidate the count of blocks that running requests need."""
         self._num_due = None
 
     def may_admit(self, step: StepDraft) -> bool:
-        """Whether it makes sense to choose a waiting request."""
+        """Whether any waiting request can be admitted."""
         return self._policy.displaces or self._has_row_and_token(step)
 
     def has_room(self, request: Request, hit: PrefixHit | None, step: StepDraft) -> bool:
         """Whether a waiting request fits.
 
         Args:
-            hit: what it will begin with.
+            hit: the cached prefix that it would begin with.
         """
         needed = self._num_blocks_due + self._allocations.num_blocks_due(request, hit)
         return self._has_row_and_token(step) and needed <= self._allocations.num_available
 
     def displaced_for(self, request: Request, hit: PrefixHit | None, step: StepDraft) -> list[Request]:
-        """Return the running requests that the policy displaces so that a waiting one fits.
+        """Return the running requests that the policy preempts so that a waiting one fits.
 
         Returns:
-            Nobody if it fits as it is, or would not fit without them either.
+            None of them if it fits as it is, or would not fit without them either.
         """
         if not self._policy.displaces or self.has_room(request, hit, step):
             return []
@@ -105,7 +105,7 @@ class Admission:
         return []
 
     def admitted(self, request: Request) -> None:
-        """Count what a request still needs that has got a row and its share."""
+        """Count the blocks that an admitted request still needs."""
         self._num_due = self._num_blocks_due + self._allocations.num_blocks_due(request)
 
     @property
@@ -120,7 +120,7 @@ class Admission:
     def _would_fit(
         self, request: Request, hit: PrefixHit | None, step: StepDraft, displaced: list[Request]
     ) -> bool:
-        """Whether a request fits once others have given back what they hold."""
+        """Whether a request fits once others are released."""
         allocations = self._allocations
         if not step.num_free_tokens and not any(map(step.share, displaced)):
             return False
@@ -133,24 +133,24 @@ class Admission:
 class Scheduler:
     """Plans steps and commits their results, one at a time.
 
-    A step serves decodes first, then prompts that are under way, both in order of arrival, then waiting
-    requests in the order of the policy while they can be admitted. Decodes always fit, so a long prompt takes
-    only what they leave.
+    A step serves decodes first, then partially computed prompts, both in order of arrival, then waiting
+    requests in the order of the policy while they can be admitted. Decodes always fit; prompts share the
+    remaining tokens.
 
-    A request is admitted if a row is free and, besides what every running request still needs for its
-    known tokens and the next one, there are free blocks for all of its own known tokens and one more.
-    Blocks are allocated only as tokens are scheduled. When they run out, the policy names a running request
-    to preempt: it gives everything back, keeps its outputs, and prefills prompt and outputs again in a later
-    step. The earliest running request is never preempted for blocks, so it always makes progress. A policy
-    may displace it for a waiting one, once for each token that it got. So everything that fits alone ends.
+    A request is admitted if a row is free and, besides what every running request still needs for its known
+    tokens and the next one, there are free blocks for all of its own known tokens and one more. Blocks are
+    allocated only as tokens are scheduled. When they run out, the policy chooses a running request to
+    preempt: its row and blocks are freed, and its prompt and outputs are recomputed in a later step. The
+    earliest running request is never preempted for blocks, so it always progresses. A policy may preempt it
+    for a waiting one, once for each token that it got. So every request that fits alone ends.
 
-    Samples of one prompt wait for their parent's prompt and fork its cache (``ParallelSamples``). One that
-    cannot fork at that moment, or whose parent was preempted before, becomes an ordinary request.
+    Samples of one prompt wait for their parent's prompt and fork its cache (``ParallelSamples``). A sample
+    that cannot fork at that moment, or with a parent that was preempted before, becomes an ordinary request.
 
     Args:
-        limits: what a step may hold; a request has limits of its own for its length.
-        num_postponed: number of tokens of its last row that a plan should leave to the next step, such as
-            ``ChunkTrimming.num_postponed``; None = always 0. Not called while a request waits.
+        limits: of steps; each request has its own limit of length.
+        num_postponed: returns how many tokens of its last row a plan should postpone to the next step, such
+            as ``ChunkTrimming.num_postponed``; None = always 0. Not called while a request waits.
         policy: this scheduler's own; None = first come, first served.
     """
 
@@ -175,7 +175,7 @@ class Scheduler:
 
     @property
     def trims_chunks(self) -> bool:
-        """Whether the end of a prompt may be left to the next step."""
+        """Whether the end of a prompt may be postponed to the next step."""
         return self._num_postponed is not None
 
     @property
@@ -203,10 +203,10 @@ class Scheduler:
         return self._unfinished.get(request_id)
 
     def add(self, request: Request) -> None:
-        """Queue a request; a sibling is added after its parent.
+        """Queue a request; further samples of a prompt are added after the first.
 
         Raises:
-            ValueError: its id is in use, it was added before, or ``check_fits`` refuses it; nothing changes.
+            ValueError: its id is in use, it was added before, or ``check_fits`` raises; nothing changes.
         """
         if request.request_id in self._unfinished:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request")
@@ -226,23 +226,23 @@ class Scheduler:
             self._enqueue(request)
 
     def check_fits(self, request: Request) -> None:
-        """Refuse a request that could never run; see ``Admission.check``."""
+        """Reject a request that could never run; see ``Admission.check``."""
         self._admission.check(request)
 
     def plan(self, alone: Request | None = None) -> StepPlan | None:
-        """Decide the next step and allocate what it needs; None when there is nothing to do.
+        """Plan the next step and allocate what it needs; None when there is nothing to do.
 
         Args:
             alone: an unfinished request to run alone; other running requests are preempted.
 
         If ``num_postponed`` raises, every running request loses its cache, as in ``discard``, and the error
-        goes on to the caller.
+        is raised.
 
         Raises:
             ValueError: the previous plan has not been committed.
         """
         if self._plan_in_flight is not None:
-            raise ValueError("the previous plan must be committed before the next one is made")
+            raise ValueError("the previous plan must be committed before the next step is planned")
         step = StepDraft(self.limits)
         self.holding.sweep()
         self._waiting.begin_step()
@@ -254,7 +254,7 @@ class Scheduler:
         self._schedule_running(step, are_decodes=False)
         if alone is None:
             self._admit(step)
-        if step.is_empty:  # those with a share were displaced, by one that did not fit after all
+        if step.is_empty:  # those with a share were preempted for one that did not fit after all
             self._schedule_running(step, are_decodes=False)
             if step.is_empty:
                 assert not self._unfinished, f"nothing scheduled for {self._unfinished}"
@@ -262,7 +262,7 @@ class Scheduler:
         try:
             self._plan_in_flight = self._trim(step, step.finish(self.allocations.take_copies()))
         except BaseException:
-            # Copies that were taken are lost, and rows may lie where they would have put them.
+            # Copies of this plan are lost, so rows may not be where the tables have them.
             self.forget_cache()
             raise
         return self._plan_in_flight
@@ -273,22 +273,22 @@ class Scheduler:
         token_ids: Sequence[int] | NDArray[np.integer],
         num_accepted: Sequence[int] | None = None,
     ) -> list[CommittedToken]:
-        """Take in the results of a step: its tokens are cached, and the sampled ones are appended.
+        """Commit the results of a step: count its tokens as cached, and append the sampled ones.
 
-        Requests that finish give back what they hold; tokens of requests that were aborted or finished
-        since the plan was made are dropped.
+        Finished requests are released; tokens of requests that were aborted or finished since planning are
+        dropped.
 
         Args:
             plan: the plan that ``plan`` returned last.
             token_ids: ``num_samples`` for each row of ``plan.sampled_rows``, row after row.
-            num_accepted: number of its tokens that each of these rows takes, 1 or more; None = all. The
-                cached tokens behind the last one are taken back.
+            num_accepted: number of accepted tokens of each of these rows, 1 or more; None = all. Cached
+                tokens after the last accepted one are rolled back.
 
         Raises:
-            ValueError: another plan, or other numbers of tokens; nothing has changed then.
+            ValueError: another plan, or other numbers of tokens; nothing changes then.
         """
         if plan is not self._plan_in_flight:
-            raise ValueError("only the plan that was made last can be committed, and only once")
+            raise ValueError("only the latest plan can be committed, and only once")
         accepted = plan.accepted(len(token_ids), num_accepted)
         self._plan_in_flight = None
 
@@ -296,7 +296,7 @@ class Scheduler:
         self._prefixes.keep(plan)
         ended = [(done.request, done.finish_reason) for done in committed if done.finish_reason is not None]
         forking = self._parallel_samples.parents_prefilled_by(plan) if self._parallel_samples.waiting else []
-        # Room first, then forks, then the parents that ended: until then they hold what is forked.
+        # Rows and blocks are freed first, then forks, then ended parents: forks need the parents' blocks.
         for request, reason in ended:
             if request not in forking:
                 self._end(request, reason)
@@ -308,9 +308,9 @@ class Scheduler:
         return committed
 
     def discard(self) -> None:
-        """Take back the plan that was made last, if it has not been committed, because its step failed.
+        """Roll back the latest plan, if it is not committed, because its step failed.
 
-        How far the step came is unknown, so every running request loses its cache and prefills again.
+        It is unknown what the step has written, so every running request loses its cache and is recomputed.
         """
         if self._plan_in_flight is not None:
             self._plan_in_flight = None
@@ -327,7 +327,7 @@ class Scheduler:
         return request
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End an unfinished request for a reason found outside, such as a stop string.
+        """End an unfinished request for a reason outside the scheduler, such as a stop string.
 
         Raises:
             ValueError: the request is not an unfinished one of this scheduler.
@@ -341,7 +341,7 @@ class Scheduler:
             self._schedule(request, step)
 
     def _schedule(self, request: Request, step: StepDraft) -> None:
-        """Give a running request its share of the step, preempting later arrivals for their blocks."""
+        """Schedule a running request in the step, preempting later arrivals for their blocks."""
         while request.status is RequestStatus.RUNNING:
             num_new = step.share_of(request)
             if not num_new or self.allocations.grow(request, request.num_computed_tokens + num_new):
@@ -350,7 +350,7 @@ class Scheduler:
             self._preempt(self._victim(), step)
 
     def _victim(self) -> Request:
-        """The policy's choice among running requests, but for the earliest, which has to go on."""
+        """Return the policy's choice among running requests other than the earliest."""
         victim = self.policy.victim(others := list(self._running)[1:])
         assert victim in others, f"expected the policy to choose one of {others}, got {victim}"
         return victim
@@ -361,7 +361,7 @@ class Scheduler:
         self._restart(victim)
 
     def _restart(self, request: Request) -> None:
-        """Take row and blocks from a running request, which keeps its tokens and waits again."""
+        """Free row and blocks of a running request and queue it again, with its tokens."""
         self._running.remove(request)
         self.allocations.close(request)
         request.num_computed_tokens = 0
@@ -369,7 +369,7 @@ class Scheduler:
         self._release(request)
 
     def forget_cache(self) -> None:
-        """Take the cache from every request, because what the stores hold is unknown."""
+        """Free the cache of every request, because the content of the stores is unknown."""
         self._restart_running()
         self._prefixes.forget()
 
@@ -378,7 +378,7 @@ class Scheduler:
             self._restart(request)
 
     def _open(self, request: Request, hit: PrefixHit | None) -> None:
-        """Give a waiting request a row, and what is cached of its beginning."""
+        """Admit a waiting request: allocate a row and its cached prefix."""
         self._waiting.admit(request)
         request.num_computed_tokens = self.allocations.open(request, hit)
         if request.num_cached_tokens is None:
@@ -397,9 +397,7 @@ class Scheduler:
                 continue
             for other in self._admission.displaced_for(request, hit, step):
                 self._preempt(other, step)
-                hit = self.allocations.find(
-                    request
-                )  # a snapshot of the other may have taken the room of the hit
+                hit = self.allocations.find(request)  # a snapshot of the other may have evicted the hit
             begin = self._prefixes.begin(request, hit, step, self._waiting.arrivals)
             if begin is None or not self._admission.has_room(request, begin.hit, step):
                 return
@@ -409,7 +407,7 @@ class Scheduler:
             self._admission.admitted(request)
 
     def _trim(self, step: StepDraft, plan: StepPlan) -> StepPlan:
-        # Waiting requests would take the tokens that are left free.
+        # Waiting requests would get the postponed tokens of the budget.
         if self._num_postponed is None or self._waiting.arrivals:
             return plan
         postponed = self._num_postponed(plan)
@@ -446,7 +444,7 @@ class Scheduler:
         self._release(request)
 
     def _release(self, parent: Request) -> None:
-        """Let siblings that wait for a request be ordinary ones."""
+        """Turn samples that wait for a request into ordinary requests."""
         for child in self._parallel_samples.release(parent):
             self._enqueue(child)
 
@@ -460,7 +458,7 @@ class Scheduler:
 
 @dataclass(frozen=True)
 class ChunkTrimming:
-    """Leaves the last tokens of a prompt to the next step when both steps then cost less.
+    """Postpones the last tokens of a prompt to the next step when both steps then cost less.
 
     A step with a few more query tokens than a bucket has is padded to the next larger bucket. Two choices are
     compared by the cost of their buckets: the step as planned and a decode of all others after it, or the
@@ -481,9 +479,9 @@ class ChunkTrimming:
     block_size: int
 
     def num_postponed(self, plan: StepPlan) -> int:
-        """Tokens that the last row of a plan should leave to the next step; 0 where that saves nothing."""
+        """Return how many tokens of a plan's last row to postpone; 0 if that saves nothing."""
         last = plan.rows[-1]
-        # Half of it must not be a decode, which is in a step of another phase.
+        # Half of it must not be a decode, which would be in a step of another phase.
         if last.num_new_tokens < 2 * plan.decode_len + 1 or not last.wants_token:
             return 0
         shape = exact_shape(plan, self.block_size)

@@ -1,4 +1,4 @@
-"""Samples of one prompt: all but the first wait for its end, and fork what the first has cached."""
+"""Parallel samples of one prompt: all but the first wait for the prompt, and fork the cache of the first."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hpu_duo.request import Request
 class ParallelSamples:
     """Requests that wait for their parent, by parent.
 
-    A parent is waited for while it computes its prompt. A sibling then forks its cache up to the last prompt
-    token, which it computes again to sample a first token of its own.
+    Samples wait while their parent computes the prompt. Then each forks its cache up to the last prompt
+    token, which is recomputed to sample a first token of its own.
 
     Args:
         allocations: of the caches that are forked.
@@ -27,7 +27,7 @@ class ParallelSamples:
 
     @staticmethod
     def may_wait_for(parent: Request) -> bool:
-        """Whether a parent, if it is unfinished, will come to a cache that can be forked."""
+        """Whether an unfinished parent will have a cache that can be forked."""
         return (
             parent.num_prompt_tokens > 1
             and parent.num_computed_tokens < parent.num_prompt_tokens
@@ -36,16 +36,16 @@ class ParallelSamples:
 
     def add(self, sibling: Request) -> None:
         """Let a request wait for its parent."""
-        assert sibling.parent is not None, "a sibling has a parent"
+        assert sibling.parent is not None, "expected a request with a parent"
         self.waiting.setdefault(sibling.parent, []).append(sibling)
 
     def remove(self, sibling: Request) -> None:
         """Let a request wait no longer."""
-        assert sibling.parent is not None, "a sibling has a parent"
+        assert sibling.parent is not None, "expected a request with a parent"
         self.waiting[sibling.parent].remove(sibling)
 
     def parents_prefilled_by(self, plan: StepPlan) -> list[Request]:
-        """Parents with siblings whose prompt a step computes to its end."""
+        """Return the parents with waiting samples whose prompt is complete after a step."""
         return [
             row.request
             for row in plan.rows
@@ -53,17 +53,17 @@ class ParallelSamples:
         ]
 
     def release(self, parent: Request) -> list[Request]:
-        """Return those that wait for a parent, and that do so no longer: its cache is gone."""
+        """Remove and return the samples that wait for a parent, because its cache is freed."""
         return self.waiting.pop(parent, [])
 
     def fork(self, parent: Request) -> list[tuple[Request, bool]]:
-        """Give those that wait for a parent their share of its cache.
+        """Fork the cache of a parent to the samples that wait for it.
 
         Returns:
-            Each with whether it has got one; the others find no room, or come too late.
+            Each sample, and whether it was forked; others find no room, or it is too late.
         """
         num_tokens = parent.num_prompt_tokens - 1
-        # The ring still holds what a child sees, which begins as many tokens before as are decoded at once.
+        # The ring still has all that a child sees, which starts ``decode_len`` tokens earlier.
         num_behind = parent.num_computed_tokens - parent.num_prompt_tokens
         is_at_end_of_prompt = 0 <= num_behind < self._decode_len
         forked = []

@@ -24,15 +24,15 @@ class PrefixStats:
     """A snapshot of the prefix cache.
 
     Attributes:
-        num_queried_tokens: known tokens of requests when they got a row, again after a preemption.
-        num_hit_tokens: those of them that were taken up from the cache.
-        num_lost_to_snapshots: those that lay in cached blocks, but behind the last snapshot of rings.
-        num_lost_to_blocks: those that had been in cached blocks, which were evicted, as far as is remembered.
+        num_queried_tokens: known tokens of requests when admitted, again after a preemption.
+        num_hit_tokens: those of them that hit the cache.
+        num_lost_to_snapshots: those in cached blocks after the last snapshot of rings, hence not usable.
+        num_lost_to_blocks: those in blocks that were cached and evicted, as far as is remembered.
         num_evicted_blocks, num_evicted_snapshots: evicted to make room.
-        num_idle_blocks: blocks that are kept and held by nobody.
-        num_held_blocks: blocks that contexts hold.
+        num_idle_blocks: cached blocks without references.
+        num_held_blocks: blocks that contexts pin.
         num_snapshots: snapshots of rings.
-        idle_bytes, context_bytes, snapshot_bytes: what they take.
+        idle_bytes, context_bytes, snapshot_bytes: their sizes.
     """
 
     num_queried_tokens: int
@@ -66,23 +66,23 @@ class PrefixStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the tokens that were taken up."""
+        """Share of queried tokens that hit the cache."""
         return self.num_hit_tokens / max(1, self.num_queried_tokens)
 
 
 @dataclass(frozen=True)
 class RankStats:
-    """Counts of rank 0, those of a warm-up included among messages only.
+    """Traffic of rank 0 with other ranks. Warm-up is counted in messages only.
 
     Attributes:
         num_messages: orders of rank 0, one a step.
         num_broadcasts: as many, and one more for each message that is longer than any before.
         broadcast_bytes: of all broadcasts, padding to the longest message included.
-        reduced_bytes: that a rank has given to sums in steps, by the formula of
+        reduced_bytes: bytes that a rank has sent in all-reduces of steps, by the formula of
             ``hpu_duo.parallel.StepExchanges``.
-        gathered_bytes: to gathers: candidates or logits, and by context keys, values, queries and partial
-            results.
-        scattered_bytes: to exchanges all to all, of which each rank gets its share.
+        gathered_bytes: in all-gathers: candidates or logits, and, context-parallel, keys, values, queries and
+            partial results.
+        scattered_bytes: in all-to-all exchanges.
     """
 
     num_messages: int
@@ -110,27 +110,27 @@ class EngineStats:
         num_prompt_tokens, num_output_tokens: tokens computed for prompts (again after a preemption), and
             tokens sampled.
         num_padded_tokens, num_query_tokens: query tokens that were padding, and all that ran.
-        num_preemptions: requests that lost their place for lack of blocks.
-        num_graph_misses: steps whose shape no bucket held.
+        num_preemptions: preemptions of requests for lack of blocks.
+        num_graph_misses: steps with a shape that fits no bucket.
         num_late_captures: planned buckets captured only when a request needed them.
         num_uncaptured_steps: steps of buckets that are too long to be captured.
         num_unrecorded_steps: steps that were served but could not be recorded, as on a full disk.
         num_running, num_waiting: requests now.
         used_blocks, total_blocks, used_rows, total_rows: allocations now.
-        kv_bytes: bytes that the stores take.
-        graph_bytes: bytes of device memory that were set aside for graphs.
+        kv_bytes: bytes of the stores.
+        graph_bytes: bytes of device memory reserved for graphs.
         held_bytes: bytes of the allocated blocks and rows; blocks that several requests share count once.
-        full_attention_bytes: bytes that the cached tokens would take with every head in blocks.
+        full_attention_bytes: bytes of the cached tokens if every head stored blocks.
         peak_held_bytes, peak_full_attention_bytes: both at the step with the most cached tokens.
-        peak_unshared_bytes: what its requests would have held then if none had shared a block.
+        peak_unshared_bytes: bytes of that step's requests if no block were shared.
         host_s, device_s: seconds spent planning and building steps, and running them.
         bytes_copied: bytes of step messages, copied to the device.
-        notes: what a user should know of how the model was loaded.
-        resolved: what the engine runs with; see there.
+        notes: remarks for the user on how the model was loaded.
+        resolved: settings of the engine; see there.
         prefixes: of the prefix cache; None without one.
         budget: of heads with a KV budget; None without any.
-        ranks: what the ranks of a shared model exchange; None for one rank.
-        drift: padding far beyond what the bucket table promises, once there was; else None.
+        ranks: traffic between ranks; None for one rank.
+        drift: padding far beyond that which the bucket table was planned for, once detected; else None.
     """
 
     steps: dict[str, int]
@@ -176,7 +176,7 @@ class EngineStats:
         patterns: tuple[HeadPattern, HeadPattern] | None,
         notes: tuple[str, ...] = (),
     ) -> EngineStats:
-        """Collect the counters, and what is allocated now."""
+        """Collect the counters and current allocations."""
         counters = telemetry.counters
         allocations, memory, graphs = scheduler.allocations, runner.store.plan, runner.graphs.counters
         return cls(

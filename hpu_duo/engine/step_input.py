@@ -1,4 +1,4 @@
-"""The input of one step as plain data, and how it is built from a plan."""
+"""The input of one step as plain data, and its builder."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class StepInput:
         shape, bucket: the exact shape and the one it was padded to.
         ints: int32, the arrays of ``message_fields`` one after the other: copies within the stores, and the
             step itself.
-        num_block_copies, num_row_copies: how many of the copies in ``ints`` to carry out before the step
-            writes anything, padding included; the rest of ``ints`` is undefined.
-        sampling: parameters of sampling, with one float32 array, and one int32 array of masks if a row has a
-            grammar; None samples nothing.
+        num_block_copies, num_row_copies: how many of the copies in ``ints`` to execute before the step writes
+            anything, padding included; the rest of these fields is undefined.
+        sampling: sampling parameters, with one float32 array, and one int32 array of masks if a row has a
+            grammar; None = no sampling.
         sampled: rows of logits whose tokens are returned, int32 ``[S]``, in order.
-        host_sampled: rows of logits whose tokens are chosen on the host, so that logits are copied there.
+        host_sampled: rows of logits whose tokens are sampled on the host, to which logits are copied then.
     """
 
     shape: BatchShape
@@ -49,18 +49,18 @@ class StepInput:
 def message_fields(geometry: StepGeometry, bucket: BatchShape) -> dict[str, tuple[int, ...]]:
     """Shape of every array among a message's integers, by name.
 
-    Copies come first, so that they lie at the same places in every bucket: a device that compiles operators
-    may tell views by their offsets.
+    Copies come first, so that their offsets are equal in every bucket: a device may compile operators by the
+    offsets of views.
     """
     most = most_copies(geometry)
     return {BLOCK_COPIES: (2, most), ROW_COPIES: (2, most), **geometry.field_shapes(bucket)}
 
 
 def most_copies(geometry: StepGeometry) -> int:
-    """Return the most blocks, and as many rows, that may be copied in a step.
+    """Return the maximum numbers of blocks and of rows that are copied in a step.
 
-    A row is copied to when it moves, when a sample forks or when a prefix is taken up, and a snapshot when it
-    is taken. A fork copies a block as well, and a block that moves may exchange its content with another.
+    A row is a destination when it moves, when a sample forks or when a prefix is reused, and a snapshot when
+    it is stored. A fork copies a block as well, and a block that moves may swap its content with another.
     """
     return geometry.null_row + 2 * geometry.max_block_moves
 
@@ -90,11 +90,11 @@ def _write(field: npt.NDArray[np.int32], copies: npt.NDArray[np.int32], null: in
 
 @dataclass(frozen=True)
 class BuiltStep:
-    """A message, and the data that stays on the host.
+    """The input of a step, and the data that stays on the host.
 
     Attributes:
-        host_sampled: sampling of the rows in ``message.host_sampled``.
-        errors: errors of rows that cannot be sampled, by row of logits; their tokens are undefined.
+        host_sampled: sampling parameters of the rows in ``message.host_sampled``.
+        errors: of rows that cannot be sampled, by row of logits; their tokens are undefined.
     """
 
     message: StepInput
@@ -103,18 +103,18 @@ class BuiltStep:
 
 
 class StepBuilder:
-    """Builds messages, one at a time; needs no device.
+    """Builds the inputs of steps, one at a time; needs no device.
 
     Args:
         geometry: the sizes of the stores.
         largest: a bucket whose arrays are the largest.
-        bucket_of: returns the shape to pad a step to.
+        bucket_of: returns the bucket to pad a step to.
         vocab_size: width of the logits.
         is_static: the device compiles each route of sampling; see ``static_route``.
 
     Attributes:
-        class_of: class of each token of the vocabulary, for heads that keep some classes first; to be set
-            before the first step of such a model.
+        class_of: class of each token of the vocabulary, for heads that prefer to store some classes; to be
+            set before the first step of such a model.
     """
 
     def __init__(
@@ -132,14 +132,14 @@ class StepBuilder:
         self._host = HostInputs(partial(message_fields, geometry), largest)
 
     def build(self, plan: StepPlan, sampling: Mapping[int, Sequence[SamplingRow]]) -> BuiltStep:
-        """Build the message of a plan.
+        """Build the input of a planned step.
 
         Args:
-            sampling: sampling of each token, by the ring rows of ``plan.sampled_rows``; tokens of ring rows
-                without it are undefined.
+            sampling: sampling parameters of each token, by the ring rows of ``plan.sampled_rows``; tokens of
+                ring rows without it are undefined.
 
         Raises:
-            GraphMissError: no bucket holds the step, and that is an error.
+            GraphMissError: the step fits no bucket, and ``on_miss`` is "error".
         """
         batch = StepBatch.of(plan, self._geometry.block_size)
         bucket = self._bucket_of(batch.shape)
@@ -158,14 +158,14 @@ class StepBuilder:
         how, errors = None, dict[int, Exception]()
         if sampled:
             for row in host_sampled:
-                rows[row] = None  # not for the device's sampler
+                rows[row] = None  # sampled on the host
             how, errors = self._sampling(rows)
         copies = CopyLists.of(plan.moves) if plan.moves else NO_COPIES
         message = self._message(batch, bucket, copies, how, sampled, tuple(host_sampled))
         return BuiltStep(message, host_sampled, errors)
 
     def padding(self, bucket: BatchShape, num_copies: int = 0) -> StepInput:
-        """Build a step without rows, which reads and writes null units only, to warm a bucket up.
+        """Build a step of padding, which reads and writes null units only, to warm a bucket up.
 
         Args:
             num_copies: number of copies of each kind, from null units to null units.
@@ -175,7 +175,7 @@ class StepBuilder:
         return self._message(StepBatch.empty(), bucket, copies, None, (), ())
 
     def copying(self, copies: Sequence[Copy], bucket: BatchShape) -> StepInput:
-        """Build a message of copies, and a step without rows."""
+        """Build the input of a step with copies and no rows."""
         return self._message(StepBatch.empty(), bucket, CopyLists.of(copies), None, (), ())
 
     def _message(
@@ -196,7 +196,7 @@ class StepBuilder:
         )
 
     def _sampling(self, rows: list[SamplingRow | None]) -> tuple[SamplingBatch, dict[int, Exception]]:
-        """Build the sampling of all rows; returns also the errors of rows, which are then left out."""
+        """Build the sampling parameters of all rows; returns also the errors of rows, which are omitted."""
         errors = dict[int, Exception]()
         while True:
             try:

@@ -25,9 +25,9 @@ class ScheduledRow(NamedTuple):
         ring_row: its ring row during this step.
         start: tokens that are in the cache before the step.
         num_new_tokens: tokens to compute, 1 or more.
-        num_samples: tokens to sample, one behind each of the last ``num_samples`` new tokens; 0 while known
+        num_samples: tokens to sample, one after each of the last ``num_samples`` new tokens; 0 while known
             tokens remain to be computed.
-        region: of its prompt, where prompts under way are kept whole.
+        region: of its prompt, where prompts are stored whole until they are computed.
     """
 
     request: Request
@@ -50,13 +50,13 @@ class ScheduledRow(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: copies to carry out first, then rows to compute.
+    """One step: copies to execute first, then rows to compute.
 
     Attributes:
         rows: decode rows, then prompt rows with older context, then prompt rows without; in order of arrival
             within each kind.
         decode_len: most new tokens of a decode row.
-        moves: device copies, to carry out one after the other before the step writes anything.
+        moves: device copies, to execute one after the other before the step writes anything.
         preempted: requests that were preempted while this step was planned, the latest arrival first.
     """
 
@@ -72,23 +72,23 @@ class StepPlan:
 
     @cached_property
     def sampled_rows(self) -> tuple[ScheduledRow, ...]:
-        """The rows that want tokens, in row order."""
+        """The rows to sample tokens for, in row order."""
         return tuple(row for row in self.rows if row.num_samples)
 
     @cached_property
     def num_samples(self) -> int:
-        """Tokens that the step samples, of all rows."""
+        """Number of tokens that the step samples."""
         return sum(row.num_samples for row in self.rows)
 
     def accepted(self, num_token_ids: int, num_accepted: Sequence[int] | None) -> list[int]:
-        """Return the number of tokens that each of ``sampled_rows`` takes.
+        """Return the number of accepted tokens of each of ``sampled_rows``.
 
         Args:
-            num_token_ids: tokens that were sampled.
-            num_accepted: those that each row takes, 1 or more; None = all.
+            num_token_ids: number of sampled tokens.
+            num_accepted: accepted tokens of each row, 1 or more; None = all.
 
         Raises:
-            ValueError: other numbers than the plan can have.
+            ValueError: the numbers do not match the plan.
         """
         if num_token_ids != self.num_samples:
             raise ValueError(f"expected {self.num_samples} sampled tokens, got {num_token_ids}")
@@ -105,8 +105,8 @@ class CommittedToken(NamedTuple):
     """A token that a step added to a request, and whether that ended it.
 
     Attributes:
-        number: which of the request's output tokens it is, from 0 on.
-        sample: which of the plan's samples it is, row after row.
+        number: index among the request's output tokens.
+        sample: index among the plan's samples, row after row.
     """
 
     request: Request
@@ -117,10 +117,10 @@ class CommittedToken(NamedTuple):
 
 
 class ChunkRows:
-    """Prompt rows with older context in a step: at most ``max_chunk_rows``, for what they add to its shape.
+    """Counter of prompt rows with older context in a step, at most ``max_chunk_rows``.
 
-    Rows that read the same blocks count once, since the shared part has a block once for all. Where heads
-    have rings, each row needs a scratch of its own, and counts; so do all prompt rows on a grid of chunks.
+    Rows that read the same blocks count once, since the shared part has each block once. Where heads have
+    rings, each row counts, since it needs a scratch of its own; so does each prompt row on a grid of chunks.
     """
 
     def __init__(self, limits: StepLimits) -> None:
@@ -135,7 +135,7 @@ class ChunkRows:
         return request.block_table[:num_blocks].tobytes()
 
     def has_room(self, context: bytes) -> bool:
-        """Whether a further row may come, with this context."""
+        """Whether a row with this context can be added."""
         contexts = self._contexts.values()
         if not self._count_once:
             return len(contexts) < self._most
@@ -147,12 +147,12 @@ class ChunkRows:
         self._contexts[request] = self.context_of(request)
 
     def discard(self, request: Request) -> None:
-        """Count a request no longer, if it was counted."""
+        """Uncount a request, if it was counted."""
         self._contexts.pop(request, None)
 
 
 class StepDraft:
-    """A step while it is being planned: the share of each request, and the rest of the budgets."""
+    """A step during planning: the share of each request, and the remaining budgets."""
 
     def __init__(self, limits: StepLimits) -> None:
         self.num_free_tokens = limits.max_num_batched_tokens
@@ -162,7 +162,7 @@ class StepDraft:
         self._max_chunk_rows = limits.max_chunk_rows
         self._chunks = ChunkRows(limits)
         self._shares: dict[Request, int] = {}
-        # Running requests that may compute more than they do in this step.
+        # Running requests that could compute more than they do in this step.
         self._cut: set[Request] = set()
 
     @property
@@ -171,39 +171,39 @@ class StepDraft:
         return not self._shares
 
     def share_of(self, request: Request) -> int:
-        """Tokens the request may compute in this step; 0 means that it waits for the next one."""
+        """Number of tokens that the request may compute in this step; 0 = it waits for the next one."""
         start = request.num_computed_tokens
         return self._share(request, start, request.stops, lambda: self._chunks.context_of(request))[0]
 
     def has_room(self, request: Request, start: int, blocks: Sequence[int], stops: tuple[int, ...]) -> bool:
         """Whether a request that does not run yet would get a share, and the rest of it in the next step.
 
-        Without one it would hold a row for nothing, and a step of fewer tokens than rows has no bucket.
+        Otherwise it would occupy a row without use, and a step with fewer tokens than rows has no bucket.
 
         Args:
             start: tokens of it that would be in the cache.
-            blocks: that hold them.
+            blocks: their blocks.
             stops: where its chunks would end.
         """
         num_new, is_cut = self._share(request, start, stops, np.array(blocks, np.int32).tobytes)
         return num_new > 0 and (not is_cut or self.may_cut(request))
 
     def fits_whole(self, request: Request) -> bool:
-        """Whether a request that does not run yet could compute all its tokens, with nothing in the cache."""
+        """Whether a request that does not run yet could compute all of its tokens in this step."""
         num_new = self._share(request, 0, (), bytes)[0]
         return num_new >= max(1, request.num_prefilled_tokens if self._grid else request.num_tokens)
 
     def _share(
         self, request: Request, start: int, stops: tuple[int, ...], context: Callable[[], bytes]
     ) -> tuple[int, bool]:
-        """Tokens that a request gets, and whether it could compute more of them.
+        """Number of tokens that a request gets, and whether it could compute more.
 
-        ``context`` is asked for by chunks alone: a decode's is not copied in each step.
+        ``context`` is called for chunks only: a decode's is not copied in each step.
         """
         if self._grid:
             return self._chunk(request, start, context)
         most = request.num_next_tokens(self._decode_len, start)
-        if most == 1 and self.num_free_tokens:  # what most rows of most steps do
+        if most == 1 and self.num_free_tokens:  # the common case
             return 1, False
         num_new = min(most, self.num_free_tokens)
         num_new = next((stop - start for stop in stops if start < stop < start + num_new), num_new)
@@ -219,15 +219,15 @@ class StepDraft:
         return (num_new, is_cut) if is_free else (0, True)
 
     def may_cut(self, request: Request) -> bool:
-        """Whether a request may be cut beside those that are: in the next step each takes a chunk row."""
+        """Whether a further request may be chunked: in the next step each chunked one needs a chunk row."""
         return len(self._cut) - (request in self._cut) < self._max_chunk_rows
 
     def share(self, request: Request) -> int:
-        """Tokens that the request has been given; 0 for none."""
+        """Number of tokens scheduled for the request; 0 for none."""
         return self._shares.get(request, 0)
 
     def add(self, request: Request, num_new_tokens: int) -> None:
-        """Schedule the next ``num_new_tokens`` tokens of the request, or note that it gets none."""
+        """Schedule the next ``num_new_tokens`` tokens of the request, 0 included."""
         start = request.num_computed_tokens
         most = (
             request.num_prefilled_tokens - start if self._grid else request.num_next_tokens(self._decode_len)
@@ -242,7 +242,7 @@ class StepDraft:
             self._chunks.add(request)
 
     def preempt(self, request: Request) -> None:
-        """Note that the request is preempted, and take back the share it may have.
+        """Mark the request as preempted, and remove its share, if any.
 
         To be called before ``num_computed_tokens`` of the request is reset.
         """
@@ -253,14 +253,14 @@ class StepDraft:
         self.preempted.append(request)
 
     def shorten(self, request: Request, num_tokens: int) -> None:
-        """Take back the last tokens of a share; some of it stays."""
+        """Remove the last tokens of a share, but not all of it."""
         assert 0 < num_tokens < self._shares[request], f"{num_tokens} of {self._shares[request]} tokens"
         self._shares[request] -= num_tokens
         self._cut.add(request)
         self.num_free_tokens += num_tokens
 
     def finish(self, moves: tuple[Copy, ...]) -> StepPlan:
-        """Return the plan. ``moves`` have given every request its row for the step."""
+        """Return the plan. Every request has its row of the step by now, after ``moves``."""
         kinds: tuple[list[ScheduledRow], ...] = ([], [], [])
         for request in sorted(self._shares, key=_arrival):
             start, num_new = request.num_computed_tokens, self._shares[request]

@@ -1,4 +1,4 @@
-"""One step: planned, run, committed, and turned into outputs."""
+"""The step loop: plan, run, commit, output."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from hpu_duo.request import FinishReason, Request
 from hpu_duo.sampling import SamplingRow
 
 _MOST_FAILURES = 2
-"""Failing steps that a request may have a row in before it is tried alone."""
+"""Number of failed steps with a request after which it runs alone."""
 
 
 class FailureIsolation:
-    """Requests of failing steps, to be run alone one after the other: the one that fails alone is at fault.
+    """Isolates the request that makes steps fail: requests of failed steps run alone, one after the other.
 
-    A request is suspect after two failing steps without a token between them. A step that no bucket holds
-    would be planned again in the same shape, so its requests are suspect at once.
+    A request is suspect after two failed steps without a token between them. A step that fits no bucket would
+    be planned again in the same shape, so its requests are suspect at once.
 
-    Only requests that have not ended are kept.
+    Only unfinished requests are stored.
 
     Attributes:
-        last_failed: requests of the last step, if it has failed.
+        last_failed: requests of the last step, if it failed.
     """
 
     def __init__(self) -> None:
@@ -41,11 +41,11 @@ class FailureIsolation:
 
     @property
     def alone(self) -> Request | None:
-        """The request that the next step is to run alone; None when all may run."""
+        """The request to run alone in the next step; None if all may run."""
         return self._queue[0] if self._queue else None
 
     def culprit(self, plan: StepPlan, error: Exception) -> Request | None:
-        """The request that is at fault for a step that failed; None if that is not known yet."""
+        """Return the request that made a step fail; None if it is not known yet."""
         requests = self.last_failed = tuple(row.request for row in plan.rows)
         is_miss = isinstance(error, GraphMissError)
         if requests == (self.alone,):
@@ -56,14 +56,14 @@ class FailureIsolation:
         return None
 
     def forget(self, request: Request) -> None:
-        """Drop a request that has ended."""
+        """Remove an ended request."""
         self.last_failed = tuple(each for each in self.last_failed if each is not request)
         self._num_failures.pop(request, None)
         if request in self._queue:
             self._queue.remove(request)
 
     def clear(self, plan: StepPlan) -> None:
-        """Note that a step has not failed: requests that it gave a token are no longer suspect."""
+        """Record a step that succeeded: requests with a new token are no longer suspect."""
         if not self._num_failures:
             return
         alone = self.alone
@@ -100,25 +100,25 @@ class Stepper:
 
     @property
     def has_uncollected(self) -> bool:
-        """Whether tokens have been sampled that are in no output yet."""
+        """Whether sampled tokens are not in any output yet."""
         return bool(self._uncollected)
 
     @property
     def last_failed(self) -> list[str]:
-        """Names of unfinished requests that had a row in the last step, if its run has failed."""
+        """Ids of unfinished requests that had a row in the last step, if it failed."""
         states = (self.samples.get(request.request_id) for request in self._isolation.last_failed)
         return [state.public_id for state in states if state is not None]
 
     def abort(self, request_id: str) -> bool:
         """End all samples of a request; False if no unfinished request has this id.
 
-        Called from within a step, by a host sampler say, it ends the request after the step.
+        Called from within a step, such as by a host sampler, it ends the request after the step.
         """
         states = self.samples.of(request_id)
         if self._is_stepping:
             self._aborted_meanwhile.append(request_id)
             return bool(states)
-        # The plan of a step that has failed names requests, and is not looked at again.
+        # The plan of a failed step has references to requests, and is not needed any more.
         self._scheduler.discard()
         for state in states:
             self._end(state.request, FinishReason.ABORT)
@@ -126,18 +126,18 @@ class Stepper:
         return bool(states)
 
     def check_between_steps(self) -> None:
-        """Raise RuntimeError if the caller, a host sampler say, is itself run by a step."""
+        """Raise RuntimeError if the caller, such as a host sampler, runs within a step."""
         if self._is_stepping:
-            raise RuntimeError("expected no step to be asked for by what a step runs, got one in another")
+            raise RuntimeError("expected no step to be run from within another step")
 
     def advance(self, deferral: Deferral) -> None:
-        """Run one step, and deliver what it adds to requests.
+        """Run one step, and queue its outputs.
 
         Args:
-            deferral: of interrupts, lifted while the device runs.
+            deferral: deferral of interrupts, which is lifted while the device runs.
 
         Raises:
-            RuntimeError: the caller is itself run by a step.
+            RuntimeError: the caller runs within a step.
         """
         if self._is_stepping:
             self.check_between_steps()
@@ -152,7 +152,7 @@ class Stepper:
     def _advance(self, deferral: Deferral) -> None:
         self._isolation.last_failed = ()
         began = time.perf_counter()
-        # Tokens that a failed step had sampled, and its plan if it was not committed.
+        # Tokens that a failed step sampled, and its plan if it was not committed.
         if self._uncollected:
             self._collect()
         self._scheduler.discard()
@@ -165,7 +165,7 @@ class Stepper:
             with deferral.lifted():
                 result = self._runner.run(plan, sampling)
         except (RecompileError, RankError):
-            raise  # the fault of no request
+            raise  # caused by no request
         except Exception as error:
             culprit = self._isolation.culprit(plan, error)
             if culprit is None:
@@ -182,7 +182,7 @@ class Stepper:
     def _sampling_rows(
         self, plan: StepPlan
     ) -> tuple[dict[int, tuple[SamplingRow, ...]], dict[int, Exception]]:
-        """Return the sampling of each token by ring row, and the errors of rows without it."""
+        """Return the sampling parameters of each token by ring row, and the errors of rows without them."""
         rows, errors = dict[int, tuple[SamplingRow, ...]](), dict[int, Exception]()
         for row in plan.sampled_rows:
             try:
@@ -193,7 +193,7 @@ class Stepper:
         return rows, errors
 
     def _take(self, plan: StepPlan, result: StepResult, errors: Mapping[int, Exception]) -> None:
-        """Commit a step that has run; its tokens wait for ``_collect``.
+        """Commit a completed step; its tokens are output by ``_collect``.
 
         Args:
             errors: errors by ring row; these requests end.

@@ -1,4 +1,4 @@
-"""Counts and records of steps, whose errors make no step fail, and a sample of their shapes."""
+"""Counters and records of steps, and a sample of their shapes. An error here never fails a step."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StepCounters:
     def count(
         self, plan: StepPlan, result: StepResult, allocations: KVAllocations, memory: MemoryPlan
     ) -> None:
-        """Account for a step that has run, before anything of it is given back."""
+        """Count a completed step, before anything of it is released."""
         shape, bucket = result.message.shape, result.message.bucket
         self.steps[str(shape.phase)] += 1
         cached = num_blocks = 0
@@ -91,27 +91,27 @@ class StepSink(Protocol):
     """A recorder of steps, such as ``startup.recorded_steps.StepRecorder``."""
 
     def add(self, message: StepInput, token_ids: npt.NDArray[np.int32]) -> None:
-        """Record a step that has run, and the tokens of ``message.sampled``."""
+        """Record a completed step, and the tokens of ``message.sampled``."""
         ...
 
 
 class StepListener(Protocol):
-    """An object that hears of every step, such as ``hpu_duo.lab.step_profiler.StepProfiler``."""
+    """An object that is notified of every step, such as ``hpu_duo.lab.step_profiler.StepProfiler``."""
 
     def stepped(self) -> None:
-        """A step has ended; called in the thread that made it."""
+        """Called after a step, in the thread that ran it."""
         ...
 
 
 class Telemetry:
-    """Counts steps, and records their shapes.
+    """Counts steps and records their shapes.
 
     Attributes:
         counters: running totals.
-        shapes: a sample of the shapes of steps, and what they pad.
-        recorder: takes the exact shape of every step; None records nothing.
-        step_recorder: takes every step; None records nothing.
-        profiler: hears of every step; None for nobody.
+        shapes: a sample of the shapes of steps, and their padding.
+        recorder: of the exact shape of every step, or None.
+        step_recorder: of every step, or None.
+        profiler: notified of every step, or None.
     """
 
     def __init__(self, shapes: ShapeWatch) -> None:
@@ -123,9 +123,9 @@ class Telemetry:
     def note(
         self, plan: StepPlan, result: StepResult, allocations: KVAllocations, memory: MemoryPlan
     ) -> None:
-        """Account for a step that has run, before anything of it is given back.
+        """Count a completed step, before anything of it is released.
 
-        Errors, of a full disk say, are counted, and the first one is logged.
+        Errors, such as of a full disk, are counted, and the first one is logged.
         """
         shape, bucket = result.message.shape, result.message.bucket
         is_noted = self._try(partial(self.counters.count, plan, result, allocations, memory))
@@ -134,7 +134,7 @@ class Telemetry:
             is_noted &= self._try(partial(self.recorder.add, shape))
         if self.step_recorder is not None:
             is_noted &= self._try(partial(self.step_recorder.add, result.message, result.token_ids))
-        # Last: what is noted of a step belongs to the profile of that step.
+        # Last, so that the profile of a step includes its recording.
         if self.profiler is not None:
             is_noted &= self._try(self.profiler.stepped)
         self.counters.num_unrecorded_steps += not is_noted
@@ -145,13 +145,13 @@ class Telemetry:
             note()
         except Exception as error:
             if not self.counters.num_unrecorded_steps:
-                _log.warning("a step could not be recorded, and is served all the same: %s", error)
+                _log.warning("cannot record a step, which is served nevertheless: %s", error)
             return False
         return True
 
 
 WINDOW = 2048
-"""Steps that are judged together."""
+"""Number of steps in a window."""
 
 _TIMES, _MORE = 2.0, 0.1
 
@@ -163,8 +163,8 @@ class Drift:
     Attributes:
         promised, seen: mean cost of padded steps over that of exact ones, minus 1: of the traffic that the
             table was planned for, and of a window of steps.
-        num_steps: of the window.
-        command: plans another table from the shapes of recent steps.
+        num_steps: size of the window.
+        command: the command that plans another table from the shapes of recent steps.
     """
 
     promised: float
@@ -181,7 +181,7 @@ class Drift:
 
 @dataclass(frozen=True)
 class Replanning:
-    """The command that plans a table anew.
+    """The command that plans a new table.
 
     Attributes:
         model: directory of the model.
@@ -212,19 +212,19 @@ class Replanning:
 
 
 class ShapeWatch:
-    """Keeps a bounded sample of the shapes of all steps, and says once when they pad far more than promised.
+    """Samples the shapes of steps, and warns once when padding far exceeds that of the planned traffic.
 
     Args:
-        table: the table that steps run in now; it promises nothing where nobody planned it.
+        table: the current table; one that was not planned has no planned padding.
         replanning: the command that plans another one.
-        num_judged: steps that are judged together.
+        num_judged: number of steps in a window.
 
     Attributes:
-        num_judged: as given; may be changed before the first step.
+        num_judged: number of steps in a window; may be changed before the first step.
         reservoir: the sample.
-        recording: file that all shapes are written to; None writes the sample to a temporary file when there
-            is something to tell.
-        drift: what was reported; None as long as there was nothing.
+        recording: file that all shapes are written to; None writes the sample to a temporary file with the
+            warning.
+        drift: what the warning reported; None without a warning.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class ShapeWatch:
         self._window: list[tuple[BatchShape, BatchShape]] = []
 
     def add(self, shape: BatchShape, bucket: BatchShape) -> None:
-        """Take note of a step, and of what it was padded to."""
+        """Count a step and the bucket that it was padded to."""
         self.reservoir.add(shape)
         if self.drift is None:
             self._window.append((shape, bucket))

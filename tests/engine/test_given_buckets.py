@@ -66,7 +66,7 @@ def test_an_engine_tells_when_its_steps_pad_far_more_than_its_table_promises(
 
 
 def test_shapes_of_no_step_are_not_written(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there was no step"):
+    with pytest.raises(ValueError, match="got no step"):
         tiny.load().engine.write_shapes(tmp_path / "none.jsonl")
 
 
