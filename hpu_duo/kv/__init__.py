@@ -1,1 +1,1 @@
-"""The KV stores: allocations of blocks and rows, copies between them, and their memory."""
+"""The KV cache: stores, allocation of blocks and rows, copies, the prefix cache, and memory planning."""

@@ -1,4 +1,4 @@
-"""Allocations of the KV stores to requests, and the copies that follow from changes of them."""
+"""Allocates blocks and rows to requests, and collects the copies that allocations require."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from hpu_duo.request import NO_REGION, NO_ROW, Request
 
 
 def block_moves(max_num_batched_tokens: int, block_size: int) -> int:
-    """Return how many blocks may move before a step: as many as a step fills, so that moves keep up."""
+    """Return how many blocks may move before a step: as many as a step fills."""
     return -(-max_num_batched_tokens // block_size)
 
 
 class KVAllocations:
     """Owns all pools; the only writer of a request's ``row``, ``region``, ``block_table`` and ``num_blocks``.
 
-    Copies are collected in one list, in the order in which the allocations changed. Carried out one after the
-    other before the next step writes anything, they are right even if a source or a destination has
-    been released and allocated again meanwhile: the later allocation is also filled later.
+    Copies are collected in one list, in the order in which the allocations changed. Executed one after the
+    other before the next step writes anything, they are correct even if a source or a destination has been
+    released and allocated again meanwhile: the later allocation is also filled later.
 
     Args:
         num_blocks: blocks that can be allocated.
         block_size: tokens per block.
         num_rows: ring rows that can be allocated.
         uses_blocks: False for a model without retrieval heads: blocks are then neither needed nor counted.
-        caches_prefixes: keep full blocks for later requests; see ``PrefixCache``.
-        uses_rows: whether any head keeps a ring, so that prefixes need snapshots.
-        num_snapshots: rows for snapshots, behind the others.
-        max_block_moves: held blocks that are moved below idle ones before a step, at most.
+        caches_prefixes: cache full blocks for later requests; see ``PrefixCache``.
+        uses_rows: whether any head has a ring, so that prefixes need snapshots.
+        num_snapshots: rows for snapshots, numbered after the others.
+        max_block_moves: most used blocks that are moved below idle ones before a step.
         prefix_grid, num_regions: see ``StepLimits``.
     """
 
@@ -78,7 +78,7 @@ class KVAllocations:
 
     @classmethod
     def of(cls, limits: StepLimits) -> KVAllocations:
-        """Make the pools of an engine."""
+        """Create the pools of an engine."""
         return cls(
             limits.num_blocks,
             limits.block_size,
@@ -94,20 +94,21 @@ class KVAllocations:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be allocated: free ones, and idle ones of the prefix cache."""
+        """Number of blocks that can be allocated: free ones, and idle ones of the prefix cache."""
         return self.blocks.num_free + self.blocks.num_idle
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold ``num_tokens`` tokens of one request; 0 where no head needs blocks."""
+        """Return the blocks that ``num_tokens`` tokens of one request need; 0 where no head needs blocks."""
         return -(-num_tokens // self.block_size) if self.uses_blocks else 0
 
     def num_blocks_due(self, request: Request, hit: PrefixHit | None = None) -> int:
-        """Blocks the request does not hold yet but needs for its known tokens and one more.
+        """Return how many more blocks the request needs for its known tokens and one more.
 
-        The one more is the token it samples next, unless that is its last one, which is never cached.
+        The additional token is the one sampled next, unless that is the last one, which is never cached.
 
         Args:
-            hit: what the request will begin with; blocks of it that others hold are not due.
+            hit: the cached prefix that the request will begin with; blocks of it in use by others cost
+                nothing.
         """
         num_tokens = min(request.num_tokens + 1, request.max_cached_tokens)
         num_held = 0 if hit is None or self.prefixes is None else self.prefixes.num_held(hit)
@@ -115,13 +116,13 @@ class KVAllocations:
 
     @property
     def num_held_blocks(self) -> int:
-        """Blocks of prefixes that are held whether anybody reads them or not."""
+        """Number of blocks of pinned prefixes."""
         if self.prefixes is None or not self.uses_blocks:
             return 0
         return self.prefixes.holds.num_nodes
 
     def most_blocks(self, request: Request) -> int:
-        """Return the most blocks that a request ever needs beside those of the prefix that it holds."""
+        """Return the most blocks that a request ever needs beside those of its pinned prefix."""
         needed = self.num_blocks_for(request.max_cached_tokens)
         hold = request.context
         if hold is None or not hold.is_there or not self.uses_blocks:
@@ -130,27 +131,27 @@ class KVAllocations:
         return needed - hold.num_blocks if is_reusable else needed
 
     def num_blocks_of_its_own(self, request: Request) -> int:
-        """Blocks of the request that nobody else holds."""
+        """Return the blocks of the request that are not shared."""
         held = request.block_table[: request.num_blocks].tolist()
         return sum(self.blocks.num_holders(block) == 1 for block in held)
 
     def num_cached_tokens(self, hit: PrefixHit | None) -> int:
-        """Tokens that a request begins with if it takes up a hit."""
+        """Return the number of cached tokens of a request that begins with a hit."""
         return 0 if hit is None else hit.num_usable * self.block_size
 
     def cached_blocks(self, hit: PrefixHit | None) -> list[int]:
-        """Return the blocks that a request begins with if it takes up a hit."""
+        """Return the cached blocks of a request that begins with a hit."""
         return [] if hit is None or self.prefixes is None else self.prefixes.blocks_of(hit)
 
     def find(self, request: Request) -> PrefixHit | None:
-        """Return what the prefix cache has of a request; None without one."""
+        """Return the prefix cache's hit for a request; None without a cache."""
         return None if self.prefixes is None else self.prefixes.find(request)
 
     def open(self, request: Request, hit: PrefixHit | None = None) -> int:
-        """Allocate the lowest free row to the request, and let it begin with a hit of the prefix cache.
+        """Allocate the lowest free row to the request, and the blocks of a hit of the prefix cache.
 
         Returns:
-            Its tokens that are in the cache now.
+            The number of its tokens that are cached now.
 
         Raises:
             ValueError: no row is free, or the request has a row already.
@@ -167,9 +168,9 @@ class KVAllocations:
         return num_tokens
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Allocate the blocks the request still lacks to hold its first ``num_tokens`` tokens.
+        """Allocate the missing blocks for the first ``num_tokens`` tokens of a request.
 
-        Where there are regions, a chunk of a prompt has one besides, and gives it back to the first decode.
+        Where there are regions, a prompt is allocated one too, until its first decode.
 
         Returns:
             False, and nothing has changed, if too few blocks are free.
@@ -183,7 +184,7 @@ class KVAllocations:
             if num_tokens - request.num_computed_tokens <= 1:
                 self._release_region(request)
             elif request.region == NO_REGION:
-                # There are as many as a step has prompt rows, and all rows that go on have been given theirs.
+                # There are as many as prompt rows in a step, and rows that continue already have theirs.
                 request.region = self.regions.acquire(request)
         return True
 
@@ -193,10 +194,10 @@ class KVAllocations:
             request.region = NO_REGION
 
     def close(self, request: Request) -> None:
-        """Give back the row and every block of the request; what the prefix cache keeps stays.
+        """Free the row and all blocks of the request, except what the prefix cache stores.
 
-        The numbers in ``block_table`` stay readable until the request is opened again: a step that is
-        already on its way may still be looking at them.
+        The numbers in ``block_table`` stay readable until the request is opened again: a step in flight may
+        still read them.
         """
         if self.prefixes is not None:
             self.prefixes.release(request)
@@ -209,18 +210,18 @@ class KVAllocations:
     def fork(self, parent: Request, child: Request, num_tokens: int) -> bool:
         """Open ``child`` with the first ``num_tokens`` tokens of ``parent`` in its cache.
 
-        Blocks that are full at ``num_tokens`` are shared. The next token of the child goes to a block
-        of its own, which is allocated here and starts as a copy of the parent's where it begins with shared
-        tokens. The ring row is copied whole, so the parent must not have cached more than one token
-        beyond ``num_tokens`` and the slack of its ring: that token lies where the child writes next.
+        Blocks that are full at ``num_tokens`` are shared. The next token of the child goes to a block of its
+        own, which is allocated here and starts as a copy of the parent's where it begins with shared tokens.
+        The ring row is copied whole, so the parent must not have cached more than one token beyond
+        ``num_tokens`` and the slack of its ring: that token is in the slot that the child writes next.
 
         Returns:
-            False, and nothing has changed, if there is no free row or no free block, or what a prompt
-            computes depends on where it ends.
+            False, and nothing has changed, if there is no free row or no free block, or what a prompt stores
+            depends on where it ends.
         """
         num_private = 1 if self.uses_blocks else 0
         if self.prefix_grid:
-            # What heads keep behind the whole prompt is not what they kept before its last token.
+            # What heads store after the whole prompt differs from what they stored before its last token.
             return False
         if self.rows.num_free == 0 or self.num_available < num_private:
             return False
@@ -238,14 +239,14 @@ class KVAllocations:
         return True
 
     def adopt(self, hold: PrefixHold) -> Adoption:
-        """Enter and hold a prefix whose content comes from elsewhere; see ``PrefixCache.adopt``.
+        """Cache and pin a prefix with keys and values that the caller writes; see ``PrefixCache.adopt``.
 
-        No copies may wait, since they would be carried out behind the caller's writes.
+        No copies may be pending, since they would be executed after the caller's writes.
 
         Raises:
-            ValueError: too few blocks are available, since requests hold the others.
+            ValueError: too few blocks are available; requests use the others.
         """
-        assert self.prefixes is not None, "something is to be cached"
+        assert self.prefixes is not None, "expected a prefix cache"
         assert not self._copies, f"{len(self._copies)} copies wait"
         path = self.prefixes.tree.match(hold.namespace, hold.tokens)
         taken = [node.block for node in path] if self.uses_blocks else []
@@ -253,7 +254,7 @@ class KVAllocations:
         available = self.num_available - sum(map(self.blocks.is_idle, taken))
         if missing > available:
             raise ValueError(f"expected {missing} blocks that requests do not hold, got {available}")
-        self.blocks.share(taken)  # so that they do not go to make room for the others
+        self.blocks.share(taken)  # so that they are not evicted for the others
         taken += self._allocate(missing)
         self._fresh.clear()
         adopted = self.prefixes.adopt(hold, path, taken[len(path) :])
@@ -261,15 +262,15 @@ class KVAllocations:
         return adopted
 
     def withdraw(self, adopted: Adoption) -> None:
-        """Take back what was adopted and could not be written."""
+        """Undo ``adopt`` for a prefix that could not be written."""
         assert self.prefixes is not None, "something was cached"
         self.prefixes.withdraw(adopted)
 
     def take_copies(self) -> tuple[Copy, ...]:
-        """Make the used rows and blocks dense, and return every copy that is due, in the order to do them.
+        """Compact the used rows and blocks, and return all pending copies, in order of execution.
 
-        The numbers in the tables of open requests change with it. A device that reads a slice of the store
-        then reads none of the idle blocks, but for those that are left to later steps.
+        Updates the tables of open requests. A device that reads a slice of the store then reads no idle
+        blocks, except those that later steps will move.
         """
         for move in self.rows.compact():
             move.owner.row = move.dst
@@ -289,7 +290,7 @@ class KVAllocations:
                 self.prefixes.exchange(move)
         for row in range(self.rows.num_used):
             request = self.rows.owner(row)
-            assert request is not None, "used rows are dense"
+            assert request is not None, "expected dense used rows"
             table = request.block_table[: request.num_blocks]
             table[:] = now[table]
 
@@ -299,7 +300,7 @@ class KVAllocations:
         return [BlockSwap(*move[:2]) if move.is_exchange else BlockCopy(*move[:2])]
 
     def _allocate(self, count: int) -> list[int]:
-        """Allocate blocks that are available, for which idle ones go."""
+        """Allocate available blocks, evicting idle ones."""
         if self.prefixes is not None and count > self.blocks.num_free:
             self.prefixes.evict(count - self.blocks.num_free)
         blocks = self.blocks.allocate(count)

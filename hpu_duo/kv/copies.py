@@ -1,4 +1,4 @@
-"""Copies inside the KV stores that a plan asks the device for."""
+"""Copies within the KV stores, executed by the device before a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BlockCopy:
 
 @dataclass(frozen=True)
 class BlockSwap:
-    """Exchange the contents of two blocks."""
+    """Swap the contents of two blocks."""
 
     one: int
     other: int
@@ -42,7 +42,7 @@ Copy: TypeAlias = BlockCopy | BlockSwap | RowCopy
 
 @dataclass(frozen=True)
 class CopyLists:
-    """The net effect of successive copies, as copies whose sources are all read first.
+    """The net effect of successive copies, as copies with all sources read before any write.
 
     Attributes:
         blocks, rows: int32 ``[2, n]``: sources, and the destinations below them, which are distinct.
@@ -53,7 +53,7 @@ class CopyLists:
 
     @classmethod
     def of(cls, copies: Sequence[Copy]) -> CopyLists:
-        """Follow each unit back to the place of its content before the first copy."""
+        """Return, for each destination, the unit that had its content before the first copy."""
         if not copies:
             return NO_COPIES
         rows = [copy for copy in copies if isinstance(copy, RowCopy)]
@@ -73,16 +73,16 @@ def _pairs(copies: Sequence[Copy]) -> npt.NDArray[np.int32]:
 
 
 NO_COPIES = CopyLists(_pairs(()), _pairs(()))
-"""The effect of no copy."""
+"""The net effect of no copies."""
 
 
 def copy_sizes(most: int) -> tuple[int, ...]:
-    """Numbers of copies that lists are padded to, up to ``most``: few, because a device compiles each one."""
+    """The padded numbers of copies, up to ``most``: few, because a device compiles each one."""
     return (*takewhile(lambda size: size < most, (_SIZE_FACTOR**power for power in count())), most)
 
 
 def padded_size(num_copies: int, most: int) -> int:
-    """The smallest of ``copy_sizes(most)`` that holds so many copies; 0 for none.
+    """Return the smallest of ``copy_sizes(most)`` that fits; 0 for no copies.
 
     Raises:
         ValueError: there are more than ``most``.

@@ -1,4 +1,4 @@
-"""Prefixes that stay cached until they are let go."""
+"""Pinned prefixes, which stay cached until they are released."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hpu_duo.prefix_hold import PrefixHold
 
 
 class Adoption(NamedTuple):
-    """A prefix that was entered, and the units of it that are to be written.
+    """A newly cached prefix, and its units to be written.
 
     Attributes:
         hold: of the prefix.
-        new: nodes that were not there, the shallowest first.
-        first: number of the first block that is to be written.
-        blocks: places of that one and the following ones.
-        row: place of the rings; None if they were there, or no head keeps any.
+        new: nodes that were not cached, the shallowest first.
+        first: index in the prefix of the first block to be written.
+        blocks: ids of that one and the following ones.
+        row: row of the rings; None if they were cached, or no head has any.
     """
 
     hold: PrefixHold
@@ -29,10 +29,11 @@ class Adoption(NamedTuple):
 
 
 class PrefixHolds:
-    """Counts who holds which prefixes; several may hold one, and hold its beginning.
+    """Reference counts of pinned prefixes, which may share blocks.
 
     Attributes:
-        left: holds whose holder has gone without a word; any thread appends to it at any moment.
+        left: holds with a reference to be released before the next step; any thread appends to it at any
+            moment.
     """
 
     def __init__(self) -> None:
@@ -46,38 +47,38 @@ class PrefixHolds:
 
     @property
     def num_nodes(self) -> int:
-        """Prefixes of whole blocks that are held, hence blocks, those that several hold counted once."""
+        """Number of pinned nodes, hence of pinned blocks, each counted once."""
         return len(self._held)
 
     @property
     def num_ends(self) -> int:
-        """Distinct prefixes behind which a request must be able to go on."""
+        """Distinct prefixes from which a request must be able to continue."""
         return len(self._ends)
 
     def ends_at(self, node: PrefixNode) -> bool:
-        """Whether a held prefix ends at a node."""
+        """Whether a pinned prefix ends at a node."""
         return node in self._ends
 
     def num_new(self, path: list[PrefixNode], num_blocks: int) -> int:
-        """Blocks that nobody holds yet of a prefix of ``num_blocks`` blocks.
+        """Return how many blocks of a prefix of ``num_blocks`` blocks are not pinned yet.
 
         Args:
-            path: what the tree has of it.
+            path: its nodes in the tree.
         """
         return num_blocks - sum(node in self._held for node in path)
 
     def add(self, hold: PrefixHold, node: PrefixNode) -> None:
-        """Hold the prefix that ends at a node, for its first holder."""
-        assert hold.node is None, "a hold is of one prefix"
+        """Pin the prefix that ends at a node, with one reference."""
+        assert hold.node is None, "expected a hold without a prefix"
         hold.node = node
         self._holds.add(hold)
         self._held.update(node.path)
         self._ends[node] += 1
 
     def remove(self, hold: PrefixHold) -> PrefixNode:
-        """Hold a prefix no longer; returns its end."""
+        """Unpin a prefix; returns its last node."""
         node = hold.node
-        assert node is not None, "a prefix that is held has an end"
+        assert node is not None, "expected a pinned prefix"
         hold.node = None
         self._holds.remove(hold)
         _take(self._held, node.path)
@@ -85,7 +86,7 @@ class PrefixHolds:
         return node
 
     def leave_later(self, hold: PrefixHold) -> None:
-        """Note in ``left`` that a holder is gone, from any thread and at any moment."""
+        """Append a hold to ``left``, from any thread and at any moment."""
         self.left.append(hold)
 
 

@@ -1,4 +1,4 @@
-"""The sizes of the KV stores in bytes, computed before any tensor exists."""
+"""Memory plan: the sizes of the KV stores in bytes, computed before allocation."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kernels_ref import Blocks, Budget, ChosenBlocks, GroupKind, HeadGroup, Owne
 _GIB = 1 << 30
 
 SparseKind: TypeAlias = Blocks | ChosenBlocks
-"""Kinds of heads that may leave out tokens they keep."""
+"""Kinds of heads that may skip stored tokens."""
 
 
 def head_groups(
     num_retrieval: int, num_streaming: int, window: Window | None, slack: int = 0
 ) -> tuple[HeadGroup, ...]:
-    """The groups of a layer of retrieval heads, which keep blocks, and streaming heads, which keep rings.
+    """The groups of a layer of retrieval heads, which store blocks, and streaming heads, which store rings.
 
     Args:
         num_retrieval, num_streaming: KV heads of each, 0 or more.
         window: of the streaming heads; only needed if there are any.
-        slack: slots of a ring beside those of its window.
+        slack: slots of a ring beyond its window.
 
     Raises:
         ValueError: there are no heads, or streaming heads without a window.
@@ -43,13 +43,13 @@ def head_groups(
 
 
 def budget_groups(num_retrieval: int, num_budget: int, budget: Budget) -> tuple[HeadGroup, ...]:
-    """The groups of a layer of heads that keep blocks and of heads with a budget, each if there are any."""
+    """The groups of a layer: heads that store blocks, and heads with a budget, each if there are any."""
     counts = ((num_retrieval, Blocks()), (num_budget, budget))
     return tuple(HeadGroup(count, kind) for count, kind in counts if count)
 
 
 def sparse_groups(kinds: Sequence[GroupKind]) -> tuple[list[int], tuple[HeadGroup, ...]]:
-    """The groups of a layer whose heads keep blocks, each of its kind; those that see all tokens come first.
+    """The groups of a layer whose heads store blocks, each of its kind; dense ones come first.
 
     Returns:
         the number of each head's group, and the groups.
@@ -61,27 +61,27 @@ def sparse_groups(kinds: Sequence[GroupKind]) -> tuple[list[int], tuple[HeadGrou
 
 
 def ring_slack(decode_len: int) -> int:
-    """Return the slots of a ring beside those of its window.
+    """Return the slots of a ring beyond its window.
 
-    The first token that a row decodes in a step still sees the slot that the last one overwrites.
+    The first token that a row decodes in a step still attends to the slot that the last one overwrites.
     """
     return decode_len - 1
 
 
 def widest_row(groups: Iterable[HeadGroup]) -> int:
-    """Most tokens that a token sees of what its row keeps; 0 where rows keep nothing."""
+    """Most tokens of its ring that a token attends to; 0 without rings."""
     return max((group.kind.reach or 0 for group in groups if group.kind.owner is Owner.ROW), default=0)
 
 
 def chunk_grid(groups: Iterable[HeadGroup]) -> int:
-    """Return the positions between the ends of chunks that kinds of heads need; 0 if none needs any."""
+    """Return the grid of chunk ends that kinds of heads need, in tokens; 0 if none needs one."""
     return max((group.kind.chunk_grid for group in groups), default=0)
 
 
 def last_chunk(groups: Iterable[HeadGroup]) -> int:
-    """Return the fewest tokens of a prompt's last chunk, whose queries a policy observes; 0 = any number.
+    """Return the minimum length of a prompt's last chunk, whose queries a policy observes; 0 = none.
 
-    It matters to heads that choose once, behind that chunk. A chunk has two tokens: one is a decode.
+    For heads that choose once, after that chunk. A chunk has at least two tokens: one is a decode.
     """
     kinds = [group.kind for group in groups if isinstance(group.kind, WholePrompts)]
     return max((2, *(kind.policy.num_observed or 0 for kind in kinds))) if kinds else 0
@@ -89,7 +89,7 @@ def last_chunk(groups: Iterable[HeadGroup]) -> int:
 
 @dataclass(frozen=True)
 class LayerKV:
-    """Keys and values that one layer keeps per token.
+    """Keys and values that one layer stores per token.
 
     Attributes:
         groups: its KV heads.
@@ -122,31 +122,31 @@ class LayerKV:
 
     @property
     def without_slack(self) -> LayerKV:
-        """The same without slots that hold what no token sees."""
+        """The same without slots that no token attends to."""
         groups = tuple(replace(group, kind=group.kind.without_slack) for group in self.groups)
         return replace(self, groups=groups)
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The size of every KV tensor, and what it holds.
+    """The number and shape of all KV tensors, and their sizes.
 
     Each group of each layer has a store ``[num_units, K, num_slots, D]`` for keys and one for values, with
-    ``num_blocks + 1`` units where blocks own them, and ``max_num_seqs + num_snapshots + 1`` where rows do;
-    the one extra is the null unit that padding points at. Kinds that keep a scratch have one of
-    ``max_chunk_rows`` units besides, those that read whole prompts as many regions, and those with a state
-    its bytes for each slot of a unit. All figures are whole bytes, without rounding.
+    ``num_blocks + 1`` units for units of blocks, and ``max_num_seqs + num_snapshots + 1`` for units of rows;
+    the additional one is the null unit of padding. Kinds with a scratch have one of ``max_chunk_rows`` units
+    as well, those that read whole prompts as many regions, and those with a state its bytes for each slot of
+    a unit. All sizes are exact, in bytes.
 
     Attributes:
         layers: one entry per decoder layer.
         dtype_bytes: bytes of one element.
         block_size: tokens per block.
         max_num_seqs: rows that can be allocated.
-        num_blocks: blocks that can be allocated; irrelevant when no group keeps blocks.
-        graph_bytes: device memory that is left free for captured graphs; no store is in it.
-        max_chunk_rows: rows that are copied to a scratch in one step (C), for kinds of heads that keep one.
-        num_snapshots: rows behind those, for rings of cached prefixes.
-        others: layers of the other ranks that share the model, whose stores are not in any figure.
+        num_blocks: blocks that can be allocated; not used if no group stores blocks.
+        graph_bytes: device memory reserved for captured graphs, in addition to the stores.
+        max_chunk_rows: rows that are copied to a scratch in one step (C), for kinds of heads with one.
+        num_snapshots: further rows, for rings of cached prefixes.
+        others: layers of the other ranks of the model, whose stores are not counted.
     """
 
     layers: tuple[LayerKV, ...]
@@ -187,10 +187,11 @@ class MemoryPlan:
     ) -> MemoryPlan:
         """The plan with the most blocks whose ``total_bytes`` is at most ``kv_cache_bytes``.
 
-        Every row is paid for first, then blocks take the rest. Where no group keeps blocks there are none.
+        Rows are allocated first, blocks use the rest. Without groups that store blocks there are none.
 
         Raises:
-            ValueError: the budget does not hold all rows and one block per row (and the null unit of both).
+            ValueError: the budget is too small for all rows and one block per row (and the null unit of
+                both).
         """
         sizes = (dtype_bytes, block_size, max_num_seqs, max_num_seqs, graph_bytes)
         plan = cls(layers, *sizes, max_chunk_rows, num_snapshots)
@@ -206,12 +207,12 @@ class MemoryPlan:
 
     @cached_property
     def uses_blocks(self) -> bool:
-        """Whether any group of heads keeps blocks, here or on another rank."""
+        """Whether any group of heads stores blocks, here or on another rank."""
         return any(group.kind.owner is Owner.BLOCK for group in self.groups_of_ranks)
 
     @cached_property
     def uses_rows(self) -> bool:
-        """Whether any group of heads keeps a unit for each row, here or on another rank."""
+        """Whether any group of heads has a unit for each row, here or on another rank."""
         return any(group.kind.owner is Owner.ROW for group in self.groups_of_ranks)
 
     @property
@@ -221,7 +222,7 @@ class MemoryPlan:
 
     @cached_property
     def budgets(self) -> frozenset[int]:
-        """Tokens that heads with a KV budget keep, here or on another rank; empty without such heads."""
+        """Tokens that heads with a KV budget store, here or on another rank; empty without such heads."""
         kinds = (group.kind for group in self.groups_of_ranks)
         return frozenset(kind.budget for kind in kinds if isinstance(kind, Budget))
 
@@ -232,7 +233,7 @@ class MemoryPlan:
 
     @cached_property
     def sparse_heads(self) -> dict[SparseKind, int]:
-        """KV heads of all layers that leave out tokens they keep, by kind, in the order of the heads."""
+        """KV heads of all layers that may skip stored tokens, by kind, in the order of the heads."""
         found: dict[SparseKind, int] = {}
         for layer in self.layers:
             for group in layer.groups:
@@ -261,17 +262,17 @@ class MemoryPlan:
         return self.null_unit(kind) + 1
 
     def null_unit(self, kind: GroupKind) -> int:
-        """Number of the unit that padding points at, behind those that are allocated."""
+        """Id of the null unit of padding, after those that are allocated."""
         return self.num_blocks if kind.owner is Owner.BLOCK else self.max_num_seqs + self.num_snapshots
 
     @cached_property
     def scratch_bytes(self) -> int:
-        """Bytes that prompts under way read, of all layers: copies of rows, and regions of whole prompts."""
+        """Bytes of buffers for prompts, of all layers: scratches of rows, and regions of whole prompts."""
         return self.max_chunk_rows * (self._unit_bytes(Owner.ROW, in_scratch=True) + self._region_bytes)
 
     @property
     def num_regions(self) -> int:
-        """Regions for whole prompts that a layer has, here or on another rank; 0 where none is read so."""
+        """Regions for whole prompts of a layer, here or on another rank; 0 without such heads."""
         return self.max_chunk_rows if any(group.kind.region_len for group in self.groups_of_ranks) else 0
 
     @cached_property
@@ -296,7 +297,7 @@ class MemoryPlan:
 
     @property
     def without_slack(self) -> MemoryPlan:
-        """The same without slots that hold what no token sees."""
+        """The same without slots that no token attends to."""
         return replace(self, layers=tuple(layer.without_slack for layer in self.layers))
 
     @property
@@ -307,7 +308,7 @@ class MemoryPlan:
 
     @property
     def max_tokens(self) -> int | None:
-        """Tokens that all blocks together hold; None when no head needs blocks, so nothing bounds them."""
+        """Tokens that fit into all blocks; None if no head needs blocks, so that tokens are unbounded."""
         return self.num_blocks * self.block_size if self.uses_blocks else None
 
     def bytes_per_request(self, num_tokens: int) -> int:
@@ -315,9 +316,9 @@ class MemoryPlan:
         return -(-num_tokens // self.block_size) * self.block_bytes + self.row_bytes
 
     def full_attention_bytes(self, num_tokens: int) -> int:
-        """Bytes ``num_tokens`` tokens would take if every head of every layer kept all of them.
+        """Bytes of ``num_tokens`` tokens if every head of every layer stored all of them.
 
-        Not rounded to blocks: the smallest possible full cache, so that ratios to it are conservative.
+        Not rounded to blocks: the smallest possible full cache, so ratios to it are conservative.
         """
         return num_tokens * self.dtype_bytes * self._elements_per_token
 

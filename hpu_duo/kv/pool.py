@@ -1,4 +1,4 @@
-"""Counted allocation of KV blocks and of dense ring rows; no tensors, only ids."""
+"""Pools of reference-counted KV blocks and of dense ring rows, as ids without tensors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 
 
 class BlockMove(NamedTuple):
-    """A held block that has become another one, below it, with all of its holders.
+    """A used block that got another, lower id, with all of its references.
 
     Attributes:
-        src, dst: the block before and now. What ``dst`` was before is ``src`` now.
-        is_exchange: whether that was idle, so that its content has to move as well.
+        src, dst: the id before and now. The block that was ``dst`` is ``src`` now.
+        is_exchange: whether that was idle, so that contents are swapped.
     """
 
     src: int
@@ -24,14 +24,13 @@ class BlockMove(NamedTuple):
 
 
 class BlockPool:
-    """Hands out block ids ``0 .. num_blocks - 1``, always the lowest free one first.
+    """Allocates block ids ``0 .. num_blocks - 1``, always the lowest free one first.
 
-    The lowest id first keeps the used part of the block store dense, so that the slice of the store a
-    step has to look at stays as short as the pool is full. A block may have several holders; it is
-    free again when the last one has released it. A block whose content is *kept* is *idle* instead, and
-    can be shared again, until it is dropped; ``compact`` brings held blocks down below idle ones.
-    The store has one block more than the pool, the
-    *null block* ``num_blocks``, which padded writes go to and which is never handed out.
+    Used blocks have low ids, so the slice of the store that a step reads is short while the pool is not full.
+    Blocks are reference-counted, and free again without references. A *kept* (cached) block without
+    references is *idle* instead, and can be shared again, until it is dropped; ``compact`` moves used blocks
+    below idle ones. The store has one block more than the pool, the *null block* ``num_blocks``, the target
+    of padded writes, which is never allocated.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -40,7 +39,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._holders = [0] * num_blocks
         self._is_held = np.zeros(num_blocks, np.bool_)
-        # Blocks that are free, and some that have been: an entry is checked when it is taken.
+        # A heap of free blocks, with stale entries, which are skipped when popped.
         self._free = list(range(num_blocks))
         self._kept: set[int] = set()
         self._num_free, self._num_idle = num_blocks, 0
@@ -48,42 +47,42 @@ class BlockPool:
 
     @property
     def null_block(self) -> int:
-        """The id of the block that padding points at."""
+        """The id of the block that padding reads and writes."""
         return self.num_blocks
 
     @property
     def num_free(self) -> int:
-        """Blocks without a holder whose content is not kept."""
+        """Number of blocks without references that are not cached."""
         return self._num_free
 
     @property
     def num_idle(self) -> int:
-        """Blocks without a holder whose content is kept."""
+        """Number of cached blocks without references."""
         return self._num_idle
 
     @property
     def num_used(self) -> int:
-        """Blocks with at least one holder."""
+        """Number of blocks with at least one reference."""
         return self.num_blocks - self._num_free - self._num_idle
 
     def num_holders(self, block: int) -> int:
-        """Number of holders of ``block``; 0 is free or idle."""
+        """Number of references to ``block``; 0 = free or idle."""
         self._check_id(block)
         return self._holders[block]
 
     def is_idle(self, block: int) -> bool:
-        """Whether the content of ``block`` is kept and nobody holds it."""
+        """Whether ``block`` is cached and has no references."""
         self._check_id(block)
         return not self._holders[block] and block in self._kept
 
     def allocate(self, count: int = 1) -> list[int]:
-        """Allocate the ``count`` lowest free blocks, in ascending order, each with one holder.
+        """Allocate the ``count`` lowest free blocks, in ascending order, each with one reference.
 
         Raises:
             ValueError: fewer than ``count`` blocks are free; nothing is allocated then.
         """
         if not 0 <= count <= self._num_free:
-            raise ValueError(f"asked for {count} blocks, {self._num_free} of {self.num_blocks} are free")
+            raise ValueError(f"expected {count} free blocks, got {self._num_free} of {self.num_blocks}")
         blocks: list[int] = []
         while len(blocks) < count:
             block = heappop(self._free)
@@ -96,10 +95,10 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add one holder to each block.
+        """Add one reference to each block.
 
         Raises:
-            ValueError: a block is free or unknown; the blocks before it keep their new holder.
+            ValueError: a block is free or unknown; the blocks before it have their new reference.
         """
         for block in blocks:
             self._check_taken(block)
@@ -109,10 +108,10 @@ class BlockPool:
             self._holders[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Take one holder from each block; a block without holders is free at once, or idle if it is kept.
+        """Remove one reference from each block; without references a block is free, or idle if it is cached.
 
         Raises:
-            ValueError: a block has no holder or is unknown; the blocks before it are released.
+            ValueError: a block has no references or is unknown; the blocks before it are released.
         """
         for block in blocks:
             self._check_held(block)
@@ -127,37 +126,36 @@ class BlockPool:
                 self._add_free(block)
 
     def keep(self, block: int) -> None:
-        """Keep the content of a block that somebody holds, from its last release on.
+        """Mark a block in use as cached: without references it will be idle.
 
         Raises:
-            ValueError: nobody holds it, or it is kept already.
+            ValueError: it has no references, or is cached already.
         """
         self._check_held(block)
         if block in self._kept:
-            raise ValueError(f"block {block} is kept already")
+            raise ValueError(f"block {block} is cached already")
         self._kept.add(block)
 
     def drop(self, block: int) -> None:
-        """Keep the content of a block no longer; without holders it is free.
+        """Mark a block as not cached; without references it is free.
 
         Raises:
-            ValueError: it is not kept.
+            ValueError: it is not cached.
         """
         if block not in self._kept:
-            raise ValueError(f"block {block} is not kept")
+            raise ValueError(f"block {block} is not cached")
         self._kept.remove(block)
         if not self._holders[block]:
             self._num_idle -= 1
             self._add_free(block)
 
     def compact(self, most: int) -> list[BlockMove]:
-        """Move the highest held blocks below others that nobody holds, ``most`` of them at most.
+        """Move the highest used blocks to the lowest unused ids, ``most`` of them at most.
 
-        Without a bound the held blocks are the first ``num_used`` ones afterwards.
+        Without a bound, used blocks are the first ``num_used`` ones afterwards.
 
         Returns:
-            The moves; no block is in two of them. The caller renumbers what its holders know, and what is
-            known of idle blocks.
+            The moves; no block is in two of them. The caller renumbers block tables and idle blocks.
         """
         if not self._may_have_gaps:
             return []
@@ -190,12 +188,12 @@ class BlockPool:
     def _check_held(self, block: int) -> None:
         self._check_id(block)
         if self._holders[block] == 0:
-            raise ValueError(f"block {block} is free: nobody holds it")
+            raise ValueError(f"block {block} is free")
 
     def _check_taken(self, block: int) -> None:
         self._check_id(block)
         if not self._holders[block] and block not in self._kept:
-            raise ValueError(f"block {block} is free: nobody holds it")
+            raise ValueError(f"block {block} is free")
 
 
 Owner = TypeVar("Owner")
@@ -203,7 +201,7 @@ Owner = TypeVar("Owner")
 
 @dataclass(frozen=True)
 class RowMove(Generic[Owner]):
-    """``owner`` has moved from row ``src`` to row ``dst``; its ring must follow."""
+    """A move of ``owner`` from row ``src`` to row ``dst``, whose ring has to be copied."""
 
     owner: Owner
     src: int
@@ -211,11 +209,11 @@ class RowMove(Generic[Owner]):
 
 
 class RowPool(Generic[Owner]):
-    """Hands out rows ``0 .. num_rows - 1``, the lowest free one first, one owner each.
+    """Allocates rows ``0 .. num_rows - 1``, the lowest free one first, one owner each.
 
-    After ``compact`` the ``n`` used rows are exactly ``[0, n)``, so a step over ``n`` requests works on
-    a leading slice of the ring store. The store has one row more, the *null row* ``num_rows``, which
-    padding points at and which is never handed out.
+    After ``compact`` the ``n`` used rows are exactly ``[0, n)``, so a step over ``n`` requests works on a
+    leading slice of the ring store. The store has one row more, the *null row* ``num_rows`` of padding, which
+    is never allocated.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -227,17 +225,17 @@ class RowPool(Generic[Owner]):
 
     @property
     def null_row(self) -> int:
-        """The row that padding points at."""
+        """The row that padding reads and writes."""
         return self.num_rows
 
     @property
     def num_free(self) -> int:
-        """Rows without an owner."""
+        """Number of rows without an owner."""
         return len(self._free)
 
     @property
     def num_used(self) -> int:
-        """Rows with an owner."""
+        """Number of rows with an owner."""
         return self.num_rows - len(self._free)
 
     @property
@@ -253,10 +251,10 @@ class RowPool(Generic[Owner]):
         """Allocate the lowest free row to ``owner``.
 
         Raises:
-            ValueError: every row is taken.
+            ValueError: no row is free.
         """
         if not self._free:
-            raise ValueError(f"asked for a row, all {self.num_rows} are taken")
+            raise ValueError(f"expected a free row, all {self.num_rows} are in use")
         row = heappop(self._free)
         self._owners[row] = owner
         return row
@@ -276,8 +274,8 @@ class RowPool(Generic[Owner]):
         """Move the highest used row into the lowest hole until there is no hole.
 
         Returns:
-            The moves in the order they must be carried out; sources lie at or above ``num_used``,
-            destinations below it, so no move reads what another one wrote.
+            The moves in order of execution; sources are at or above ``num_used``, destinations below it, so
+            no move reads what another one wrote.
         """
         if self.is_dense:
             return []

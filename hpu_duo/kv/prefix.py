@@ -20,8 +20,8 @@ class PrefixHit:
 
     Attributes:
         path: the cached blocks that the request begins with, the first one first.
-        num_usable: leading ones of them behind which a request can go on: all of them where no head keeps a
-            ring, else those up to the last one with a snapshot.
+        num_usable: leading ones of them from which a request can continue: all of them if no head has a ring,
+            else those up to the last one with a snapshot.
     """
 
     path: tuple[PrefixNode, ...] = ()
@@ -29,7 +29,7 @@ class PrefixHit:
 
     @property
     def is_limited_by_snapshots(self) -> bool:
-        """Whether some cached blocks lie behind the last snapshot, and so cannot be used."""
+        """Whether some cached blocks come after the last snapshot, and so cannot be used."""
         return self.num_usable < len(self.path)
 
 
@@ -38,10 +38,10 @@ class PrefixCounters:
     """Totals of the prefix cache.
 
     Attributes:
-        num_queried_tokens: known tokens of requests when they got a row.
-        num_hit_tokens: those of them that were taken up from the cache.
-        num_lost_to_snapshots: those that lay in cached blocks, but behind the last snapshot.
-        num_lost_to_blocks: those that had been in cached blocks, which were evicted.
+        num_queried_tokens: known tokens of requests when admitted.
+        num_hit_tokens: those of them that hit the cache.
+        num_lost_to_snapshots: those in cached blocks after the last snapshot.
+        num_lost_to_blocks: those in blocks that were cached and evicted.
         num_evicted_blocks, num_evicted_snapshots: evicted to make room.
     """
 
@@ -54,12 +54,12 @@ class PrefixCounters:
 
 
 class EvictedPrefixes:
-    """Remembers the last prefixes whose blocks were evicted.
+    """A bounded record of the last evicted prefixes.
 
-    Only for counts: a prefix is known by ``PrefixNode.digest``, so two may be taken for one another.
+    For statistics only: prefixes are compared by ``PrefixNode.digest``, so hashes may collide.
 
     Args:
-        capacity: prefixes that it remembers.
+        capacity: number of prefixes.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -70,22 +70,22 @@ class EvictedPrefixes:
         return len(self._digests)
 
     def add(self, digest: int) -> None:
-        """Remember a prefix that is evicted now, and forget the oldest one where there are too many."""
+        """Add an evicted prefix, and drop the oldest one beyond the capacity."""
         self._digests.pop(digest, None)
         self._digests[digest] = None
         if len(self._digests) > self._capacity:
             del self._digests[next(iter(self._digests))]
 
     def discard(self, digest: int) -> None:
-        """Forget a prefix that is cached again."""
+        """Remove a prefix that is cached again."""
         self._digests.pop(digest, None)
 
     def num_following(self, digest: int, keys: Iterable[bytes]) -> int:
-        """Count the next blocks of a text that were evicted.
+        """Return how many of a text's next blocks were evicted.
 
         Args:
-            digest: of what is cached of the text.
-            keys: of its blocks behind that.
+            digest: of the cached prefix of the text.
+            keys: of its further blocks.
         """
         number = 0
         for key in keys:
@@ -97,25 +97,25 @@ class EvictedPrefixes:
 
 
 class PrefixCache:
-    """Keeps full blocks of requests in a tree, and the rings behind some of them in snapshots.
+    """A tree of full blocks of requests, and snapshots of rings at some of them.
 
-    A block enters when a request has computed it, and stays, held by nobody, until its room is needed; the
-    least recently used go first, the end of a text before its beginning. Requests hold the blocks of the tree
-    that they begin with, so a block that is held is never evicted, and neither is one before it.
+    A block is cached when a request has computed it, and stays until its memory is needed; the least recently
+    used are evicted first, the end of a text before its beginning. Requests have references to the blocks of
+    the tree that they begin with; a block with references is never evicted, and neither is one before it.
 
-    A ring is known at the end of its text only. The scheduler has snapshots taken at borders of blocks.
+    A ring has the state at the end of its text only. The scheduler requests snapshots at block borders.
 
-    Copies into and out of snapshots are carried out in the order in which they are asked for, like all copies
-    of the allocations, so a snapshot may be used as soon as it was asked for.
+    Copies into and out of snapshots are executed in the order of requests, like all copies of the
+    allocations, so a snapshot may be used as soon as it is requested.
 
     Args:
         blocks: pool of the blocks.
         block_size: tokens of a block.
-        snapshot_rows: numbers of the rows for snapshots; empty where no head keeps a ring.
-        uses_blocks, uses_rows: whether any head keeps blocks, and a ring.
-        prefix_grid: see ``StepLimits``. What a prompt has computed up to a multiple of it is kept then, and
-            nothing else, since other requests that begin alike would compute it otherwise.
-        add_copy: asks for a copy.
+        snapshot_rows: ids of the rows for snapshots; empty if no head has a ring.
+        uses_blocks, uses_rows: whether any head stores blocks, and a ring.
+        prefix_grid: see ``StepLimits``. With a grid, only what a prompt has computed up to a multiple of it
+            is cached, since other requests with the same prefix would compute the rest differently.
+        add_copy: requests a copy.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class PrefixCache:
         self._snapshots = Snapshots(snapshot_rows)
         self.holds = PrefixHolds()
         self._node_of: dict[int, PrefixNode] = {}
-        # The deepest node of each open request that has any, and that of its last snapshot of a decode.
+        # By open request: its deepest node, and the node of its last snapshot of a decode.
         self._ends: dict[Request, PrefixNode] = {}
         self._decoded: dict[Request, PrefixNode] = {}
         self.counters = PrefixCounters()
@@ -145,7 +145,7 @@ class PrefixCache:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the tree, held or idle."""
+        """Number of blocks in the tree, used or idle."""
         return len(self.tree) if self._uses_blocks else 0
 
     @property
@@ -155,26 +155,26 @@ class PrefixCache:
 
     @property
     def num_snapshot_rows(self) -> int:
-        """Number of snapshots that fit."""
+        """Number of rows for snapshots."""
         return self._snapshots.num_rows
 
     @property
     def needs_snapshots(self) -> bool:
-        """Whether a request can go on only behind a snapshot."""
+        """Whether a request can continue only from a snapshot."""
         return self._uses_rows
 
     @property
     def has_free_row(self) -> bool:
-        """Whether a further snapshot could be taken without giving up another one."""
+        """Whether a snapshot row is free."""
         return self._snapshots.num_used < self._snapshots.num_rows
 
     @property
     def has_place(self) -> bool:
-        """Whether a further snapshot could be taken."""
+        """Whether a snapshot row is free or can be evicted."""
         return self._snapshots.has_place(self.holds.ends_at)
 
     def find(self, request: Request) -> PrefixHit:
-        """Return what the cache has of a request; nothing changes."""
+        """Return the cached blocks of a request; nothing changes."""
         most = request.num_reusable_tokens
         if self._grid:
             most = min(most, request.num_prefilled_tokens)
@@ -185,15 +185,15 @@ class PrefixCache:
         return PrefixHit(tuple(path), usable)
 
     def num_held(self, hit: PrefixHit) -> int:
-        """Usable blocks of a hit that other requests hold, which take nothing from the pool."""
+        """Number of usable blocks of a hit that other requests use, which cost nothing of the pool."""
         if not self._uses_blocks:
             return 0
         return sum(self._blocks.num_holders(node.block) > 0 for node in hit.path[: hit.num_usable])
 
     def take_up(self, request: Request, hit: PrefixHit) -> int:
-        """Let a request that has a row and nothing else begin with a hit; returns its tokens.
+        """Begin a request, which has only a row, with a hit; returns the number of its tokens.
 
-        The caller enters the blocks that are returned by ``blocks_of`` in the request's table.
+        The caller stores the blocks of ``blocks_of`` in the request's table.
         """
         self.counters.num_queried_tokens += request.num_tokens
         self.counters.num_hit_tokens += hit.num_usable * self._block_size
@@ -215,7 +215,7 @@ class PrefixCache:
         return hit.num_usable * self._block_size
 
     def _num_evicted_behind(self, request: Request, hit: PrefixHit) -> int:
-        """Count the next blocks of a request that were cached once and had to go."""
+        """Return how many of a request's next blocks were cached and evicted."""
         node = hit.path[-1] if hit.path else self.tree.root(request.namespace)
         ordinals = range(node.depth, request.num_reusable_tokens // self._block_size)
         return self._evicted.num_following(
@@ -223,13 +223,13 @@ class PrefixCache:
         )
 
     def blocks_of(self, hit: PrefixHit) -> list[int]:
-        """Return the usable blocks of a hit."""
+        """Return the ids of the usable blocks of a hit."""
         return [node.block for node in hit.path[: hit.num_usable]] if self._uses_blocks else []
 
     def store(self, request: Request) -> None:
-        """Enter the blocks that a request has filled since the last time.
+        """Cache the blocks that a request has filled since the last call.
 
-        A block that another request has entered meanwhile replaces the request's own in its table. To be
+        A block that another request has cached meanwhile replaces the request's own in its table. To be
         called between steps.
         """
         num_blocks = 0 if (end := self._ends.get(request)) is None else end.depth
@@ -256,7 +256,7 @@ class PrefixCache:
         return node
 
     def _num_entered(self, request: Request) -> int:
-        """Leading tokens that other requests with the same beginning compute alike."""
+        """Return the leading tokens that other requests with the same prefix compute equally."""
         if not self._grid:
             return request.num_computed_tokens
         return min(request.num_computed_tokens, request.num_prefilled_tokens) // self._grid * self._grid
@@ -276,18 +276,18 @@ class PrefixCache:
             request.block_table[ordinal] = block
 
     def take_snapshot(self, request: Request, *, decodes: bool = False) -> None:
-        """Keep the ring of a request for the last border of blocks that it has passed.
+        """Store a snapshot of a request's ring at the last block border that it has passed.
 
-        Its ring must still be the one at that border when the next copies are carried out: it ends there, or
-        a decode has just passed it.
+        Its ring must still have the state of that border when the next copies are executed: the request ends
+        there, or a decode has just passed it.
 
         Args:
-            decodes: it takes the place of the last one with ``decodes``, unless another text begins there.
+            decodes: it replaces the last one with ``decodes``, unless another text branches there.
         """
         if not self._snapshots.num_rows or request.num_computed_tokens < self._block_size:
             return
         if self._grid and self._num_entered(request) < request.num_computed_tokens:
-            return  # what is kept here is kept of no other text
+            return  # this snapshot replaces no other one
         node = self._store(request)
         if node.snapshot is None:
             if decodes:
@@ -303,14 +303,14 @@ class PrefixCache:
             self._prune(lost)
 
     def _supersede(self, request: Request, node: PrefixNode) -> None:
-        """Take the row from the last snapshot of a decode, for one that is further on in the same text."""
+        """Free the row of the last snapshot of a decode, for a later one of the same text."""
         last = self._decoded.get(request)
         self._decoded[request] = node
         if last is not None and not last.is_shared and not self.holds.ends_at(last):
             self._snapshots.remove(last)
 
     def hold(self, hold: PrefixHold, node: PrefixNode) -> None:
-        """Keep a prefix until it is let go, behind which a request can go on."""
+        """Pin a prefix, from which a request can continue, until it is released."""
         assert node.snapshot is not None or not self._uses_rows, f"no snapshot behind {node.depth} blocks"
         if self._uses_blocks:
             self._blocks.share([each.block for each in node.path])
@@ -318,19 +318,19 @@ class PrefixCache:
         self.tree.use(node)
 
     def let_go(self, hold: PrefixHold) -> None:
-        """Take one holder from a hold; a prefix without holders may be evicted again."""
+        """Release one reference of a hold; a prefix without references may be evicted again."""
         hold.num_holders -= 1
         if not hold.num_holders and hold.is_there:
             self._remove_hold(hold)
 
     def adopt(self, hold: PrefixHold, path: list[PrefixNode], blocks: list[int]) -> Adoption:
-        """Enter the rest of a prefix whose content comes from elsewhere, and hold all of it.
+        """Cache the rest of a prefix, whose content the caller writes, and pin all of it.
 
-        Nobody may look for it before its units are written.
+        No lookup may happen before its units are written.
 
         Args:
-            path: what is cached of it.
-            blocks: allocated to the caller, for the others.
+            path: its cached nodes.
+            blocks: allocated by the caller, for the others.
         """
         node, new = path[-1] if path else self.tree.root(hold.namespace), list[PrefixNode]()
         for ordinal in range(len(path), hold.num_blocks):
@@ -349,9 +349,9 @@ class PrefixCache:
         return Adoption(hold, new, len(path), blocks, row)
 
     def withdraw(self, adopted: Adoption) -> None:
-        """Take a prefix back whose units could not be written."""
+        """Remove a prefix with units that could not be written."""
         end = adopted.hold.node
-        assert end is not None, "what was adopted is held"
+        assert end is not None, "expected an adopted prefix"
         self.let_go(adopted.hold)
         if adopted.row is not None:
             self._snapshots.remove(end)
@@ -366,11 +366,11 @@ class PrefixCache:
         self._prune(node)
 
     def end_of(self, request: Request) -> PrefixNode | None:
-        """Return the deepest prefix that an open request has entered or taken up."""
+        """Return the deepest prefix that an open request has cached or reused."""
         return self._ends.get(request)
 
     def release(self, request: Request) -> None:
-        """Forget a request that gives its row and blocks back; what it entered stays."""
+        """Remove a request, whose row and blocks are freed; what it cached stays."""
         end = self._ends.pop(request, None)
         self._decoded.pop(request, None)
         if end is not None:
@@ -378,22 +378,22 @@ class PrefixCache:
             self._prune(end)
 
     def evict(self, count: int) -> None:
-        """Free ``count`` idle blocks, the least recently used first.
+        """Evict ``count`` idle blocks, the least recently used first.
 
         Raises:
             ValueError: there are fewer.
         """
         if count > self._blocks.num_idle:
-            raise ValueError(f"asked to evict {count} blocks, {self._blocks.num_idle} are idle")
+            raise ValueError(f"expected {count} idle blocks to evict, got {self._blocks.num_idle}")
         for _ in range(count):
             node = self.tree.least_used(lambda each: self._blocks.is_idle(each.block))
-            assert node is not None, "an idle block is not at the end of any text"
+            assert node is not None, "expected an idle block at the end of a text"
             self._evicted.add(node.digest)
             self._remove(node)
             self.counters.num_evicted_blocks += 1
 
     def exchange(self, move: BlockMove) -> None:
-        """Take note that two blocks have changed their numbers."""
+        """Renumber two blocks."""
         one, other = (self._node_of.pop(block, None) for block in (move.src, move.dst))
         for node, block in ((one, move.dst), (other, move.src)):
             if node is not None:
@@ -401,7 +401,7 @@ class PrefixCache:
                 self._node_of[block] = node
 
     def clear(self) -> None:
-        """Forget everything, what is held too; open requests keep their blocks, and enter them again."""
+        """Clear the cache, pinned prefixes included; open requests keep their blocks."""
         for hold in self.holds:
             self._remove_hold(hold)
         for node in list(self.tree):
@@ -421,7 +421,7 @@ class PrefixCache:
             self._blocks.drop(node.block)
 
     def _prune(self, node: PrefixNode) -> None:
-        """Remove a prefix without blocks that leads to no snapshot."""
+        """Remove a prefix without blocks that has no snapshot in its subtree."""
         if self._uses_blocks:
             return
         in_use = set(self._ends.values())

@@ -1,4 +1,4 @@
-"""A tree of token blocks: common prefixes of texts, and the blocks that hold their keys."""
+"""A radix tree of token blocks: common prefixes of texts, and the blocks with their keys and values."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ NO_BLOCK = -1
 
 
 class PrefixNode:
-    """One full block of tokens behind those of its parents: a prefix, as long as the node is deep.
+    """One full block of tokens after those of its parents, that is, a prefix of ``depth`` blocks.
 
     Attributes:
         parent: the prefix that is one block shorter; None for the empty one.
         key: tokens of the block, as bytes.
-        block: number of the block that holds their keys and values, ``NO_BLOCK`` where no head needs one.
-        snapshot: ring row that holds the rings behind the prefix, None if there is none.
+        block: id of the block with their keys and values, ``NO_BLOCK`` where no head needs one.
+        snapshot: row with the rings at the end of the prefix, None if there is none.
         depth: blocks of the prefix.
         digest: hash of the prefix.
         children: prefixes that are one block longer, by the key of that block.
         last_used: time of the last use.
-        is_shared: whether another text was found to begin with it, and with nothing longer.
+        is_shared: whether another text was found to diverge after it.
     """
 
     __slots__ = (
@@ -49,7 +49,7 @@ class PrefixNode:
 
     @property
     def path(self) -> Iterator[PrefixNode]:
-        """The node and its parents, without the root, the deepest first."""
+        """The node and its ancestors, without the root, the deepest first."""
         node = self
         while node.parent is not None:
             yield node
@@ -70,7 +70,7 @@ class PrefixRoot(PrefixNode):
 class PrefixTree:
     """Prefixes of whole blocks, in namespaces that share nothing.
 
-    Compares tokens themselves, so that two texts are never taken for one another.
+    Compares tokens, not hashes, so two texts are never confused.
 
     Args:
         block_size: tokens of a block.
@@ -78,11 +78,11 @@ class PrefixTree:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        # Of namespaces that hold a block: others would stay for ever.
+        # Only namespaces with a block: others would never be removed.
         self._roots: dict[Hashable, PrefixRoot] = {}
         self._num_nodes = 0
         self._time = 0
-        # Leaves by last use; an entry is out of date if its node is not a leaf or was used since.
+        # Leaves by last use; an entry is stale if its node is not a leaf or was used since.
         self._leaves: list[tuple[int, int, PrefixNode]] = []
         self._num_entries = 0
 
@@ -98,16 +98,16 @@ class PrefixTree:
 
     @property
     def time(self) -> int:
-        """Uses so far."""
+        """Number of uses so far."""
         return self._time
 
     @property
     def num_namespaces(self) -> int:
-        """Namespaces that hold a block."""
+        """Number of namespaces with a block."""
         return len(self._roots)
 
     def root(self, namespace: Hashable) -> PrefixNode:
-        """Return the empty prefix of a namespace, which enters the tree with its first block."""
+        """Return the empty prefix of a namespace, which is added to the tree with its first block."""
         root = self._roots.get(namespace)
         return PrefixRoot(namespace) if root is None else root
 
@@ -116,7 +116,7 @@ class PrefixTree:
         return tokens[ordinal * self._block_size : (ordinal + 1) * self._block_size].tobytes()
 
     def match(self, namespace: Hashable, tokens: npt.NDArray[np.int32]) -> list[PrefixNode]:
-        """Return the longest known prefix of a text, as its nodes from the shallowest on."""
+        """Return the longest cached prefix of a text, as its nodes from the shallowest on."""
         node: PrefixNode | None = self._roots.get(namespace)
         path: list[PrefixNode] = []
         if node is None:
@@ -132,7 +132,7 @@ class PrefixTree:
         """Add a prefix that is one block longer than its parent.
 
         Raises:
-            ValueError: it is known, or the parent is an empty prefix that another one has come before.
+            ValueError: it exists, or the namespace of the parent has another root in the tree.
         """
         if key in parent.children:
             raise ValueError(f"the prefix of {parent.depth + 1} blocks is in the tree already")
@@ -144,7 +144,7 @@ class PrefixTree:
         return node
 
     def use(self, node: PrefixNode) -> None:
-        """Note that a prefix is used now, and all shorter ones with it."""
+        """Mark a prefix, and all shorter ones with it, as used now."""
         self._time += 1
         for each in node.path:
             each.last_used = self._time
@@ -196,7 +196,7 @@ class PrefixTree:
 def _current(
     entries: Iterable[tuple[int, int, PrefixNode]], holds: Callable[[PrefixNode], bool]
 ) -> Iterator[tuple[int, int, PrefixNode]]:
-    """Yield the latest entry of each leaf; entries from before its last use are left out."""
+    """Yield the latest entry of each leaf, without stale ones."""
     latest = {
         node: (used, number, node)
         for used, number, node in entries

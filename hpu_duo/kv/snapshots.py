@@ -1,4 +1,4 @@
-"""Ring rows that hold the rings behind cached prefixes."""
+"""Snapshots: ring rows with the rings at the end of cached prefixes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable
 from hpu_duo.kv.prefix_tree import PrefixNode, PrefixTree
 
 _SHARE = 8
-"""Snapshots take at most one byte for so many of the other stores."""
+"""Snapshots use at most one byte for this number of bytes of the other stores."""
 
 
 def default_snapshots(other_bytes: int, row_bytes: int, max_num_seqs: int) -> int:
-    """Return the snapshots that an engine keeps unless told: as many as requests run, in a share of memory.
+    """Return the default number of snapshots: as many as requests run, within a share of memory.
 
-    One is kept in any case, without which no prefix can be taken up.
+    At least one, without which no prefix can be reused.
 
     Args:
         other_bytes: of all other stores.
-        row_bytes: of one snapshot; 0 where no head keeps a ring, and snapshots are not needed.
+        row_bytes: of one snapshot; 0 if no head has a ring, so that snapshots are not needed.
         max_num_seqs: requests that run at the same time.
     """
     if not row_bytes:
@@ -26,20 +26,19 @@ def default_snapshots(other_bytes: int, row_bytes: int, max_num_seqs: int) -> in
 
 
 def default_snapshots_within(kv_bytes: int, row_bytes: int, max_num_seqs: int) -> int:
-    """The same for stores that take ``kv_bytes`` together with the snapshots."""
+    """The same for stores that have ``kv_bytes`` together with the snapshots."""
     return default_snapshots(kv_bytes * _SHARE // (_SHARE + 1), row_bytes, max_num_seqs)
 
 
 class Snapshots:
-    """Hands out the rows of snapshots; if none is free, the least valuable snapshot goes.
+    """Allocates the rows of snapshots; if none is free, the least valuable snapshot is evicted.
 
     The value of a snapshot is the number of tokens that it saves, those between it and the next shorter one,
-    divided by the time since its last use. All snapshots take equally many bytes. Those of prefixes
-    that were asked for have half of the rows, which others do not take: most texts come once, however long
-    they are.
+    divided by the time since its last use. All snapshots have the same size. Half of the rows are reserved
+    for prefixes that were requested again: most texts occur once, however long they are.
 
     Args:
-        rows: numbers of the rows, behind those of running requests.
+        rows: ids of the rows, after those of running requests.
     """
 
     def __init__(self, rows: range) -> None:
@@ -49,7 +48,7 @@ class Snapshots:
 
     @property
     def num_rows(self) -> int:
-        """Snapshots that fit."""
+        """Number of rows for snapshots."""
         return len(self._rows)
 
     @property
@@ -63,16 +62,16 @@ class Snapshots:
         return tuple(self._nodes.values())
 
     def has_place(self, is_held: Callable[[PrefixNode], bool]) -> bool:
-        """Whether ``place`` would give a prefix a row."""
+        """Whether ``place`` would allocate a row to a prefix."""
         return bool(self._free) or any(not is_held(each) for each in self._nodes.values())
 
     def place(
         self, node: PrefixNode, tree: PrefixTree, is_held: Callable[[PrefixNode], bool]
     ) -> PrefixNode | None:
-        """Give a prefix a row, which the caller fills, unless all rows belong to prefixes that are held.
+        """Allocate a row to a prefix, which the caller fills, unless all rows belong to pinned prefixes.
 
         Returns:
-            The prefix that lost its own, if any.
+            The prefix whose snapshot was evicted, if any.
         """
         lost = None
         if not self._free:
@@ -92,7 +91,7 @@ class Snapshots:
         return next((each for each in nodes if each not in kept), nodes[0])
 
     def remove(self, node: PrefixNode) -> None:
-        """Take the row of a prefix back, if it has one."""
+        """Free the row of a prefix, if it has one."""
         if node.snapshot is not None:
             del self._nodes[node.snapshot]
             self._free.append(node.snapshot)

@@ -1,4 +1,4 @@
-"""The key and value tensors of all layers, and their units on the way to the host and back."""
+"""The key and value tensors of all layers, and copies of their units to the host and back."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from kernels_ref.units import gather, index_dtype, unit_places, write
 
 
 def reserved_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros of a shape; on a CPU in a mapping of their own, whose pages are taken as they are first written.
+    """Return zeros; on a CPU in an anonymous mapping, whose pages are allocated at their first write.
 
-    ``torch.zeros`` writes, and so takes, every page at once.
+    ``torch.zeros`` writes, and so allocates, every page at once.
 
     Raises:
-        MemoryError: the system does not give such a range of addresses.
+        MemoryError: the system has no such range of addresses.
     """
     count = math.prod(shape)
     if device.type != "cpu" or not count:
@@ -49,7 +49,7 @@ def reserved_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.dev
 class KVStore(NotPicklable):
     """The stores of all groups of heads, zeroed; see ``MemoryPlan`` for their shapes.
 
-    They are allocated once. On a CPU a block takes memory from its first use on.
+    They are allocated once. On a CPU a block uses memory from its first write on.
 
     Attributes:
         layers: one ``LayerCache`` per decoder layer.
@@ -112,7 +112,7 @@ class KVStore(NotPicklable):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the tensors take."""
+        """Total bytes of the tensors."""
         return sum(
             flat.nbytes
             for layer in self.layers
@@ -124,7 +124,7 @@ class KVStore(NotPicklable):
         )
 
     def carry_out(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
-        """Copy blocks and rows within the stores; every source is read before anything is written.
+        """Copy blocks and rows within the stores; all sources are read before anything is written.
 
         Args:
             blocks, rows: int32 ``[2, n]``, on the device: sources, and the destinations below them. Only
@@ -153,7 +153,7 @@ class UnitTensor(NamedTuple):
     Attributes:
         name: distinct in a model.
         flat: the store as a list of vectors, ``[V, D]``.
-        layout: places of the units.
+        layout: of the units in the store.
         kind: of the group.
     """
 
@@ -169,7 +169,7 @@ class UnitTensor(NamedTuple):
 
     @property
     def is_of_blocks(self) -> bool:
-        """Whether blocks own the units."""
+        """Whether units are blocks (else rows)."""
         return self.kind.owner is Owner.BLOCK
 
     @property
@@ -188,16 +188,16 @@ class UnitTensor(NamedTuple):
 
     @torch.inference_mode()
     def write(self, units: Sequence[int], data: torch.Tensor) -> None:
-        """Copy units ``[n, K, S, D]`` from the host into their places."""
+        """Copy units ``[n, K, S, D]`` from the host to the store."""
         vectors = data.reshape(-1, data.shape[-1])
         for place, begin, end in self._runs(units):
             self.flat[begin:end].copy_(vectors[place : place + end - begin])
 
     def _runs(self, units: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """Yield neighbours as one: the place of the first vector, and the range of them in the store."""
+        """Yield runs of neighbouring units: their first vector on the host, and their range in the store."""
         size = self.layout.unit_stride
         dense = UnitLayout.dense(self.layout.num_units, self.layout.num_heads, self.layout.num_slots)
-        assert self.layout == dense, f"units of {self.name} have room between them"
+        assert self.layout == dense, f"expected contiguous units of {self.name}"
         order, place = count(), 0
         for _, run in groupby(units, lambda unit: unit - next(order)):
             taken = list(run)

@@ -36,7 +36,7 @@ def test_compact_of_dense_rows_moves_nothing() -> None:
 def test_a_full_pool_says_so() -> None:
     pool: RowPool[str] = RowPool(1)
     pool.acquire("a")
-    with pytest.raises(ValueError, match="all 1 are taken"):
+    with pytest.raises(ValueError, match="all 1 are in use"):
         pool.acquire("b")
 
 
