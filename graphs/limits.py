@@ -26,7 +26,9 @@ class StepLimits:
             without ``uses_rows`` those with the same context count once.
         decode_len: most tokens of a row that decodes.
         uses_blocks: False for a model whose heads are all streaming: both block counts are then 0.
-        uses_rows: False for a model whose heads all keep blocks.
+        uses_rows: False for a model whose heads all keep blocks, and whose layers have no other state.
+        can_rewind: False for a model with a state that is right only for all tokens it has taken in: requests
+            do not fork, and ``decode_len`` is 1.
         step_tokens: query tokens that a full step computes in the time of an almost empty one. A prefix that
             is short beside them is computed again where a request would have to wait for it.
         uses_block_positions: steps tell where the blocks of the unique part begin, for heads with a rule.
@@ -60,6 +62,7 @@ class StepLimits:
     decode_len: int
     uses_blocks: bool = True
     uses_rows: bool = True
+    can_rewind: bool = True
     caches_prefixes: bool = False
     num_snapshots: int = 0
     max_block_moves: int = 0
@@ -93,6 +96,11 @@ class StepLimits:
                 raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
         if self.chunk_grid:
             self._check_grid()
+        if self.decode_len > 1 and not self.can_rewind:
+            raise ValueError(
+                "expected decode_len=1 for a model with states that cannot take tokens back, got "
+                f"decode_len={self.decode_len}"
+            )
         if self.num_regions not in (0, self.max_chunk_rows):
             raise ValueError(
                 f"expected a region for each of max_chunk_rows={self.max_chunk_rows}, got {self.num_regions}"

@@ -17,6 +17,7 @@ from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators
 from kernels_ref.impl import Implementation, kernels
 from kernels_ref.looped import looped
 from kernels_ref.partial import Scoring, Softmax
+from kernels_ref.rows import RowKind
 from kernels_ref.step import PartInputs, Step
 from kernels_ref.units import KVUnits, NewKV, UnitLayout
 
@@ -39,6 +40,7 @@ class LayerSpec:
         operators: fused operators that ``impl`` calls, where it calls any.
         slices: sizes of what ``impl`` computes at a time.
         chunks: bounds of chunks of context, from which their sizes follow.
+        rows: kinds of state that rows have besides what heads keep.
     """
 
     groups: tuple[HeadGroup, ...]
@@ -51,6 +53,7 @@ class LayerSpec:
     operators: FusedOperators = NO_OPERATORS
     slices: Slices = DEFAULT_SLICES
     chunks: ChunkBounds = DEFAULT_BOUNDS
+    rows: tuple[RowKind, ...] = ()
 
     @property
     def scoring(self) -> Scoring:

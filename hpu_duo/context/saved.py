@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 
 from graphs.atomic_file import replacing
 from hpu_duo.context.text import Document
-from hpu_duo.kv.store import UnitTensor, tensors_of
+from hpu_duo.kv.row_state import RowState
+from hpu_duo.kv.store import KVStore, UnitTensor, block_tensors
 from hpu_duo.modeling.hub import model_fingerprint
 from hpu_duo.modeling.rope import served_len, short_len
 
@@ -46,9 +47,12 @@ def fingerprint_of(model: GenerativeModel) -> dict[str, str]:
     if pattern is not None:
         heads = [pattern.sink, pattern.recent, pattern.mask.astype(int).tolist()]
         found["head pattern"] = json.dumps(heads)
-    for each in tensors_of(engine.runner.store):
+    for each in block_tensors(engine.runner.store):
         kind = f"{each.kind.name} {each.kind.describe()}".strip()
         found[each.name] = f"{kind} x {list(each.unit_shape)}"
+    for state in engine.runner.store.row_states:
+        for name, tensor in state.saved.items():
+            found[name] = f"{state.kind} x {list(tensor.shape)}"
     return found
 
 
@@ -72,7 +76,18 @@ def _short(value: object) -> str:
 
 FORMAT, VERSION = "hpu-duo context", "1"
 _TOKENS, _TEXT = "token_ids", "text"
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 def save_context(
@@ -96,16 +111,15 @@ def save_context(
     if document.text is not None:
         text = document.text.encode()
         arrays[_TEXT] = ("U8", [len(text)], [text])
-    kept = list(tensors_of(model.engine.runner.store)) if hold.num_blocks else []
+    store = model.engine.runner.store
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, (dtype, shape, parts) in arrays.items():
         begin, end = end, end + sum(map(len, parts))
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    for each in kept:
-        shape = _shape(each, hold.num_blocks)
-        begin, end = end, end + shape[0] * each.unit_bytes
-        header[each.name] = {"dtype": _DTYPES[each.flat.dtype], "shape": shape, "data_offsets": [begin, end]}
+    for name, dtype, shape, num_bytes in _entries(store, hold.num_blocks):
+        begin, end = end, end + num_bytes
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text_of_header = json.dumps(header).encode()
     text_of_header += b" " * (-len(text_of_header) % 8)
     copies = model.engine.contexts.copies
@@ -114,15 +128,29 @@ def save_context(
             file.write(struct.pack("<Q", len(text_of_header)) + text_of_header)
             for _, _, parts in arrays.values():
                 file.writelines(parts)
-            for each in kept:
-                for data in copies.read(hold, each, _chunk_of(each, copies.chunk_bytes)):
-                    file.write(data.contiguous().view(torch.uint8).numpy().tobytes())
+            for each in block_tensors(store) if hold.num_blocks else ():
+                for data in copies.read_blocks(hold, each, _chunk_of(each, copies.chunk_bytes)):
+                    file.write(_bytes(data))
+            for state in store.row_states if hold.num_blocks else ():
+                file.writelines(map(_bytes, copies.read_row(hold, state).values()))
     except OSError as error:
         raise ValueError(f"cannot write the context to {path}: {error.strerror}") from error
 
 
-def _shape(each: UnitTensor, num_blocks: int) -> list[int]:
-    return [num_blocks if each.is_of_blocks else 1, *each.unit_shape]
+def _entries(store: KVStore, num_blocks: int) -> Iterator[tuple[str, str, list[int], int]]:
+    """Yield name, dtype, shape and bytes of the tensors of a context, in the order of its file."""
+    if not num_blocks:
+        return
+    for each in block_tensors(store):
+        shape = [num_blocks, *each.unit_shape]
+        yield each.name, _DTYPES[each.flat.dtype], shape, num_blocks * each.unit_bytes
+    for state in store.row_states:
+        for name, tensor in state.saved.items():
+            yield name, _DTYPES[tensor.dtype], [1, *tensor.shape], tensor.num_bytes
+
+
+def _bytes(data: torch.Tensor) -> bytes:
+    return data.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _chunk_of(each: UnitTensor, chunk_bytes: int) -> int:
@@ -182,19 +210,18 @@ class SavedContext:
 
     def _check_shapes(self, file: Any, names: set[str], model: GenerativeModel) -> None:
         num_blocks = len(self.document.token_ids) // model.engine.contexts.block_size
-        for each in tensors_of(model.engine.runner.store) if num_blocks else ():
-            if each.name not in names:
-                raise ValueError(f"{self.path}: expected a tensor {each.name}, found none")
-            found = file.get_slice(each.name)
-            got = (found.get_dtype(), list(found.get_shape()))
-            if got != (expected := (_DTYPES[each.flat.dtype], _shape(each, num_blocks))):
-                raise ValueError(f"{self.path}: expected {each.name} to be {expected}, got {got}")
+        for name, dtype, shape, _ in _entries(model.engine.runner.store, num_blocks):
+            if name not in names:
+                raise ValueError(f"{self.path}: expected a tensor {name}, found none")
+            found = file.get_slice(name)
+            if (got := (found.get_dtype(), list(found.get_shape()))) != (expected := (dtype, shape)):
+                raise ValueError(f"{self.path}: expected {name} to be {expected}, got {got}")
 
     def chunks(self, each: UnitTensor, first: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield units of a tensor, a bounded number at a time, with the number of the first of them.
+        """Yield blocks of a tensor, a bounded number at a time, with the number of the first of them.
 
         Args:
-            first: unit to begin with.
+            first: block to begin with.
 
         Raises:
             ValueError: the file has changed or cannot be read.
@@ -209,6 +236,22 @@ class SavedContext:
                     yield begin, data
         except (SafetensorError, OSError) as error:
             raise ValueError(f"cannot read the context {self.path}: {_reason(error)}") from error
+
+    def row(self, state: RowState) -> dict[str, torch.Tensor]:
+        """Return a row state.
+
+        Raises:
+            ValueError: the file has changed or cannot be read.
+        """
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                found = {name: file.get_tensor(name)[0] for name in state.saved}
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"cannot read the context {self.path}: {_reason(error)}") from error
+        for name, tensor in state.saved.items():
+            if (tuple(found[name].shape), found[name].dtype) != tensor:
+                raise ValueError(f"{self.path}: {name} has changed since it was opened")
+        return found
 
 
 def is_context(path: Path) -> bool:

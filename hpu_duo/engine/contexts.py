@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -15,16 +15,23 @@ from hpu_duo.engine.outputs import FairLock
 from hpu_duo.engine.runner import Runner
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.stepper import Stepper
-from hpu_duo.kv.store import UnitTensor, tensors_of
+from hpu_duo.kv.holds import Adoption
+from hpu_duo.kv.prefix_tree import PrefixNode
+from hpu_duo.kv.row_state import RowState
+from hpu_duo.kv.store import UnitTensor, block_tensors
 from hpu_duo.prefix_hold import PrefixHold
 from hpu_duo.sampling import SamplingParams
 
 
 class Source(Protocol):
-    """Units of a prefix on the host."""
+    """Blocks and row states of a prefix on the host."""
 
     def chunks(self, each: UnitTensor, first: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield chunks of a tensor's units from ``first`` on, each with the number of its first unit."""
+        """Yield chunks of a tensor's blocks from ``first`` on, each with the number of its first block."""
+        ...
+
+    def row(self, state: RowState) -> Mapping[str, torch.Tensor]:
+        """Return what ``RowState.snapshot`` returned."""
         ...
 
 
@@ -45,26 +52,35 @@ class PrefixCopies:
         self.chunk_bytes = 1 << 25
         self._runner, self._scheduler, self._stepper, self._turns = runner, scheduler, stepper, turns
 
-    def read(self, hold: PrefixHold, each: UnitTensor, chunk: int) -> Iterator[torch.Tensor]:
-        """Yield the units of a pinned prefix, ``chunk`` of them at a time; steps run in between.
+    def read_blocks(self, hold: PrefixHold, each: UnitTensor, chunk: int) -> Iterator[torch.Tensor]:
+        """Yield the blocks of a pinned prefix, ``chunk`` of them at a time; steps run in between.
 
         Raises:
             ValueError: the stores cannot be read here, see ``check``; or the prefix was released or lost.
         """
-        for begin in range(0, hold.num_blocks if each.is_of_blocks else 1, chunk):
+        for begin in range(0, hold.num_blocks, chunk):
             with interrupts_deferred(), self._turns:
-                self._settle()
-                if hold.node is None:
-                    raise ValueError("the context was closed or lost while it was read")
-                if each.is_of_blocks:
-                    path = [node.block for node in hold.node.path][::-1]
-                    data = each.read(path[begin : begin + chunk])
-                else:
-                    assert hold.node.snapshot is not None, "expected a snapshot of a pinned prefix"
-                    data = each.read([hold.node.snapshot])
-                    seen = each.kind.seen_slots(len(hold.tokens), data.shape[2])
-                    data = torch.where(seen[:, None], data, torch.zeros((), dtype=data.dtype))
+                path = [node.block for node in self._node(hold).path][::-1]
+                data = each.read(path[begin : begin + chunk])
             yield data
+
+    def read_row(self, hold: PrefixHold, state: RowState) -> dict[str, torch.Tensor]:
+        """Return a row state at the end of a pinned prefix.
+
+        Raises:
+            ValueError: see ``read_blocks``.
+        """
+        with interrupts_deferred(), self._turns:
+            row = self._node(hold).snapshot
+            assert row is not None, "expected a snapshot of a pinned prefix"
+            return state.snapshot(row, len(hold.tokens))
+
+    def _node(self, hold: PrefixHold) -> PrefixNode:
+        """Return the end of a pinned prefix, once the stores have its content."""
+        self._settle()
+        if hold.node is None:
+            raise ValueError("the context was closed or lost while it was read")
+        return hold.node
 
     def write(self, hold: PrefixHold, source: Source) -> None:
         """Cache a prefix with keys and values from the host, and pin it; steps wait for the copy.
@@ -81,20 +97,19 @@ class PrefixCopies:
                 return
             adopted = allocations.adopt(hold)
             try:
-                for each in tensors_of(self._runner.store):
-                    self._fill(each, source, adopted.first, adopted.blocks, adopted.row)
+                self._fill(source, adopted)
             except BaseException:
                 allocations.withdraw(adopted)
                 raise
 
-    def _fill(self, each: UnitTensor, source: Source, first: int, blocks: list[int], row: int | None) -> None:
-        if not each.is_of_blocks:
-            if row is not None:
-                for _, data in source.chunks(each, 0):
-                    each.write([row], data)
-            return
-        for begin, data in source.chunks(each, first) if blocks else ():
-            each.write(blocks[begin - first : begin - first + len(data)], data)
+    def _fill(self, source: Source, adopted: Adoption) -> None:
+        store, first, blocks = self._runner.store, adopted.first, adopted.blocks
+        for each in block_tensors(store) if blocks else ():
+            for begin, data in source.chunks(each, first):
+                each.write(blocks[begin - first : begin - first + len(data)], data)
+        if adopted.row is not None:
+            for state in store.row_states:
+                state.restore(adopted.row, source.row(state))
 
     def check(self) -> None:
         """Raise ValueError where keys and values cannot be copied to the host and back."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -92,7 +91,7 @@ class BudgetStats:
 
 def budgets_of(memory: MemoryPlan) -> Iterator[tuple[LayerKV, int, Budget]]:
     """Yield the groups of heads with a budget, of all ranks: their layer, number of heads and kind."""
-    for layer in chain(memory.layers, *memory.others):
+    for layer in memory.layers_of_ranks:
         for group in layer.groups:
             if isinstance(group.kind, Budget):
                 yield layer, group.num_heads, group.kind

@@ -33,10 +33,10 @@ class KVAllocations:
         num_rows: ring rows that can be allocated.
         uses_blocks: False for a model without retrieval heads: blocks are then neither needed nor counted.
         caches_prefixes: cache full blocks for later requests; see ``PrefixCache``.
-        uses_rows: whether any head has a ring, so that prefixes need snapshots.
+        uses_rows: whether rows have any state, rings for instance, so that prefixes need snapshots.
         num_snapshots: rows for snapshots, numbered after the others.
         max_block_moves: most used blocks that are moved below idle ones before a step.
-        prefix_grid, num_regions: see ``StepLimits``.
+        prefix_grid, num_regions, can_rewind: see ``StepLimits``.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class KVAllocations:
         max_block_moves: int = 0,
         prefix_grid: int = 0,
         num_regions: int = 0,
+        can_rewind: bool = True,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be 1 or more, got {block_size}")
@@ -61,6 +62,7 @@ class KVAllocations:
         self.rows: RowPool[Request] = RowPool(num_rows)
         self.regions: RowPool[Request] | None = RowPool(num_regions) if num_regions else None
         self._max_block_moves, self.prefix_grid = max_block_moves, prefix_grid
+        self._can_rewind = can_rewind
         self._copies: list[Copy] = []
         # Blocks without content: allocated since the last copies were returned.
         self._fresh: set[int] = set()
@@ -90,6 +92,7 @@ class KVAllocations:
             max_block_moves=limits.max_block_moves,
             prefix_grid=limits.prefix_grid,
             num_regions=limits.num_regions,
+            can_rewind=limits.can_rewind,
         )
 
     @property
@@ -212,16 +215,16 @@ class KVAllocations:
 
         Blocks that are full at ``num_tokens`` are shared. The next token of the child goes to a block of its
         own, which is allocated here and starts as a copy of the parent's where it begins with shared tokens.
-        The ring row is copied whole, so the parent must not have cached more than one token beyond
-        ``num_tokens`` and the slack of its ring: that token is in the slot that the child writes next.
+        The row is copied whole, so the parent must not have cached more than one token beyond ``num_tokens``
+        and the slack of its rings: that token is in the slot that the child writes next.
 
         Returns:
             False, and nothing has changed, if there is no free row or no free block, or what a prompt stores
             depends on where it ends.
         """
         num_private = 1 if self.uses_blocks else 0
-        if self.prefix_grid:
-            # What heads store after the whole prompt differs from what they stored before its last token.
+        if self.prefix_grid or not self._can_rewind:
+            # The state of a row after the whole prompt differs from that before its last token.
             return False
         if self.rows.num_free == 0 or self.num_available < num_private:
             return False

@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import TypeAlias
 
 from bias_builders import Window
 from hpu_duo.config.limits import SchedulerConfig
-from kernels_ref import Blocks, Budget, ChosenBlocks, GroupKind, HeadGroup, Owner, Rings, WholePrompts
+from kernels_ref import (
+    Blocks,
+    Budget,
+    ChosenBlocks,
+    GroupKind,
+    HeadGroup,
+    Owner,
+    Rings,
+    RowKind,
+    WholePrompts,
+)
 
 _GIB = 1 << 30
 
@@ -89,17 +100,19 @@ def last_chunk(groups: Iterable[HeadGroup]) -> int:
 
 @dataclass(frozen=True)
 class LayerKV:
-    """Keys and values that one layer stores per token.
+    """Keys and values that one layer stores per token, and further states that it stores per request.
 
     Attributes:
         groups: its KV heads.
         head_dim: elements of a key.
         value_head_dim: elements of a value; None means ``head_dim``.
+        rows: kinds of state that each row has besides the keys and values of its heads.
     """
 
     groups: tuple[HeadGroup, ...]
     head_dim: int
     value_head_dim: int | None = None
+    rows: tuple[RowKind, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -121,6 +134,27 @@ class LayerKV:
         return self.head_dim + (self.head_dim if self.value_head_dim is None else self.value_head_dim)
 
     @property
+    def has_row_states(self) -> bool:
+        """Whether a row has any state in the layer."""
+        return bool(self.rows) or any(group.kind.owner is Owner.ROW for group in self.groups)
+
+    def unit_bytes(
+        self, group: HeadGroup, dtype_bytes: int, block_size: int, *, with_state: bool = True
+    ) -> int:
+        """Bytes of one unit of a group, by default with the state of its slots."""
+        token_bytes = self.elements_per_head * dtype_bytes + (group.kind.state_bytes if with_state else 0)
+        return group.kind.unit_bytes(group.num_heads, token_bytes, block_size)
+
+    def row_state_bytes(self, dtype_bytes: int, block_size: int) -> tuple[int, ...]:
+        """Bytes of one row of each state: of groups with units of rows, then of further kinds."""
+        of_groups = (
+            self.unit_bytes(group, dtype_bytes, block_size)
+            for group in self.groups
+            if group.kind.owner is Owner.ROW
+        )
+        return (*of_groups, *(kind.row_bytes for kind in self.rows))
+
+    @property
     def without_slack(self) -> LayerKV:
         """The same without slots that no token attends to."""
         groups = tuple(replace(group, kind=group.kind.without_slack) for group in self.groups)
@@ -135,7 +169,7 @@ class MemoryPlan:
     ``num_blocks + 1`` units for units of blocks, and ``max_num_seqs + num_snapshots + 1`` for units of rows;
     the additional one is the null unit of padding. Kinds with a scratch have one of ``max_chunk_rows`` units
     as well, those that read whole prompts as many regions, and those with a state its bytes for each slot of
-    a unit. All sizes are exact, in bytes.
+    a unit. Further states of a row have as many rows as units of rows. All sizes are exact, in bytes.
 
     Attributes:
         layers: one entry per decoder layer.
@@ -212,13 +246,23 @@ class MemoryPlan:
 
     @cached_property
     def uses_rows(self) -> bool:
-        """Whether any group of heads has a unit for each row, here or on another rank."""
-        return any(group.kind.owner is Owner.ROW for group in self.groups_of_ranks)
+        """Whether rows have any state, here or on another rank: rings of heads, for instance."""
+        return any(layer.has_row_states for layer in self.layers_of_ranks)
+
+    @cached_property
+    def can_rewind(self) -> bool:
+        """Whether the further states of rows can take tokens back; see ``RowKind.can_rewind``."""
+        return all(kind.can_rewind for layer in self.layers_of_ranks for kind in layer.rows)
+
+    @property
+    def layers_of_ranks(self) -> Iterator[LayerKV]:
+        """All layers, here and on other ranks."""
+        return chain(self.layers, *self.others)
 
     @property
     def groups_of_ranks(self) -> Iterator[HeadGroup]:
         """Groups of heads of all layers, here and on other ranks."""
-        return (group for layers in (self.layers, *self.others) for layer in layers for group in layer.groups)
+        return (group for layer in self.layers_of_ranks for group in layer.groups)
 
     @cached_property
     def budgets(self) -> frozenset[int]:
@@ -250,12 +294,17 @@ class MemoryPlan:
     @cached_property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers."""
-        return self._unit_bytes(Owner.BLOCK)
+        return sum(
+            layer.unit_bytes(group, self.dtype_bytes, self.block_size)
+            for layer in self.layers
+            for group in layer.groups
+            if group.kind.owner is Owner.BLOCK
+        )
 
     @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row in all layers."""
-        return self._unit_bytes(Owner.ROW)
+        return sum(sum(layer.row_state_bytes(self.dtype_bytes, self.block_size)) for layer in self.layers)
 
     def num_units(self, kind: GroupKind) -> int:
         """Units of a store of this kind, the null unit included."""
@@ -263,12 +312,23 @@ class MemoryPlan:
 
     def null_unit(self, kind: GroupKind) -> int:
         """Id of the null unit of padding, after those that are allocated."""
-        return self.num_blocks if kind.owner is Owner.BLOCK else self.max_num_seqs + self.num_snapshots
+        return self.num_blocks if kind.owner is Owner.BLOCK else self.null_row
+
+    @property
+    def null_row(self) -> int:
+        """Id of the null row of padding, after those of requests and of snapshots."""
+        return self.max_num_seqs + self.num_snapshots
 
     @cached_property
     def scratch_bytes(self) -> int:
         """Bytes of buffers for prompts, of all layers: scratches of rows, and regions of whole prompts."""
-        return self.max_chunk_rows * (self._unit_bytes(Owner.ROW, in_scratch=True) + self._region_bytes)
+        scratches = sum(
+            layer.unit_bytes(group, self.dtype_bytes, self.block_size, with_state=False)
+            for layer in self.layers
+            for group in layer.groups
+            if group.kind.owner is Owner.ROW and group.kind.keeps_scratch
+        )
+        return self.max_chunk_rows * (scratches + self._region_bytes)
 
     @property
     def num_regions(self) -> int:
@@ -283,18 +343,6 @@ class MemoryPlan:
             for group in layer.groups
         )
 
-    def _unit_bytes(self, owner: Owner, *, in_scratch: bool = False) -> int:
-        return sum(
-            group.kind.unit_bytes(
-                group.num_heads,
-                layer.elements_per_head * self.dtype_bytes + (0 if in_scratch else group.kind.state_bytes),
-                self.block_size,
-            )
-            for layer in self.layers
-            for group in layer.groups
-            if group.kind.owner is owner and (group.kind.keeps_scratch or not in_scratch)
-        )
-
     @property
     def without_slack(self) -> MemoryPlan:
         """The same without slots that no token attends to."""
@@ -303,8 +351,8 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """Bytes of all KV tensors, the null block, the null row and the scratch included."""
-        num_rows = self.max_num_seqs + self.num_snapshots + 1
-        return (self.num_blocks + 1) * self.block_bytes + num_rows * self.row_bytes + self.scratch_bytes
+        of_rows = (self.null_row + 1) * self.row_bytes
+        return (self.num_blocks + 1) * self.block_bytes + of_rows + self.scratch_bytes
 
     @property
     def max_tokens(self) -> int | None:

@@ -12,6 +12,7 @@ import torch
 
 from hpu_duo.device.rules import mark_null
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
+from hpu_duo.kv.row_state import HeadRows, KindRows, RowState, UnitCopies
 from hpu_duo.not_picklable import NotPicklable
 from kernels_ref import (
     GroupKind,
@@ -19,12 +20,12 @@ from kernels_ref import (
     KVUnits,
     Owner,
     PromptRegions,
+    RowKind,
     Scratch,
     SlotState,
     UnitLayout,
     as_units,
 )
-from kernels_ref.units import gather, index_dtype, unit_places, write
 
 
 def reserved_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -53,6 +54,8 @@ class KVStore(NotPicklable):
 
     Attributes:
         layers: one ``LayerCache`` per decoder layer.
+        row_tensors: of each decoder layer, the tensors ``[R + 1, ...]`` of each of its kinds of row states.
+        row_states: all that rows own, in the order of the layers: rings, slots of budgets, and those kinds.
     """
 
     def __init__(self, plan: MemoryPlan, dtype: torch.dtype, device: torch.device) -> None:
@@ -62,10 +65,34 @@ class KVStore(NotPicklable):
             tuple(self._allocate(layer, group, dtype, device) for group in layer.groups)
             for layer in plan.layers
         )
-        self._units: dict[Owner, list[KVUnits]] = {owner: [] for owner in Owner}
-        for layer, cache in zip(plan.layers, self.layers):
-            for group, units in zip(layer.groups, cache):
-                self._units[group.kind.owner].append(units)
+        self.row_tensors = tuple(
+            tuple(self._allocate_rows(kind, device) for kind in layer.rows) for layer in plan.layers
+        )
+        self.row_states = tuple(
+            state for number in range(len(plan.layers)) for state in self._row_states(number)
+        )
+        self._blocks = [
+            units
+            for layer, cache in zip(plan.layers, self.layers)
+            for group, units in zip(layer.groups, cache)
+            if group.kind.owner is Owner.BLOCK
+        ]
+
+    def _row_states(self, number: int) -> Iterator[RowState]:
+        """Yield what rows own in one layer, in the order of ``LayerKV.row_state_bytes``."""
+        name, layer = f"layers.{number}", self.plan.layers[number]
+        for place, (group, units) in enumerate(zip(layer.groups, self.layers[number])):
+            if group.kind.owner is Owner.ROW:
+                yield HeadRows(f"{name}.groups.{place}", group, units)
+        for kind, tensors in zip(layer.rows, self.row_tensors[number]):
+            yield KindRows(name, kind, tensors)
+
+    def _allocate_rows(self, kind: RowKind, device: torch.device) -> tuple[torch.Tensor, ...]:
+        null = self.plan.null_row
+        found = tuple(reserved_zeros((null + 1, *each.shape), each.dtype, device) for each in kind.tensors)
+        for tensor in found:
+            mark_null(tensor, null, null + 1, is_state=True)
+        return found
 
     def _allocate(
         self, layer: LayerKV, group: HeadGroup, dtype: torch.dtype, device: torch.device
@@ -113,7 +140,7 @@ class KVStore(NotPicklable):
     @property
     def num_bytes(self) -> int:
         """Total bytes of the tensors."""
-        return sum(
+        of_units = (
             flat.nbytes
             for layer in self.layers
             for units in layer
@@ -122,6 +149,8 @@ class KVStore(NotPicklable):
                 *(units.regions.tensors if units.regions is not None else ()),
             )
         )
+        of_kinds = (each.nbytes for layer in self.row_tensors for kind in layer for each in kind)
+        return sum(of_units) + sum(of_kinds)
 
     def carry_out(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
         """Copy blocks and rows within the stores; all sources are read before anything is written.
@@ -130,25 +159,18 @@ class KVStore(NotPicklable):
             blocks, rows: int32 ``[2, n]``, on the device: sources, and the destinations below them. Only
                 null units may be a destination twice.
         """
-        for owner, copies in ((Owner.BLOCK, blocks), (Owner.ROW, rows)):
-            if copies.shape[1]:
-                self._copy(owner, copies)
-
-    def _copy(self, owner: Owner, copies: torch.Tensor) -> None:
-        source, target = copies.unbind()
-        places: dict[UnitLayout, torch.Tensor] = {}
-        for units in self._units[owner]:
-            layout = units.layout
-            if layout not in places:
-                places[layout] = unit_places(target, layout)
-            for flat, unit in ((units.k_flat, units.k), (units.v_flat, units.v)):
-                write(flat, places[layout], gather(unit, source))
-            for each in units.state or ():
-                each.index_copy_(0, target.to(index_dtype(target.device)), gather(each, source))
+        if blocks.shape[1]:
+            of_blocks = UnitCopies(blocks)
+            for units in self._blocks:
+                of_blocks.copy_units(units)
+        if rows.shape[1]:
+            of_rows = UnitCopies(rows)
+            for state in self.row_states:
+                state.copy(of_rows)
 
 
 class UnitTensor(NamedTuple):
-    """The keys, or the values, of a group of heads of a layer.
+    """The keys, or the values, of a group of heads of a layer that keeps blocks.
 
     Attributes:
         name: distinct in a model.
@@ -166,11 +188,6 @@ class UnitTensor(NamedTuple):
     def unit_shape(self) -> tuple[int, int, int]:
         """Heads, slots and head size: the shape of a unit."""
         return self.layout.num_heads, self.layout.num_slots, self.flat.shape[-1]
-
-    @property
-    def is_of_blocks(self) -> bool:
-        """Whether units are blocks (else rows)."""
-        return self.kind.owner is Owner.BLOCK
 
     @property
     def unit_bytes(self) -> int:
@@ -206,10 +223,11 @@ class UnitTensor(NamedTuple):
             place += end - begin
 
 
-def tensors_of(store: KVStore) -> Iterator[UnitTensor]:
-    """Yield all tensors of the stores, in order of the layers."""
+def block_tensors(store: KVStore) -> Iterator[UnitTensor]:
+    """Yield the stores of blocks, in order of the layers."""
     for number, (layer, cache) in enumerate(zip(store.plan.layers, store.layers)):
         for place, (group, units) in enumerate(zip(layer.groups, cache)):
-            name = f"layers.{number}.groups.{place}"
-            yield UnitTensor(f"{name}.keys", units.k_flat, units.layout, group.kind)
-            yield UnitTensor(f"{name}.values", units.v_flat, units.layout, group.kind)
+            if group.kind.owner is Owner.BLOCK:
+                name = f"layers.{number}.groups.{place}"
+                yield UnitTensor(f"{name}.keys", units.k_flat, units.layout, group.kind)
+                yield UnitTensor(f"{name}.values", units.v_flat, units.layout, group.kind)

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -30,6 +30,9 @@ from kernels_ref import (
     loops,
     unified_attention,
 )
+
+RowTensors: TypeAlias = tuple[tuple[torch.Tensor, ...], ...]
+"""Tensors of the row states of a layer, in the order of ``LayerSpec.rows``."""
 
 NAME = "hpu_duo"
 cut_at(loops.operator, loops.run_loop)
@@ -159,7 +162,9 @@ class AttentionLayer(nn.Module):
     vectors; the units that attention reads are views of them which a layer makes itself.
     """
 
-    def __init__(self, spec: LayerSpec, cache: LayerCache, running: RunningStep) -> None:
+    def __init__(
+        self, spec: LayerSpec, cache: LayerCache, running: RunningStep, rows: RowTensors = ()
+    ) -> None:
         super().__init__()
         self.spec, self.running = spec, running
         # Three pairs of buffers for each group of heads: stores, scratch and state. Layouts are of the first.
@@ -172,6 +177,12 @@ class AttentionLayer(nn.Module):
                 buffers |= zip(_REGION_BUFFERS, units.regions.tensors)
             for name, buffer in buffers.items():
                 self.register_buffer(f"{name}_{i}", buffer, persistent=False)
+        self._rows = tuple(
+            (kind, tuple(f"{kind.name}_{each.name}" for each in kind.tensors)) for kind in spec.rows
+        )
+        for (_, names), tensors in zip(self._rows, rows, strict=True):
+            for name, tensor in zip(names, tensors):
+                self.register_buffer(name, tensor, persistent=False)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
@@ -181,7 +192,10 @@ class AttentionLayer(nn.Module):
             raise ValueError(_NO_STEP)
         # One after the other: a graph that writes a store may not hold a view of it from before a cut.
         cache = (self._units(i, layout) for i, layout in enumerate(self.layouts))
-        return unified_attention(q, k, v, cache, step, self.spec, sinks)
+        output = unified_attention(q, k, v, cache, step, self.spec, sinks)
+        for kind, names in self._rows:
+            kind.advance(tuple(getattr(self, name) for name in names), step)
+        return output
 
     def _units(self, group: int, layout: UnitLayout) -> KVUnits:
         k, v, k_copy, v_copy, position, score = (getattr(self, f"{name}_{group}") for name in _BUFFERS)

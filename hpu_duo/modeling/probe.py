@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from hpu_duo.modeling.attention import AttentionCall, Probe, attending
+from hpu_duo.modeling.row_kinds import row_kinds
 from hpu_duo.modeling.trial import refusing, try_flat_batch
+from kernels_ref import RowKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -85,11 +87,19 @@ _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One decoder layer of a model: its module, its attention module, and its attention call."""
+    """One decoder layer of a model.
+
+    Attributes:
+        module: the layer.
+        attention: its attention module.
+        call: its attention call.
+        rows: kinds of state that a row has in it besides what its heads keep.
+    """
 
     module: nn.Module
     attention: nn.Module
     call: AttentionCall
+    rows: tuple[RowKind, ...] = ()
 
 
 def probe(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
@@ -125,7 +135,11 @@ def read_layers(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
     calls = [_with_window(model, index, call) for index, call in enumerate(calls)]
     paths = {id(module): path for path, module in model.named_modules()}
     parents = [model.get_submodule(paths[id(call.module)].rpartition(".")[0]) for call in calls]
-    return tuple(DecoderLayer(parent, call.module, call) for parent, call in zip(parents, calls))
+    config = model.config.get_text_config()
+    return tuple(
+        DecoderLayer(parent, call.module, call, row_kinds(config, index))
+        for index, (parent, call) in enumerate(zip(parents, calls))
+    )
 
 
 def _count_text(num_calls: int, num_modules: int, num_layers: int | None) -> str:

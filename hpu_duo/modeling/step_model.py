@@ -15,6 +15,7 @@ from hpu_duo.modeling.attention import (
     AttentionLayer,
     LayerKind,
     LiveRows,
+    RowTensors,
     RunningStep,
     placeholder_mask,
 )
@@ -51,6 +52,10 @@ class ServedLayer(NotPicklable):
 class StepModel(NotPicklable):
     """The captured part of a step: tokens in, wanted logits out.
 
+    Args:
+        caches: stores of each layer.
+        row_tensors: tensors of the row states of each layer; empty where no layer has any.
+
     Attributes:
         specs: attention of each layer.
         stores: the kinds of head groups of all layers, with the distinct layouts of their stores.
@@ -65,6 +70,7 @@ class StepModel(NotPicklable):
         specs: Sequence[LayerSpec],
         caches: Sequence[LayerCache],
         live: LiveRows,
+        row_tensors: Sequence[RowTensors] = (),
     ) -> None:
         self.model, self.live = model, live
         self.specs = tuple(specs)
@@ -75,8 +81,9 @@ class StepModel(NotPicklable):
         self._takes_cache_position = "cache_position" in signature(model.forward).parameters
         self._mask = placeholder_mask(caches[0][0].k_flat.device)
         kinds: dict[LayerKind, LayerKind] = {}
-        for layer, spec, cache in zip(layers, specs, caches):
-            setattr(layer.attention, LAYER_ATTRIBUTE, AttentionLayer(spec, cache, self._running))
+        of_rows = row_tensors or [()] * len(caches)
+        for layer, spec, cache, rows in zip(layers, specs, caches, of_rows):
+            setattr(layer.attention, LAYER_ATTRIBUTE, AttentionLayer(spec, cache, self._running, rows))
             kind = LayerKind(layer.module, spec)
             # Equal kinds become one object, which dictionaries find without comparing.
             kind = kinds.setdefault(kind, kind)

@@ -55,7 +55,9 @@ def plan_memory(
         ValueError: the user's size does not fit into the free memory, or no useful size into the share.
     """
     free_bytes = budget.free_bytes - graph_bytes
-    kv = tuple(LayerKV(each.groups, layer.call.head_dim) for layer, each in zip(layers, heads))
+    kv = tuple(
+        LayerKV(each.groups, layer.call.head_dim, rows=layer.rows) for layer, each in zip(layers, heads)
+    )
     sizes: dict[str, Any] = {
         "dtype_bytes": dtype.itemsize,
         "block_size": cache.block_size,
@@ -413,7 +415,7 @@ class Blueprint:
     def build(self, model: PreTrainedModel, memory: MemoryPlan, live: LiveRows) -> tuple[KVStore, StepModel]:
         """Allocate the stores, and put model and stores together; heads are in the order of their groups."""
         store = KVStore(memory, self.dtype, self.device)
-        return store, StepModel(model, self.layers, self.specs, store.layers, live)
+        return store, StepModel(model, self.layers, self.specs, store.layers, live, store.row_tensors)
 
 
 def fix_served_len(model: PreTrainedModel, config: EngineConfig) -> None:
@@ -439,4 +441,5 @@ def _layer_spec(
         softmax=kernels.softmax,
         operators=kernels.operators,
         chunks=chunks,
+        rows=layer.rows,
     )

@@ -154,6 +154,7 @@ def _agreed(memory: MemoryPlan, blueprint: Blueprint, tables: StepTables, shared
         or (is_context_parallel and group.kind.owner is Owner.BLOCK)
     )
     membership.compare("groups of heads", kept)
+    membership.compare("states of rows", tuple(spec.rows for spec in blueprint.specs))
     return memory
 
 

@@ -331,7 +331,10 @@ def fingerprint_of(engine: Engine, model: str | Path) -> dict[str, Any]:
     runner = engine.runner
     layouts = {
         f"layout.layer_{number}": ", ".join(
-            f"{group.kind.name} {list(units.layout)}" for group, units in zip(layer.groups, cache)
+            (
+                *(f"{group.kind.name} {list(units.layout)}" for group, units in zip(layer.groups, cache)),
+                *(kind.name for kind in layer.rows),
+            )
         )
         for number, (layer, cache) in enumerate(zip(runner.store.plan.layers, runner.store.layers))
     }

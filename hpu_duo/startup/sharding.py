@@ -148,7 +148,8 @@ class _Choice:
         device = torch.device("hpu" if str(config.model.device).startswith("hpu") else "cpu")
         chosen = choose_heads(config, layers, max_len, device)
         self._kv = tuple(
-            LayerKV(each.groups, layer.call.head_dim) for layer, each in zip(layers, chosen.heads)
+            LayerKV(each.groups, layer.call.head_dim, rows=layer.rows)
+            for layer, each in zip(layers, chosen.heads)
         )
 
     def count_requests(self, context: int) -> int:

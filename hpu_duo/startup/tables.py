@@ -273,6 +273,7 @@ def resolve_limits(
         num_blocks=memory.num_blocks,
         uses_blocks=memory.uses_blocks,
         uses_rows=memory.uses_rows,
+        can_rewind=memory.can_rewind,
         caches_prefixes=caches_prefixes,
         num_snapshots=memory.num_snapshots,
         max_block_moves=moves if caches_prefixes and reads_slice and memory.uses_blocks else 0,

@@ -95,7 +95,7 @@ def _work_of(model: HPUDuoModel, size: ModelSize) -> EngineWork:
     fused = step_model.specs[0].impl is Implementation.HPU
     return EngineWork(
         size,
-        tuple(LayerKV(spec.groups, spec.head_dim) for spec in step_model.specs),
+        tuple(LayerKV(spec.groups, spec.head_dim, rows=spec.rows) for spec in step_model.specs),
         kernels=FUSED if fused else PORTABLE,
         block_size=limits.block_size,
         max_chunk_rows=limits.max_chunk_rows,

@@ -1,0 +1,200 @@
+"""States of running requests besides blocks, a row each: what is copied, saved and counted by rows."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from kernels_ref import HeadGroup, KVUnits, RowKind, UnitLayout
+from kernels_ref.units import gather, index_dtype, unit_places, write
+
+
+class UnitCopies:
+    """Copies of units, or of rows, within stores; every source is read before anything is written.
+
+    Args:
+        copies: int32 ``[2, n]``, on the device: sources, and the destinations below them.
+    """
+
+    def __init__(self, copies: torch.Tensor) -> None:
+        self.source, self.target = copies.unbind()
+        self._places: dict[UnitLayout, torch.Tensor] = {}
+
+    def copy_units(self, units: KVUnits) -> None:
+        """Copy units of a store of keys and of one of values, with what is known of their slots."""
+        layout = units.layout
+        if layout not in self._places:
+            self._places[layout] = unit_places(self.target, layout)
+        for flat, unit in ((units.k_flat, units.k), (units.v_flat, units.v)):
+            write(flat, self._places[layout], gather(unit, self.source))
+        for each in units.state or ():
+            self.copy_entries(each)
+
+    def copy_entries(self, tensor: torch.Tensor) -> None:
+        """Copy entries of dimension 0 of a tensor."""
+        target = self.target.to(index_dtype(self.target.device))
+        tensor.index_copy_(0, target, gather(tensor, self.source))
+
+
+class SavedTensor(NamedTuple):
+    """A tensor of a snapshot on the host.
+
+    Attributes:
+        shape: of one row.
+        dtype: of the elements.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class RowState(ABC):
+    """A state that every running request has in one layer: rows of some tensors, the null row last.
+
+    The rows of snapshots of the prefix cache lie behind those of requests, so a snapshot on the device is a
+    copy of a row; ``snapshot`` and ``restore`` move rows to the host and back.
+
+    Attributes:
+        name: distinct in a model; names of its tensors begin with it.
+        kind: says what a row holds, for fingerprints.
+    """
+
+    name: str
+    kind: str
+
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors, on the device."""
+
+    @property
+    @abstractmethod
+    def saved(self) -> Mapping[str, SavedTensor]:
+        """Tensors of a snapshot by name."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return sum(each.num_bytes for each in self.saved.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows, the null row included."""
+        return sum(each.nbytes for each in self.tensors)
+
+    @abstractmethod
+    def copy(self, rows: UnitCopies) -> None:
+        """Copy rows within the tensors."""
+
+    @abstractmethod
+    def snapshot(self, row: int, num_tokens: int) -> dict[str, torch.Tensor]:
+        """Copy a row to the host; what its request does not see behind ``num_tokens`` tokens is zeros."""
+
+    @abstractmethod
+    def restore(self, row: int, saved: Mapping[str, torch.Tensor]) -> None:
+        """Fill a row with what ``snapshot`` returned, of this state or of one of the same kind."""
+
+
+class HeadRows(RowState):
+    """Keys and values that heads keep of a request: a ring, or the slots of a KV budget with their state.
+
+    Args:
+        name: of the group in the model.
+        group: the heads.
+        units: the store of the group in the layer.
+    """
+
+    def __init__(self, name: str, group: HeadGroup, units: KVUnits) -> None:
+        self.name, self._group, self._units = name, group, units
+        self.kind = f"{group.kind.name} {group.kind.describe()}".strip()
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Keys, values, and positions and scores of slots where the kind has them."""
+        return self._units.k_flat, self._units.v_flat, *(self._units.state or ())
+
+    @property
+    def _views(self) -> dict[str, torch.Tensor]:
+        """Tensors ``[R + 1, ...]`` by name."""
+        views = {f"{self.name}.keys": self._units.k, f"{self.name}.values": self._units.v}
+        if self._units.state is not None:
+            for field, tensor in self._units.state._asdict().items():
+                views[f"{self.name}.{field}"] = tensor
+        return views
+
+    @property
+    def saved(self) -> dict[str, SavedTensor]:
+        """Tensors of a snapshot by name: keys and values ``[K, S, D]``."""
+        return {name: SavedTensor(tuple(view.shape[1:]), view.dtype) for name, view in self._views.items()}
+
+    def copy(self, rows: UnitCopies) -> None:
+        """Copy rows within the store."""
+        rows.copy_units(self._units)
+
+    @torch.inference_mode()
+    def snapshot(self, row: int, num_tokens: int) -> dict[str, torch.Tensor]:
+        """Copy a row to the host; slots that are not seen behind ``num_tokens`` tokens are zeros."""
+        layout = self._units.layout
+        seen = self._group.kind.seen_slots(num_tokens, layout.num_slots)
+        found = {}
+        for name, view in self._views.items():
+            data = view[row].cpu()
+            # Positions and scores have the slots of all heads side by side.
+            mask = seen[:, None] if data.ndim > 1 else seen.repeat(layout.num_heads)
+            found[name] = torch.where(mask, data, torch.zeros((), dtype=data.dtype))
+        return found
+
+    @torch.inference_mode()
+    def restore(self, row: int, saved: Mapping[str, torch.Tensor]) -> None:
+        """Fill a row with a snapshot."""
+        for name, view in self._views.items():
+            view[row].copy_(saved[name])
+
+
+class KindRows(RowState):
+    """The state of a ``RowKind``.
+
+    Args:
+        name: of the layer in the model.
+        kind: of the state.
+        tensors: those of the kind for all rows, ``[R + 1, ...]``.
+    """
+
+    def __init__(self, name: str, kind: RowKind, tensors: tuple[torch.Tensor, ...]) -> None:
+        self.name, self.kind = f"{name}.{kind.name}", kind.name
+        self._tensors = {f"{self.name}.{each.name}": tensor for each, tensor in zip(kind.tensors, tensors)}
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Tensors ``[R + 1, ...]``, in the order of the kind."""
+        return tuple(self._tensors.values())
+
+    @property
+    def saved(self) -> dict[str, SavedTensor]:
+        """Tensors of a snapshot by name."""
+        return {name: SavedTensor(tuple(each.shape[1:]), each.dtype) for name, each in self._tensors.items()}
+
+    def copy(self, rows: UnitCopies) -> None:
+        """Copy rows within the tensors."""
+        for each in self._tensors.values():
+            rows.copy_entries(each)
+
+    @torch.inference_mode()
+    def snapshot(self, row: int, num_tokens: int) -> dict[str, torch.Tensor]:
+        """Copy a row to the host: all of it, as it is behind the last token that it has taken in."""
+        return {name: each[row].to("cpu", copy=True) for name, each in self._tensors.items()}
+
+    @torch.inference_mode()
+    def restore(self, row: int, saved: Mapping[str, torch.Tensor]) -> None:
+        """Fill a row with a snapshot."""
+        for name, each in self._tensors.items():
+            each[row].copy_(saved[name])
