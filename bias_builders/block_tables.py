@@ -18,11 +18,11 @@ from bias_builders.rules import Array, Tile
 class BlockTable:
     """A rule by table: tokens of query block ``i`` see the tokens of the key blocks ``rows[i]`` before them.
 
-    Every token sees its own block up to itself, and tokens behind the table see nothing else.
+    Every token sees its own block up to itself, and tokens beyond the table see nothing else.
 
     Attributes:
         block: positions of a block.
-        rows: for each block of queries, the key blocks that it sees, ascending, none behind it.
+        rows: for each block of queries, the key blocks that it sees, ascending, none after it.
     """
 
     block: int
@@ -37,7 +37,7 @@ class BlockTable:
 
     @classmethod
     def of(cls, block: int, seen: npt.NDArray[np.bool_]) -> BlockTable:
-        """Make it of a square table ``[blocks of queries, blocks of keys]``; what lies behind is dropped."""
+        """Create it from a square table ``[blocks of queries, blocks of keys]``; later keys are dropped."""
         if seen.ndim != 2 or seen.shape[0] != seen.shape[1]:
             raise ValueError(f"expected a square table, got shape {list(seen.shape)}")
         return cls(block, tuple(tuple(map(int, np.flatnonzero(row))) for row in np.tril(seen)))

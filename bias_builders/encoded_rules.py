@@ -1,7 +1,7 @@
-"""Rules as numbers: what operators and kernels take, which know integers and no objects.
+"""Rules encoded as integers, for operators and kernels.
 
-A rule is written in front of its arguments: a code, then its numbers, or how many rules follow and these, or
-how many rows of a table.
+Prefix notation: a code, then its numbers, or the number of rules and these, or the number of rows of a table
+and these.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def encode_rule(rule: Rule | None) -> tuple[int, ...]:
 
 
 def decode_rule(numbers: Sequence[int]) -> Rule | None:
-    """Read what ``encode_rule`` has written."""
+    """Decode the result of ``encode_rule``."""
     return _decoded(tuple(numbers)) if numbers else None
 
 

@@ -15,9 +15,9 @@ from bias_builders.rules import Rule, Window, sees_causal, sees_streaming
 
 
 class Leading(NamedTuple):
-    """Visibility of units whose slots hold positions in order, for the tokens of decode rows.
+    """Visibility of units with positions in order, for the tokens of decode rows.
 
-    The tokens of a row see positions ``[0, own]``, hence leading slots of a unit that lies in order.
+    The tokens of a row see positions ``[0, own]``, hence leading slots of such a unit.
 
     Attributes:
         visible: leading slots of each of the T units of a row that each of its M tokens sees, 0 = none,
@@ -28,10 +28,10 @@ class Leading(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Visibility of units whose slots hold positions in any order, a unit for each decode row.
+    """Visibility of units with positions in any order, a unit for each decode row.
 
-    Token ``m`` of row ``n`` sees the positions in ``[begin[n, m], end[n, m])``, and those below ``sink`` that
-    lie before ``end[n, m]``.
+    Token ``m`` of row ``n`` sees the positions in ``[begin[n, m], end[n, m])``, and those below ``sink`` and
+    ``end[n, m]``.
 
     Attributes:
         position: position in each slot, -1 = none, int32 ``[N, K, S]``; K may be 1 for all heads.
@@ -50,7 +50,7 @@ Seen: TypeAlias = Leading | Held
 
 
 def leading_visible(start: torch.Tensor, end: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """Slots before position ``end``, of units whose slots hold ``start``, ``start + 1``, ..."""
+    """Slots before position ``end``, of units with positions ``start``, ``start + 1``, ..."""
     return torch.clamp(end - start, min=0, max=num_slots)
 
 
@@ -60,7 +60,7 @@ def seen_mask(seen: Seen, num_slots: int) -> torch.Tensor:
     Args:
         num_slots: slots of a unit (S).
     Returns:
-        bool ``[N, K, M, T * S]``, where K may be 1 for all heads; the units of a row side by side.
+        bool ``[N, K, M, T * S]``, where K may be 1 for all heads; the units of a row concatenated.
     """
     if isinstance(seen, Leading):
         return leading_slots(seen.visible.transpose(1, 2), num_slots).flatten(2)[:, None]
@@ -79,8 +79,8 @@ def causal_mask(
     """Mask of the new keys that each new query sees.
 
     Args:
-        query_row, key_row: row of each token, int32 ``[q]`` and ``[k]``; ``no_row`` marks
-            padding and decode rows, which take no part.
+        query_row, key_row: row of each token, int32 ``[q]`` and ``[k]``; ``no_row`` marks padding and decode
+            rows, which are excluded.
         query_position, key_position: int32 ``[q]`` and ``[k]``.
         rule: which earlier tokens a token sees; None = all.
     Returns:

@@ -1,13 +1,13 @@
 """Slots of the tokens of a streaming head in its ring, and positions of the slots.
 
-A ring has ``sink + recent + slack`` slots. Slots ``[0, sink)`` hold the first tokens for ever; the rest
-is written round and round. Slots therefore fill in order, and once ``n`` tokens are stored, the
-leading ``min(n, size)`` slots are in use. The position held by a slot follows from ``n`` alone,
-so no table of positions is stored or copied to the device.
+A ring has ``sink + recent + slack`` slots. Slots ``[0, sink)`` store the first tokens for ever; the rest is a
+ring buffer. Slots therefore fill in order, and once ``n`` tokens are stored, the leading ``min(n, size)``
+slots are in use. The position in a slot is a function of ``n``, so no table of positions is stored or copied
+to the device.
 
-With slack a ring holds more tokens than a window shows, so the last ``slack`` tokens can be taken back: with
-a smaller number of stored tokens, the ring is the row as it was at any of its last ``slack`` tokens.
-Slots that were written since are then taken to hold their previous tokens, which no later token sees.
+With slack a ring stores more tokens than a window shows, so the last ``slack`` tokens can be rolled back by a
+smaller number of stored tokens. Slots written since then count as their previous tokens, which no later token
+sees.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from bias_builders.rules import Window
 
 
 class Ring(NamedTuple):
-    """The slots in which a streaming head keeps its tokens.
+    """The slots in which a streaming head stores its tokens.
 
     Attributes:
         window: the window of a token.
-        slack: further slots, hence tokens that can be taken back.
+        slack: further slots, hence tokens that can be rolled back.
     """
 
     window: Window
@@ -37,7 +37,7 @@ class Ring(NamedTuple):
 
     @property
     def turning(self) -> int:
-        """Slots that are written round and round."""
+        """Slots of the ring buffer, without sinks."""
         return self.window.recent + self.slack
 
 
@@ -48,12 +48,12 @@ def ring_slot(position: torch.Tensor, ring: Ring) -> torch.Tensor:
 
 
 def stays_in_ring(position: torch.Tensor, end: torch.Tensor, ring: Ring) -> torch.Tensor:
-    """Whether a token is still held once all tokens before position ``end`` are stored."""
+    """Whether a token is still stored after all tokens before position ``end`` are."""
     return (position < ring.window.sink) | (position >= end - ring.turning)
 
 
 def slot_position(num_stored: torch.Tensor, ring: Ring) -> torch.Tensor:
-    """Position of the token that each slot holds, -1 where the slot is empty.
+    """Position of the token in each slot, -1 where the slot is empty.
 
     Args:
         num_stored: tokens stored so far, integer ``[R]``.
@@ -64,6 +64,6 @@ def slot_position(num_stored: torch.Tensor, ring: Ring) -> torch.Tensor:
     last = num_stored[:, None] - 1
     turns_back = torch.remainder(last - slot[None, :], ring.turning)
     position = torch.where(slot[None, :] < ring.window.sink, slot[None, :], last - turns_back)
-    # An empty slot of the turning part would compute a position inside the sinks or before 0.
+    # An empty slot of the ring buffer would get a position inside the sinks or before 0.
     is_used = slot[None, :] < torch.clamp(num_stored, max=ring.size)[:, None]
     return torch.where(is_used, position, -1)

@@ -1,8 +1,7 @@
 """Rules of visibility, by position: the only place where attention visibility is decided.
 
-Every function works on numpy arrays and on torch tensors alike, broadcasts its arguments, and
-returns booleans. Positions are those of the original text: nothing is renumbered when a
-streaming head forgets.
+Every function works on numpy arrays and on torch tensors alike, broadcasts its arguments, and returns
+booleans. Positions are those of the original text: nothing is renumbered when a streaming head evicts tokens.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class TileClass(Enum):
 class Rule(Protocol):
     """A choice of the earlier tokens that a token sees; a frozen value of plain numbers.
 
-    Every token sees itself and no token behind it, so no token is left without a key.
+    Every token sees itself and no later token, so no token is without a key.
     """
 
     @property
@@ -70,7 +69,7 @@ class Rule(Protocol):
 
     @property
     def sink(self) -> int:
-        """Leading positions that may be seen at any distance: ``reaches`` says nothing of them."""
+        """Number of leading positions that may be seen at any distance, which ``reaches`` ignores."""
         ...
 
     def sees(self, query_position: Array, key_position: Array) -> Array:
@@ -88,13 +87,13 @@ class Rule(Protocol):
     def reaches(self, nearest: int, farthest: int) -> bool:
         """False only if no token sees any key at these distances back, the first ``sink`` positions apart.
 
-        What static shapes can be cut by: distances within a row are known when positions are not.
+        Usable with static shapes: distances within a row are known when positions are not.
         """
         ...
 
 
 def classify(rule: Rule, tile: Tile) -> TileClass:
-    """Tell what one tile is; a tile that a rule is not sure of is ``MIXED``."""
+    """Classify a tile; ``MIXED`` if the rule cannot decide."""
     if not rule.may_see(tile):
         return TileClass.EMPTY
     return TileClass.FULL if rule.sees_all(tile) else TileClass.MIXED

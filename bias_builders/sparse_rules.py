@@ -1,6 +1,6 @@
 """Rules of sparse attention in closed form, and their union and intersection.
 
-``Window`` is the band, with or without sinks. All arguments are checked when a rule is made.
+``Window`` is the band, with or without sinks. All arguments are validated on construction.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _check(name: str, value: int, least: int = 1) -> None:
 
 
 def _has_multiple(nearest: Array, farthest: Array, step: int) -> Array:
-    """Whether a multiple of ``step`` lies in ``[nearest, farthest]``."""
+    """Whether ``[nearest, farthest]`` contains a multiple of ``step``."""
     return (nearest + step - 1) // step * step <= farthest
 
 

@@ -15,8 +15,8 @@ Int32Array = np.ndarray
 class StepRows:
     """The tokens and requests of a step, unpadded, one entry per row.
 
-    A *row* is one running request in this step. Its new tokens lie side by side in the flat
-    batch, at ``[query_start, query_start + num_new)``.
+    A *row* is one running request in this step. Its new tokens are contiguous in the flat batch, at
+    ``[query_start, query_start + num_new)``.
 
     Attributes:
         row_id: ring row of the request, int32 ``[n]``, distinct.
@@ -26,7 +26,7 @@ class StepRows:
         num_blocks: length of each row's table, int32 ``[n]``: enough for ``start + num_new``
             tokens, or 0 in every row of a model without retrieval heads.
         decode_len: most new tokens of a decode row (M).
-        region: of each row's prompt, where prompts under way are kept whole, negative for none, int32
+        region: of each row's prompt, where prompts are stored whole until computed, negative for none, int32
             ``[n]``; else None.
     """
 
@@ -50,15 +50,15 @@ class StepRows:
 
     @cached_property
     def is_decode(self) -> np.ndarray:
-        """Rows with up to ``decode_len`` new tokens: they are written first and read back from the cache."""
+        """Rows with up to ``decode_len`` new tokens, which are written first and read from the cache."""
         return self.num_new <= self.decode_len
 
     @cached_property
     def context_len(self) -> Int32Array:
         """Tokens that each row reads from the cache parts, int32 ``[n]``.
 
-        A decode row finds its own keys there too; a prompt row finds its new keys in the causal part
-        and only older ones in the cache.
+        A decode row reads its own keys there too; a prompt row attends to its new keys in the causal part and
+        reads only older ones from the cache.
         """
         return self.start + np.where(self.is_decode, self.num_new, 0)
 
@@ -76,7 +76,7 @@ NOWHERE = 1 << 30
 
 @dataclass(frozen=True)
 class SharedPart:
-    """Blocks that several rows read, or one prompt row; they are gathered and meet every query.
+    """Blocks that several rows read, or one prompt row; they are gathered for all queries.
 
     Attributes:
         blocks: block ids, int32 ``[NS]``, ascending.
@@ -110,7 +110,7 @@ class UniquePart:
 
 
 def tails_per_row(decode_len: int) -> int:
-    """Most tails that a row can have (T), if it does not decode more tokens than a block holds."""
+    """Most tails that a row can have (T), if it decodes at most as many tokens as a block has."""
     return 1 if decode_len == 1 else 2
 
 
@@ -124,7 +124,7 @@ class _Context(NamedTuple):
 
     @property
     def is_shared(self) -> bool:
-        """Whether any block is; most steps are decodes of unrelated requests."""
+        """Whether there is any shared block; most steps are decodes of unrelated requests."""
         return len(self.num_readers) > 0 and bool(self.num_readers.max() > 1)
 
 

@@ -1,4 +1,4 @@
-"""Choice of the blocks of a prompt that attention reads, by an estimate of what they receive.
+"""Choice of the top-k blocks of a prompt, by an estimate of their attention.
 
 Shapes: T tiles of queries, K key/value heads, X blocks of keys.
 """

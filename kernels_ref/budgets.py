@@ -27,7 +27,7 @@ def unique_with_weights(inputs: PartInputs, ring: RingStep) -> tuple[Partial, to
     """
     q_NKGD, _, units, _, scoring, _, sinks_KG = inputs
     num_rows, num_slots = len(q_NKGD), units.layout.num_slots
-    assert isinstance(ring.seen, Leading), "slots of a budget are seen from the first one on"
+    assert isinstance(ring.seen, Leading), "expected leading slots of a budget to be visible"
     valid = seen_mask(ring.seen, num_slots)[:, :, 0]
     return weighed(q_NKGD, units.k[:num_rows], units.v[:num_rows], valid, scoring, sinks_KG)
 
@@ -48,7 +48,7 @@ def weighed(
     scores = soften(_products(q_NKGD, k_NKSD), scoring).float()
     if valid_N1S is not None:
         scores = torch.where(valid_N1S[:, :, None], scores, FLOOR)
-        # Slots that are not seen may hold anything.
+        # Hidden slots have undefined content.
         v_NKSD = torch.where(valid_N1S[..., None], v_NKSD, 0)
     largest = scores.amax(dim=-1)
     weights = torch.exp(scores - largest[..., None])
@@ -64,7 +64,7 @@ def weighed(
 def _products(q_NKGD: torch.Tensor, k_NKSD: torch.Tensor) -> torch.Tensor:
     if q_NKGD.device.type != "cpu" or q_NKGD.dtype == torch.float32:
         return torch.matmul(q_NKGD, k_NKSD.transpose(2, 3))
-    # Scores rounded to bfloat16 put weights off by 2 %. One row at a time, the widened keys stay in a cache.
+    # Scores rounded to bfloat16 change weights by 2 %. Row by row, the float32 keys stay in a CPU cache.
     rows = [torch.matmul(q.float(), k.float().transpose(1, 2)) for q, k in zip(q_NKGD, k_NKSD)]
     return torch.stack(rows)
 
@@ -76,13 +76,13 @@ _BEYOND = 1 << 30
 def eviction_victims(
     score_NKC: torch.Tensor | None, position_NKC: torch.Tensor, is_protected: torch.Tensor | None
 ) -> torch.Tensor:
-    """Find the unprotected slot with the lowest score, of equal ones that with the lowest position.
+    """Find the eviction victims: the unprotected slot with the lowest score, ties by lowest position.
 
     Args:
         score_NKC: float32, finite and of magnitudes below 1e30; None = all are equal.
         position_NKC: int32, 0 or more and below 2^30.
-        is_protected: bool, broadcast against the positions; None = any slot may go. Fewer than C of a row
-            and head.
+        is_protected: bool, broadcast against the positions; None = any slot may be evicted. Fewer than C of a
+            row and head.
 
     Returns:
         int32 ``[N, K]``.
@@ -98,6 +98,6 @@ def eviction_victims(
 
 
 def ranks(score: torch.Tensor, is_protected: torch.Tensor | None) -> torch.Tensor:
-    """Scores, those of protected slots above all others."""
-    # Sums, where a choice would do: on a CPU they take a twentieth of its time.
+    """Return scores, with those of protected slots above all others."""
+    # Sums instead of ``where``: on a CPU they need a twentieth of its time.
     return score if is_protected is None else torch.add(score, is_protected, alpha=-FLOOR)

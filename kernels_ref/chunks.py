@@ -1,27 +1,25 @@
-"""Sizes of the chunks and slices in which parts meet the context."""
+"""Sizes of the chunks and slices by which parts process the context."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 MOST_INLINE = 2
-"""Slices or chunks of a part of attention in the graph of a layer: six parts of them stay below 600 nodes."""
+"""Most slices or chunks of a part in the graph of a layer: with six parts, below 600 nodes."""
 
 
 class ChunkBounds(NamedTuple):
-    """Bounds of what one chunk of a part makes, in bytes, fixed for a captured step.
+    """Bounds of the intermediates of one chunk of a part, in bytes, fixed for a captured step.
 
     Attributes:
         score_bytes: of one block of float32 scores.
-        key_bytes: of the keys that one chunk of the shared part gathers, so that they do not grow with the
-            context where few queries leave room for the scores of many blocks; with values, about the on-chip
-            memory of a Gaudi 2.
+        key_bytes: of the keys that one chunk of the shared part gathers, which bounds them if few queries
+            allow the scores of many blocks; with values, about the on-chip memory of a Gaudi 2.
         key_slots: the same bound in slots, for models or ranks with few heads.
-        mask_bytes: of the mask of one chunk of the shared part, and of what it is made from, where no scores
-            are.
-        unique_bytes: of what one chunk of whole blocks makes in the unique part.
-        most_inline: chunks of one part that a graph holds which is compiled by itself; more of them run in a
-            loop outside of it. None = any number.
+        mask_bytes: of the mask of one chunk of the shared part and its intermediates, in fused attention.
+        unique_bytes: of the intermediates of one chunk of whole blocks in the unique part.
+        most_inline: most chunks of one part within the compiled graph of a layer; more of them run in a loop
+            outside of it. None = any number.
     """
 
     score_bytes: int = 64 << 20
@@ -32,7 +30,7 @@ class ChunkBounds(NamedTuple):
     most_inline: int | None = None
 
     def shared(self, num_query_heads: int, block_size: int, key_bytes: int) -> int:
-        """Blocks that the shared part gathers at a time.
+        """Return the number of blocks that the shared part gathers at a time.
 
         Args:
             num_query_heads: query tokens times their heads.
@@ -44,7 +42,7 @@ class ChunkBounds(NamedTuple):
         )
 
     def masked(self, num_queries: int, block_size: int, key_bytes: int, element_bytes: int) -> int:
-        """Blocks that the shared part gathers at a time where attention is one operator, without scores.
+        """Return the number of blocks that the shared part gathers at a time for fused attention.
 
         Args:
             key_bytes: of the keys of one block.
@@ -56,16 +54,17 @@ class ChunkBounds(NamedTuple):
         )
 
     def unique(self, num_rows: int, num_heads: int, block_size: int, head_dim: int, key_bytes: int) -> int:
-        """Whole blocks that the unique part reads at a time.
+        """Return the number of whole blocks that the unique part reads at a time.
 
-        As many as one request of ``key_slots`` tokens has, so that a longer one takes no more; or more, while
-        what a chunk makes stays below the tails, one of each row, which are gathered together.
+        As many as one request of ``key_slots`` tokens has, so that a longer one needs no more memory; or
+        more, while the intermediates of a chunk are smaller than the tails, one of each row, which are
+        gathered together.
 
         Args:
             num_heads: query heads of a row.
             key_bytes: of the keys of one block.
         """
-        # Two copies in float32 of each score, of each result, and of what finds the largest score of a row.
+        # Two float32 copies of each score, of each result, and of the search for the maximum of a row.
         block_bytes = 8 * num_heads * (block_size + head_dim + num_rows)
         # Gathered keys, gathered values, and those with unused slots cleared.
         tail_bytes = 3 * num_rows * key_bytes
@@ -76,7 +75,7 @@ class ChunkBounds(NamedTuple):
 DEFAULT_BOUNDS = ChunkBounds()
 
 QUERY_SLICE = 512
-"""Queries of one slice of the portable causal part, which makes scores."""
+"""Queries of one slice of the portable causal part, which materialises scores."""
 
 QUERY_STEP = 128
 """Slices outside of a graph are multiples of it: products and masks with odd sizes are slow on an HPU."""
@@ -86,13 +85,13 @@ class Slices(NamedTuple):
     """Sizes of slices; results are the same for all of them, up to rounding.
 
     Attributes:
-        queries: of the causal part and of the rings of prompts, where scores are made.
-        masked_queries: the same where attention is one operator, bounded by its mask.
+        queries: of the causal part and of the rings of prompts, with materialised scores.
+        masked_queries: the same with fused attention, bounded by its mask.
         band_queries: of the band of a window, on a CPU.
         context_blocks: blocks that a prompt row gathers at a time, on a CPU.
         decode_slots: slots of the blocks that decodes read at a time, on a CPU: their scores stay in the
             second-level cache, and a single request of that many tokens fills a slice, so that a longer one
-            takes no more.
+            needs no more memory.
         short_blocks: most blocks for which the unique part on a CPU is the portable one.
     """
 
@@ -105,15 +104,15 @@ class Slices(NamedTuple):
 
 
 DEFAULT_SLICES = Slices()
-"""Sizes that were measured, or follow from memory."""
+"""Measured sizes, or derived from memory."""
 
 
 def num_parts(total: int, size: int) -> int:
-    """Parts of ``size`` in ``total``, the last one perhaps with less."""
+    """Return the number of parts of ``size`` in ``total``, the last one included if smaller."""
     return -(-total // size)
 
 
 def even_size(total: int, most: int, step: int = 1) -> int:
-    """Size of parts, ``most`` at most and a multiple of ``step`` below it, of which as few are needed."""
+    """Return a part size of at most ``most`` for the fewest parts; a multiple of ``step`` if smaller."""
     each = num_parts(total, num_parts(total, most))
     return min(most, num_parts(each, step) * step)

@@ -83,11 +83,11 @@ class Kernels(Protocol):
         position_NKC: torch.Tensor,
         is_protected: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The slot of each head that is given up; see ``kernels_ref.budgets``."""
+        """The eviction victim of each head; see ``kernels_ref.budgets``."""
         ...
 
     def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
-        """Put the keys and values of new tokens in place; see ``kernels_ref.units.write_kv``."""
+        """Write the keys and values of new tokens; see ``kernels_ref.units.write_kv``."""
         ...
 
     def finish(
@@ -103,10 +103,10 @@ class Kernels(Protocol):
 
 
 def kernels(impl: Implementation, operators: FusedOperators = NO_OPERATORS) -> Kernels:
-    """Return what implements the parts; optional packages are imported only here.
+    """Return an implementation; optional packages are imported only here.
 
     Args:
-        operators: those that ``hpu`` calls.
+        operators: fused operators for ``hpu``.
     """
     match impl:
         case Implementation.REFERENCE:

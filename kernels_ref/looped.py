@@ -40,7 +40,7 @@ def looped(run: Kernels, scoring: Scoring, operators: FusedOperators, parts: Ste
     most = scoring.chunks.most_inline
     if most is None or not torch.compiler.is_dynamo_compiling():
         return run
-    # Beside new keys a graph would be too large even if both parts are short, so it is cut between them.
+    # With new keys a graph would be too large even if both parts are short, so it is cut between them.
     most_shared = 0 if parts.causal else most
     most_unique = 0 if parts.causal and not parts.shared else most
     return LoopedKernels(run, FusedKernels(operators), most, most_shared, most_unique)
@@ -148,11 +148,11 @@ class LoopedKernels:
         position_NKC: torch.Tensor,
         is_protected: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The slot of each head that is given up."""
+        """The eviction victim of each head."""
         return self.inner.eviction_victims(score_NKC, position_NKC, is_protected)
 
     def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
-        """Put the keys and values of new tokens in place."""
+        """Write the keys and values of new tokens."""
         self.inner.write_kv(units, index, new)
 
     def finish(
@@ -217,10 +217,10 @@ def shared_rings(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How
 
 @loop
 def unique_blocks(q_NKHD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How) -> Partial:
-    """Decode rows against one chunk of whole blocks after the other, added to what they have seen."""
+    """Decode rows against one chunk of whole blocks after the other, merged into their partials."""
     seen, plan = tensors[:3], tensors[3:]
     owner, told, number = plan[2], (q_NKHD.contiguous(), *plan), _zero(q_NKHD)
-    # As the body returns them, so that one region serves all chunks.
+    # With the strides that the body returns, so that one region serves all chunks.
     total: Sequence[torch.Tensor] = loops.in_order(seen)
     for _ in range(num_parts(len(owner), how.size)):
         *total, number = run_body(loops.unique_chunk, how, number, *total, *told)
@@ -233,5 +233,5 @@ def _zero(like: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(parts: Sequence[Sequence[torch.Tensor]], num_queries: int) -> Partial:
-    """The partial of all queries from those of slices, of which the last may have some past the end."""
+    """The partial of all queries from those of slices; the last one may have queries past the end."""
     return Partial(*(torch.cat(list(each))[:num_queries] for each in zip(*parts)))

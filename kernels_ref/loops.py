@@ -1,4 +1,4 @@
-"""Loops over slices and chunks that a compiled layer does not hold, and their bodies."""
+"""Loops over slices and chunks outside a compiled layer, and their bodies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kernels_ref.units import UnitLayout, as_units, gather, part_places
 
 Body: TypeAlias = Callable[..., Any]
 RegionOf: TypeAlias = Callable[[Hashable, Body], Body]
-"""Returns what runs a body in place of it, by a key that tells bodies apart that compute differently."""
+"""Returns the function that runs a body as a region, by a key that identifies its code and parameters."""
 
 _regions: ContextVar[RegionOf | None] = ContextVar("_regions", default=None)
 
@@ -47,7 +47,7 @@ class How(NamedTuple):
 
 
 Loop: TypeAlias = Callable[[torch.Tensor, Sequence[torch.Tensor], How], Partial]
-"""Takes queries, other tensors and parameters; returns the partial of all queries."""
+"""A loop: from queries, other tensors and parameters to the partial of all queries."""
 
 _loops: dict[str, Loop] = {}
 
@@ -126,7 +126,7 @@ _library.define(
 _library.impl("run", run_loop, "CompositeExplicitAutograd")
 torch.library.register_fake("hpu_duo_loops::run", _shapes, lib=_library)
 operator = torch.ops.hpu_duo_loops.run.default
-"""The operator that stands for a loop in a graph."""
+"""The operator of a loop in a graph."""
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
@@ -278,10 +278,10 @@ def unique_chunk(
     owner_start: torch.Tensor | None = None,
     end: torch.Tensor | None = None,
 ) -> Tensors:
-    """Decode rows against one chunk of whole blocks, which is gathered, added to what they have seen.
+    """Decode rows against one chunk of whole blocks, which is gathered, merged into their partials.
 
     Args:
-        owner_start, end: positions of the first slots of blocks, and behind tokens, if there is a rule.
+        owner_start, end: positions of the first slots of blocks, and after tokens, if there is a rule.
     """
     assert how.layout is not None, "blocks have a layout"
     some, exists = part_places(number, how.size, len(owner))
@@ -298,7 +298,7 @@ def unique_chunk(
 def in_order(partial: Sequence[torch.Tensor]) -> Tensors:
     """Return tensors with the strides of new ones, along dimensions of size 1 as well.
 
-    A device compiles for strides, so each round takes what the last one returned in the same ones.
+    A device compiles for strides, so every round has inputs of the same strides.
     """
     return tuple(x.reshape(-1).view(x.shape) for x in partial)
 

@@ -23,7 +23,7 @@ _locks_lock = Lock()
 
 
 class BuildError(RuntimeError):
-    """Sources could not be built here; says why."""
+    """Sources could not be built; the message has the reason."""
 
 
 def compiler() -> str | None:
@@ -35,15 +35,15 @@ def build(name: str, sources: Sequence[Path], options: Sequence[str] = ()) -> Pa
     """The shared library of some sources, in torch's folder for extensions; they are compiled side by side.
 
     It is built again when a source, a header beside one, an option, the compiler's path or torch changes.
-    Threads that ask for the same library wait for the first of them, and all libraries together have as many
-    compilers at a time as the machine has cores.
+    Threads that build the same library wait for the first of them, and at most as many compilers run at a
+    time as the machine has cores.
 
     Args:
         name: what the file's name begins with.
         options: for the compiler, beside those that torch's headers need.
 
     Raises:
-        BuildError: there is no compiler, it refuses the sources, or the folder cannot be written.
+        BuildError: there is no compiler, it fails, or the folder cannot be written.
     """
     try:
         from torch.utils import cpp_extension
@@ -80,7 +80,7 @@ def _compile(library: Path, name: str, sources: Sequence[Path], command: Sequenc
         with _compilers:
             done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise BuildError(f"{command[0]} refuses {name}: {done.stderr[-_SHOWN_CHARACTERS:]}")
+            raise BuildError(f"{command[0]} fails for {name}: {done.stderr[-_SHOWN_CHARACTERS:]}")
 
     folder = library.parent
     try:

@@ -102,7 +102,7 @@ def merge_all(partials: Partial) -> Partial:
 
 
 def packed(partial: Partial) -> torch.Tensor:
-    """A triple as one tensor ``[..., D + 2]``, to be sent."""
+    """A triple as one tensor ``[..., D + 2]``, for exchanges."""
     return torch.cat([partial.attn, partial.max[..., None], partial.sum[..., None]], dim=-1)
 
 
@@ -129,7 +129,7 @@ def sink_logits(logits: torch.Tensor, partial: Partial) -> Partial:
 
 
 def select(partial: Partial, index: torch.Tensor) -> Partial:
-    """Rows of a partial by index; index ``N`` (one past the end) gives the empty partial.
+    """Rows of a partial by index; index ``N`` (one past the end) returns the empty partial.
 
     Args:
         partial: of one row at least.
@@ -175,7 +175,7 @@ def finish(
         decode_slot: place of each token among those, ``L`` for all others, ``[Q]``.
         sinks_KG: attention-sink logits, or None.
     Returns:
-        ``[Q, K, G, D]``, zero for a token that has seen no key.
+        ``[Q, K, G, D]``, zero for a token that sees no key.
     """
     if of_rows is not None:
         of_tokens = [*of_tokens, select(of_rows, decode_slot)]
@@ -211,7 +211,7 @@ class Scoring(NamedTuple):
 
 
 def soften(products: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """Scores, squeezed into ``(-softcap, softcap)`` when the model asks for it.
+    """Scores, soft-capped to ``(-softcap, softcap)`` if the model does so.
 
     Returns:
         float32, or bfloat16 where the products are and ``scoring`` is fast.

@@ -3,7 +3,7 @@
 Shapes: Q query tokens, N rows of up to M decoded tokens, C gathered rings, X blocks, B slots of a block, W
 slots of a ring, T keys, K key/value heads, G query heads of each, H = M * G for all tokens of a row, D head
 size. Queries arrive scaled. Static shapes throughout: no index is negative, no size depends on data, no mask
-holds an infinity.
+has an infinity.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ def merge_by_owner(
     owner: torch.Tensor,
     visible: torch.Tensor | None = None,
 ) -> Partial:
-    """Add whole blocks to what their owners have seen so far.
+    """Merge whole blocks into the partials of their owners.
 
-    Weights are taken against the new largest score of the owner at once, so that the blocks need no
-    partial of their own, which would take twice as many operators.
+    Weights are computed with the owner's new maximum at once, so that the blocks need no partial of their
+    own, which would need twice as many operators.
 
     Args:
         total: of the N rows.
         scores_XKGB: of each block with the query of its owner; overwritten.
-        owner: row of each block, ``N`` = nobody, whose scores and values may be anything; int32 ``[X]``.
+        owner: row of each block, ``N`` = none, with undefined scores and values; int32 ``[X]``.
         visible: slots that queries see, broadcast against the scores; None = all.
     """
     if visible is not None:
@@ -89,13 +89,13 @@ def merge_by_owner(
     block_max = torch.where(member_NX[..., None, None], largest[None], FLOOR)
     row_max = torch.maximum(total.max, block_max.amax(dim=1))
     owned = (owner < num_rows)[:, None, None]
-    # Far above any score where nobody owns a block: its weights are 0, and no infinity meets its values.
+    # Far above any score if a block has no owner: its weights are 0, without infinities.
     reference = torch.where(owned, gather(row_max, torch.clamp(owner, max=num_rows - 1)), -FLOOR)
     weights = scores_XKGB.sub_(reference[..., None].to(scores_XKGB.dtype)).exp_()
     if visible is not None:
-        # A row that has seen nothing so far weighs hidden slots by exp(FLOOR - FLOOR) = 1.
+        # Without visible slots so far, hidden ones would have weights exp(FLOOR - FLOOR) = 1.
         weights = torch.where(visible, weights, 0)
-    # Selecting, not multiplying, keeps a NaN of somebody else's block out of the product.
+    # Selecting, not multiplying, excludes a NaN of another owner's block from the product.
     attn = torch.where(
         owned[..., None], torch.matmul(weights.to(v_XKBD.dtype), v_XKBD).to(largest.dtype), 0.0
     )
@@ -139,7 +139,7 @@ Attend: TypeAlias = Callable[[torch.Tensor, "torch.Tensor | None", torch.Tensor]
 def causal(inputs: PartInputs, dense: Dense | None = None, query_slice: int | None = None) -> Partial:
     """Tokens of prompt rows against the new keys of their own row.
 
-    Queries are cut into slices. Without a rule a slice meets the keys up to its end; with one only those
+    Queries are cut into slices. Without a rule a slice attends to the keys up to its end; with one only those
     that it reaches by distance, plus the sink tokens of the one row that may have begun before them.
 
     Args:
@@ -176,8 +176,8 @@ def causal(inputs: PartInputs, dense: Dense | None = None, query_slice: int | No
 def _sinks_before(first: int, t: StepTensors, num_sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Flat indices and rows of the sink tokens that lie before flat index ``first``.
 
-    Rows are contiguous, so only the row that owns token ``first`` can reach back across it.
-    Places that hold no such token get the row number of nobody.
+    Rows are contiguous, so only the row that owns token ``first`` can reach back across it. Places without
+    such a token get a row index that matches none.
     """
     no_row = t.row_start.shape[0]
     owner = t.causal_row[first : first + 1]
@@ -190,7 +190,7 @@ def _sinks_before(first: int, t: StepTensors, num_sinks: int) -> tuple[torch.Ten
 def shared_blocks(inputs: PartInputs, dense: Dense | None = None, chunk: int | None = None) -> Partial:
     """Every query against every shared block, a bounded chunk of blocks at a time.
 
-    Which slots a row sees is worked out for each chunk too: rows by blocks would grow with the context.
+    Visibility is derived for each chunk too: a mask of rows by blocks would grow with the context.
 
     Args:
         dense, chunk: how a chunk is attended to, and its blocks; None = ``attend_dense``, ``scoring.chunks``.
@@ -225,7 +225,7 @@ def some_shared_blocks(
     dense: Dense,
     sparse_QXB: torch.Tensor | None = None,
 ) -> Partial:
-    """Every query against one chunk of the shared blocks; what is gathered for it ends here.
+    """Every query against one chunk of the shared blocks; gathered copies are freed on return.
 
     Args:
         sparse_QXB: slots that a rule shows each query; None = all.
@@ -242,7 +242,7 @@ def some_shared_blocks(
 def shared_rings(
     inputs: PartInputs, ring: RingStep, dense: Dense | None = None, query_slice: int | None = None
 ) -> Partial:
-    """Tokens of prompt rows against what their ring held before the step.
+    """Tokens of prompt rows against their rings as of before the step.
 
     Args:
         dense, query_slice: see ``causal``.
@@ -263,9 +263,9 @@ def unique_blocks(
 ) -> Partial:
     """Decode rows against the blocks that only they read, a bounded chunk of blocks at a time.
 
-    Whole blocks come from the contiguous slice ``[0, NU)`` without a mask: each block meets the
-    queries of its owner, and the results are summed by owner. Blocks of nobody are dropped by
-    owner, so whatever they hold cannot leak. Tails are gathered and masked. A rule masks whole blocks too.
+    Whole blocks come from the contiguous slice ``[0, NU)`` without a mask: each block is attended to by the
+    queries of its owner, and the results are summed by owner. Blocks without an owner are excluded, so their
+    content cannot leak. Tails are gathered and masked. A rule masks whole blocks too.
 
     Args:
         attend: for the tails.

@@ -1,6 +1,6 @@
-"""Rotary embedding of vectors by given frequencies, the halves of a head turned against each other.
+"""Rotary embedding of vectors by given frequencies, in the layout of rotated halves.
 
-Shapes: D head size, F frequencies, at most D / 2; elements behind the first 2 * F are not turned.
+Shapes: D head size, F frequencies, at most D / 2; elements after the first 2 * F are not rotated.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ def turns(position: torch.Tensor, frequencies: Sequence[float]) -> Turn:
         position: int32 ``[...]``.
         frequencies: radians for each position.
     """
-    # Numbers of an operator, since a captured step copies nothing from the host.
+    # Created by an operator, since a captured step copies nothing from the host.
     numbers = [position.new_full((1,), each, dtype=torch.float32) for each in frequencies]
     angle = position.float()[..., None] * torch.cat(numbers)
     return Turn(torch.cos(angle), torch.sin(angle))
 
 
 def composed(first: Turn, second: Turn) -> Turn:
-    """One rotation after the other."""
+    """Compose two rotations."""
     return Turn(
         first.cos * second.cos - first.sin * second.sin, first.sin * second.cos + first.cos * second.sin
     )
 
 
 def turned(x: torch.Tensor, turn: Turn) -> torch.Tensor:
-    """Turn vectors ``[..., D]``, float32; dimensions before the last are broadcast."""
+    """Rotate vectors ``[..., D]``, float32; dimensions before the last are broadcast."""
     half = turn.cos.shape[-1]
     first, second, rest = x.float().split([half, half, x.shape[-1] - 2 * half], dim=-1)
     # The rest has the same shape before the last dimension, whatever is broadcast.

@@ -13,17 +13,17 @@ from kernels_ref.step import PartInputs, StepTensors
 from kernels_ref.units import gather, gather_units
 
 MASK_BYTES = 16
-"""Bytes of each pair of a query and a key while a rule is worked out: distances, remainders and booleans."""
+"""Bytes of intermediates of a rule per query and key: distances, remainders and booleans."""
 
 
 def reached_keys(rule: Rule | None, begin: int, end: int, tile: int = QUERY_STEP) -> list[slice]:
     """Places of the new keys that the new queries ``[begin, end)`` may see, by their distance alone.
 
-    Tokens of a row lie side by side, so places that far apart are tokens that far apart. Ascending, not
-    empty, up to ``end``. Sinks before the first of them are left out; there is no gap if a rule has sinks.
+    Tokens of a row are contiguous, so distances of places are distances of tokens. Ascending, not empty, up
+    to ``end``. Sinks before the first of them are excluded; there is no gap if a rule has sinks.
 
     Args:
-        tile: keys that are kept or left out together.
+        tile: number of keys that are included or excluded together.
     """
     if rule is None:
         return [slice(0, end)]
@@ -42,7 +42,7 @@ def reached_keys(rule: Rule | None, begin: int, end: int, tile: int = QUERY_STEP
 
 
 def picked(x: torch.Tensor, places: list[slice]) -> torch.Tensor:
-    """Some entries of the first dimension: a view if they lie side by side."""
+    """Some entries of the first dimension: a view if they are contiguous."""
     return x[places[0]] if len(places) == 1 else torch.cat([x[place] for place in places])
 
 
@@ -54,7 +54,7 @@ def slot_positions(start_X: torch.Tensor, num_slots: int) -> torch.Tensor:
 def shared_visible(
     rule: Rule, position_Q: torch.Tensor, start_X: torch.Tensor, num_slots: int
 ) -> torch.Tensor:
-    """Slots of shared blocks that a rule shows each query, ``[Q, X, B]``; whatever its row has stored."""
+    """Slots of shared blocks that a rule shows each query, ``[Q, X, B]``, stored or not."""
     return rule.sees(position_Q[:, None, None], slot_positions(start_X, num_slots)[None])
 
 
@@ -152,7 +152,7 @@ def tile_step(t: StepTensors, block_size: int) -> TileStep:
     row = torch.where(inside, t.causal_row, -1).amax(dim=1)
     number = torch.where(inside, t.positions // block_size, -1).amax(dim=1)
     row = torch.where(row < 0, no_row, row)
-    # Rows by blocks: a row number of padding reads nothing.
+    # Rows by blocks: the row index of padding reads nothing.
     reads_TS = gather(t.shared_reads, row) > 0
     is_same_TT = (row[:, None] == row[None]) & (row[:, None] < no_row)
     block = torch.cat([t.shared_start // block_size, number])
@@ -166,7 +166,7 @@ def tile_step(t: StepTensors, block_size: int) -> TileStep:
 def chosen_blocks(inputs: PartInputs, tiles: TileStep, choice: TopBlocks) -> Partial:
     """Tokens of prompt rows against their own tile and the blocks before it that are chosen for it.
 
-    All blocks are read and the others masked: static shapes save nothing here. Results are those of kernels
+    All blocks are read and the others masked: static shapes save nothing here. Results equal those of kernels
     that skip them.
     """
     q_QKGD, t, scoring = inputs.q, inputs.tensors, inputs.scoring
@@ -190,7 +190,7 @@ def estimate(
     A softmax over the blocks before the tile for each query head, summed over the heads of a group.
 
     Args:
-        q_TKGD, k_XKD: means of queries and of keys, float32; anything where nothing may be seen.
+        q_TKGD, k_XKD: means of queries and of keys, float32; undefined where nothing is visible.
     """
     count, _, group, _ = q_TKGD.shape
     q_KTD = q_TKGD.transpose(0, 1).flatten(1, 2)
@@ -226,7 +226,7 @@ def _new_keys(inputs: PartInputs, tiles: TileStep, seen_TKT: torch.Tensor) -> Pa
         causal_QT = causal_mask(row[begin:end], position[begin:end], row[:end], position[:end], no_row)
         is_own_QT = tile[begin:end, None] == tile[None, :end]
         of_tile_QKT = gather(seen_TKT, tile[begin:end])
-        # Tokens of no prompt row are keys that nobody sees.
+        # Tokens of other rows are hidden keys.
         sees_QKT = of_tile_QKT.index_select(2, torch.clamp(tile[:end], max=most))
         visible_KQT = ((sees_QKT | is_own_QT[:, None]) & causal_QT[:, None]).transpose(0, 1)
         parts.append(attend_dense(q_QKGD[begin:end], new.k[:end], new.v[:end], visible_KQT, scoring))
@@ -241,7 +241,7 @@ def _context(inputs: PartInputs, tiles: TileStep, seen_TKS: torch.Tensor) -> Par
     chunk = scoring.chunks.shared(num_queries * num_kv * group, block_size, key_bytes)
     total = empty(q_QKGD)
     for block, seen in zip(t.shared_block.split(chunk), seen_TKS.split(chunk, dim=2)):
-        # Blocks that a prompt row sees are full; others, which nobody sees here, may hold anything.
+        # Blocks that a prompt row sees are full; others are hidden here, and undefined.
         used_XB = leading_slots(seen.any(dim=0).any(dim=0).to(torch.int32) * block_size, block_size)
         k_TKD, v_TKD = as_keys(*gather_units(units, block), used_XB)
         visible_KQT = gather(seen, tiles.of_token).transpose(0, 1).repeat_interleave(block_size, dim=2)

@@ -33,15 +33,15 @@ class StepTensors(NamedTuple):
         row_query_start: flat index of the row's first new token, any valid index without one, ``[N]``.
         tail_block: unique blocks that not all tokens of the row see whole, else the null block, ``[N, T]``.
         tail_start: position of their first slots, ``NOWHERE`` where there is none, ``[N, T]``.
-        chunk_row: prompt rows that have context, then others as far as there is room, else ``R``, ``[C]``.
+        chunk_row: prompt rows with context, then others while there is room, else ``R``, ``[C]``.
         shared_block: ``[NS]``; padding is the null block.
         shared_start: position of their first slots, ``[NS]``.
         shared_reads: 1 where tokens of a row read a shared block, the last row for padding, ``[N + 1, NS]``.
             They see the positions stored before the step; the part derives them for some blocks at a time.
-        owner: row that reads block ``b`` of the contiguous slice whole, ``N`` = nobody, ``[NU]``.
-        owner_start: position of the first slot of each of these blocks that anybody has, ``[NU]``; empty
-            where no kind of head group asks for it (``GroupKind.needs_block_positions``).
-        token_class: ``TokenClass`` of each token, 0 for padding, ``[Q]``; empty where no kind asks for it
+        owner: row that reads block ``b`` of the contiguous slice whole, ``N`` = none, ``[NU]``.
+        owner_start: position of the first slot of each of these blocks in use, ``[NU]``; empty if no kind of
+            head group needs it (``GroupKind.needs_block_positions``).
+        token_class: ``TokenClass`` of each token, 0 for padding, ``[Q]``; empty if no kind needs it
             (``GroupKind.needs_token_classes``).
     """
 
@@ -146,7 +146,7 @@ class DecodeRows(NamedTuple):
     Attributes:
         row: row of each token of a decode row, ``N`` for all others, ``[Q]``.
         slot, token: see ``Step``.
-        end: position behind each token of the rows, 0 where there is none, ``[N, M]``.
+        end: position after each token of the rows, 0 where there is none, ``[N, M]``.
     """
 
     row: torch.Tensor
@@ -179,7 +179,7 @@ class BlockStep(NamedTuple):
     Attributes:
         write_index: places of the new tokens, ``[Q * K]``.
         tails: visibility of a row's tails to its tokens, ``[N, T, M]``.
-        end: position behind each token of the decode rows, 0 where there is none, ``[N, M]``.
+        end: position after each token of the decode rows, 0 where there is none, ``[N, M]``.
     """
 
     write_index: torch.Tensor
@@ -194,9 +194,9 @@ class RingStep(NamedTuple):
 
     Attributes:
         write_index: places of the new tokens, in the null row for those of prompts that the ring does not
-            keep, ``[Q * K]``.
+            store, ``[Q * K]``.
         seen: visibility of the rings of decode rows to their tokens.
-        chunk_position: positions held by the rings in the scratch, -1 = empty, ``[C, W]``.
+        chunk_position: positions in the rings of the scratch, -1 = empty, ``[C, W]``.
     """
 
     write_index: torch.Tensor

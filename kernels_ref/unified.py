@@ -37,7 +37,7 @@ class LayerSpec:
         softcap: bound of the scores, None when the model has none.
         impl: implementation of the kernels.
         softmax: precision of scores and exponentials.
-        operators: fused operators that ``impl`` calls, where it calls any.
+        operators: fused operators that ``impl`` calls, if any.
         slices: sizes of what ``impl`` computes at a time.
         chunks: bounds of chunks of context, from which their sizes follow.
         rows: kinds of state that rows have besides what heads keep.
@@ -67,7 +67,7 @@ class LayerSpec:
 
     @property
     def num_retrieval(self) -> int:
-        """Key/value heads that see all tokens of a request, whoever keeps them."""
+        """Key/value heads that see all tokens of a request, on whichever rank they are stored."""
         return sum(group.num_heads for group in self.groups if group.kind.reach is None)
 
 
@@ -95,7 +95,7 @@ def unified_attention(
 
     Args:
         q_QHD, k_QKD, v_QKD: after rotary embedding; heads in the order of the groups.
-        cache: units of each group, written in place; taken one after the other.
+        cache: units of each group, written in place; iterated once.
         sinks_H: learned attention-sink logit of each query head.
     Returns:
         ``[Q, H, D]`` in the dtype of ``q_QHD``; zero for padding.

@@ -45,13 +45,14 @@ class KVUnits(NamedTuple):
     """Units of a store of keys and of one of values.
 
     Attributes:
-        k, v: ``[X, K, S, D]``, views to be read; vectors of a head lie side by side.
+        k, v: ``[X, K, S, D]``, views to be read; vectors of a head are contiguous.
         k_flat, v_flat: the stores as lists of vectors, ``[V, D]``, to be written.
-        layout: where the units lie, in both.
+        layout: of the units, in both.
         scratch: units as they were before the step, for prompts to read, ``[C, K, S, D]``; None where a kind
             of heads needs none, or no prompt reads any.
-        state: what is known of each slot, for kinds that choose their slots by it; else None.
-        regions: whole texts of prompts under way, for kinds that choose at the end of a prompt; else None.
+        state: position and score of each slot, for kinds that evict by them; else None.
+        regions: whole texts of partially computed prompts, for kinds that choose at the end of a prompt; else
+            None.
     """
 
     k: torch.Tensor
@@ -69,7 +70,7 @@ class KVUnits(NamedTuple):
 
 
 class SlotState(NamedTuple):
-    """Numbers of each slot of each unit, with the slots of all heads of a unit side by side.
+    """Position and score of each slot of each unit, with the slots of all heads of a unit concatenated.
 
     They are small beside keys and values, and are read and written in one graph.
 
@@ -83,7 +84,7 @@ class SlotState(NamedTuple):
 
 
 class PromptRegions(NamedTuple):
-    """Keys and values of all tokens of prompts under way, in a region of vectors each, and scores of them.
+    """Keys, values and scores of all tokens of partially computed prompts, a region for each prompt.
 
     Attributes:
         k_flat, v_flat: lists of vectors, ``[P * (1 + L) * K, D]``. A region begins with K vectors that only
@@ -115,7 +116,7 @@ class PromptRegions(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Copies of some units, made before a step writes.
+    """Copies of some units from before a step writes.
 
     Attributes:
         k, v: ``[C, K, S, D]``, dense.
@@ -187,7 +188,7 @@ def gather_units(units: KVUnits, index: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def index_dtype(device: torch.device) -> torch.dtype:
-    """The integers that a device takes as indices: int64 on CPU and CUDA, int32 elsewhere.
+    """The dtype of indices on a device: int64 on CPU and CUDA, int32 elsewhere.
 
     Plans are int32 because a Gaudi has no native int64; torch's CPU and CUDA kernels accept
     only int64 in ``index_copy_``.
@@ -203,7 +204,7 @@ def gather(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def part_places(number: torch.Tensor, size: int, total: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Places of one part of ``total`` entries, for ``gather``.
 
-    The number is on the device, so that the part is no view at an offset of its own.
+    The index is on the device, so that the part is not a view with an offset of its own.
 
     Args:
         number: of the part, int32 ``[1]``.
@@ -227,7 +228,7 @@ def write_indices(
     Returns:
         ``[Q * K]`` by layout, tokens outermost, of ``index_dtype``.
     """
-    # What layouts share comes first: a step on a CPU waits for every operator.
+    # What layouts share is computed once: a step on a CPU waits for every operator.
     most: dict[int, int] = {}
     for layout in layouts:
         most[layout.head_stride] = max(layout.num_heads, most.get(layout.head_stride, 0))
@@ -261,7 +262,7 @@ def unit_places(unit: torch.Tensor, layout: UnitLayout) -> torch.Tensor:
 
 
 def write(flat_VD: torch.Tensor, index: torch.Tensor, new_QKD: torch.Tensor) -> None:
-    """Put one vector per token and head in place.
+    """Write one vector per token and head.
 
     Args:
         flat_VD: a store as a list of vectors; changed in place by one ``index_copy_``.
@@ -272,6 +273,6 @@ def write(flat_VD: torch.Tensor, index: torch.Tensor, new_QKD: torch.Tensor) -> 
 
 
 def write_kv(units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
-    """Put the keys and the values of new tokens in place; see ``write``."""
+    """Write the keys and the values of new tokens; see ``write``."""
     for flat, values in ((units.k_flat, new.k), (units.v_flat, new.v)):
         flat.index_copy_(0, index, values.reshape(-1, flat.shape[-1]))

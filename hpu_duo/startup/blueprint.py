@@ -262,7 +262,7 @@ def _asked_for(
     if impl is Implementation.TRITON:
         reason = _triton_problem(device, layers)
         if reason is not None:
-            raise ValueError(f"attention 'triton' was asked for, but {reason}")
+            raise ValueError(f"attention 'triton' is not available: {reason}")
     if impl is Implementation.SDPA:
         if device.type != "cpu":
             raise ValueError(f"attention 'sdpa' is torch's CPU kernel, got device {str(device)!r}")

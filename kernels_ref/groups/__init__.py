@@ -1,4 +1,4 @@
-"""Kinds of head groups, a file each; see ``GroupKind`` for what one has to say."""
+"""Kinds of head groups, one file each; ``GroupKind`` is their interface."""
 
 from kernels_ref.groups.blocks import Blocks, ChosenBlocks, ChosenStep
 from kernels_ref.groups.budget import Budget, BudgetStep

@@ -1,4 +1,4 @@
-"""Heads that keep every token of a request, in blocks; prompts read all of them or a choice."""
+"""Heads that store every token of a request, in blocks; prompts read all or the top-k of them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Blocks(GroupKind):
-    """Heads that keep all tokens, in blocks: retrieval heads, and heads whose attention is sparse.
+    """Heads that store all tokens, in blocks: retrieval heads, and heads with sparse attention.
 
-    The causal part meets new keys of the same prompt, the shared part blocks that several rows read, or a
-    prompt row, and the unique part the blocks of decode rows.
+    The causal part covers new keys of the same prompt, the shared part blocks of several rows or of a prompt
+    row, and the unique part the blocks of decode rows.
 
     Attributes:
         rule: which of the tokens before it a token sees; None = all of them.
@@ -104,7 +104,7 @@ class Blocks(GroupKind):
 
 
 def _rule_bytes(heads: HeadSizes, sizes: PartSizes) -> int:
-    """The mask of a rule for one slice or chunk, and what it is worked out from."""
+    """The mask of a rule for one slice or chunk, and its intermediates."""
     parts, block_size = sizes.parts, sizes.block_size
     causal = parts.causal * min(QUERY_SLICE, sizes.query_len) * sizes.query_len
     shared = parts.shared * sizes.query_len * _shared_chunk(heads, sizes) * block_size
@@ -137,7 +137,7 @@ def _shared_bytes(heads: HeadSizes, sizes: PartSizes) -> int:
 def _unique_bytes(heads: HeadSizes, sizes: PartSizes) -> int:
     if not sizes.parts.unique:
         return 0
-    # Whole blocks are read where they lie; tails, a block or two of each row, are gathered.
+    # Whole blocks are read in place; tails, a block or two of each row, are gathered.
     rows, block_size = sizes.num_rows, sizes.block_size
     row_heads = sizes.decode_len * heads.num_query_heads
     per_slot = row_heads * FLOAT32
@@ -175,12 +175,12 @@ _KEPT = Blocks()
 
 @dataclass(frozen=True)
 class ChosenBlocks(GroupKind):
-    """Heads whose prompts see some blocks, chosen by estimation; their decodes see all tokens.
+    """Heads with top-k blocks for prompts, chosen by estimation; their decodes see all tokens.
 
     Attributes:
         choice: blocks that a tile of a prompt sees.
-        chunk: most new tokens of a prompt row in a step, a multiple of the tokens of a block. What tokens see
-            does not depend on it, only on chunks ending at borders of blocks.
+        chunk: most new tokens of a prompt row in a step, a multiple of the tokens of a block. Visibility does
+            not depend on it, as long as chunks end at block borders.
     """
 
     choice: TopBlocks
@@ -204,7 +204,7 @@ class ChosenBlocks(GroupKind):
 
     @property
     def chunk_grid(self) -> int:
-        """Tiles are whole where chunks end."""
+        """Chunks end at tile borders."""
         return self.chunk
 
     def describe(self) -> str:

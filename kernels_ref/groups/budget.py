@@ -1,4 +1,4 @@
-"""Heads that keep a fixed number of tokens of a request, which a policy chooses.
+"""Heads that store a fixed number of tokens of a request, chosen by an eviction policy.
 
 Shapes: Q query tokens, N decode rows, P prompt rows of up to T new tokens, K key/value heads, C slots.
 """
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class DecodeSlots(NamedTuple):
-    """The slots of decode rows, once each has taken in its token.
+    """The slots of decode rows after their new tokens are inserted.
 
     Attributes:
         slots: of all rows; positions and scores are those of the store.
@@ -62,11 +62,11 @@ def take_in(
     eviction_victims: FirstToGo,
     token_class: torch.Tensor,
 ) -> DecodeSlots:
-    """Give the new token of each decode row a slot, and write its position and first score there.
+    """Allocate a slot to the new token of each decode row, and write its position and first score.
 
     Args:
         state: of all units, those of decode rows first; written in place.
-        end: position behind the new token, 0 for rows without one, int32 ``[N]``.
+        end: position after the new token, 0 for rows without one, int32 ``[N]``.
         unit: unit of each row, the null unit for rows without a token, int32 ``[N]``.
         eviction_victims: of the implementation.
         token_class: of each row's new token, int32 ``[N]``, for policies that mark tokens; any, for others.
@@ -102,10 +102,10 @@ class BudgetStep(NamedTuple):
     """Tensors that a step derives once for all stores of one budget and one layout.
 
     Attributes:
-        ring: what kernels of rings read: occupied slots come first, for decode rows and in the scratch.
-        end: position behind the token of a decode row, 0 for other rows, int32 ``[N]``.
-        place: where a table of the P * T entries of prompt rows, of N rows and of the null unit has each
-            token, int32 ``[Q]``.
+        ring: input of the kernels of rings: occupied slots come first, for decode rows and in the scratch.
+        end: position after the token of a decode row, 0 for other rows, int32 ``[N]``.
+        place: index of each token in a table of the P * T entries of prompt rows, of N rows and of the null
+            unit, int32 ``[Q]``.
         decode_row: units of decode rows, the null unit for others, int32 ``[N]``.
         token_class: of the first new token of each row, 0 where no policy marks tokens, int32 ``[N]``.
         chunk: the prompt rows.
@@ -123,16 +123,16 @@ class BudgetStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Budget(GroupKind):
-    """Heads that keep ``budget`` tokens each, in slots that are used again in place.
+    """Heads that store ``budget`` tokens each, in slots that are overwritten in place.
 
-    A token that is decoded takes the slot that the policy gives up, and then attends to all slots, its own
-    included. A chunk of a prompt attends to all slots and to itself, then the policy keeps ``budget`` of
-    both. So what is kept depends on where chunks end, and on nothing else: the scheduler ends them on a grid
-    of ``chunk`` positions and at the end of the prompt. Occupied slots come first, since none is given up
-    while one is free.
+    A decoded token overwrites the slot of the eviction victim, and then attends to all slots, its own
+    included. A chunk of a prompt attends to all slots and to itself, then the policy retains ``budget``
+    tokens of both. So the stored tokens depend on where chunks end, and on nothing else: the scheduler ends
+    them on a grid of ``chunk`` positions and at the end of the prompt. Occupied slots come first, since none
+    is evicted while one is free.
 
     Attributes:
-        policy: says which tokens stay.
+        policy: chooses the tokens to evict.
         budget: slots of a head (C).
         chunk: most new tokens of a prompt row in a step (T).
         max_chunk_rows: most prompt rows of a step (P).
@@ -160,7 +160,7 @@ class Budget(GroupKind):
 
     @property
     def reach(self) -> int | None:
-        """The slots: a chunk sees its own tokens besides."""
+        """The slots: a chunk sees its own tokens in addition."""
         return self.budget
 
     def describe(self) -> str:
@@ -173,27 +173,27 @@ class Budget(GroupKind):
         return self.budget
 
     def num_read(self, num_shared_blocks: int) -> int:
-        """Return the tokens of its row that a prompt may read, in a bucket of so many shared blocks."""
+        """Return the tokens of its row that a prompt may read, in a bucket with so many shared blocks."""
         return self.budget
 
     @property
     def keeps_scratch(self) -> bool:
-        """Return True: the new tokens of a prompt replace what it still has to read."""
+        """Return True: the new tokens of a prompt overwrite what it still has to read."""
         return True
 
     @property
     def reads_text(self) -> bool:
-        """Whether prompts see their tokens at the positions of the text, whatever decodes do."""
+        """Whether prompts use positions of the text even if decodes use positions in the cache."""
         return False
 
     @property
     def chunk_grid(self) -> int:
-        """Return the chunk: what it leaves depends on where it ends."""
+        """Return the chunk: the stored tokens depend on where it ends."""
         return self.chunk
 
     @property
     def shares_blocks(self) -> bool:
-        """Return False: what is kept at the end of a chunk is known only there."""
+        """Return False: what is stored is decided at the end of a chunk."""
         return False
 
     @property
@@ -223,7 +223,7 @@ class Budget(GroupKind):
             number = torch.arange(no_row, dtype=end.dtype, device=end.device)
             decode_row = torch.where(end > 0, number, next(iter(layouts)).num_units - 1)
         else:
-            # The table has no decode rows: what is left is the null unit.
+            # The table has no decode rows, only the null unit.
             place = torch.zeros_like(place)
         if parts.causal:
             chunk, place = self._chunk(t, place)
@@ -262,7 +262,7 @@ class Budget(GroupKind):
         parts, units = step.parts, inputs.units
         layout = units.layout
         plan: BudgetStep = step.plans[self.key, layout]
-        assert units.state is not None, "a budget keeps a state"
+        assert units.state is not None, "expected units with a state"
         of_tokens: list[Partial] = []
         taken, kept, decoded, seen = None, None, None, self._seen(inputs, plan)
         if parts.causal:
@@ -272,7 +272,7 @@ class Budget(GroupKind):
             rows = plan.end, plan.decode_row, run.eviction_victims, plan.token_class
             taken = take_in(self.policy, units.state, layout, *rows)
         run.write_kv(units, *self._written(layout, plan, kept, taken, self._stored(inputs.new, plan)))
-        # Views from before would be inputs of this graph beside the stores, where it was cut in between.
+        # New views: older ones would be further inputs of this graph if it was cut in between.
         units = units.seen_anew()
         seen = seen._replace(units=units)
         assert units.state is not None, "slots have positions and scores"
@@ -296,7 +296,7 @@ class Budget(GroupKind):
         return inputs._replace(q=turned_as(inputs.q, turn), new=new)
 
     def _stored(self, new: NewKV, plan: BudgetStep) -> NewKV:
-        """Keys and values as they are stored: without rotation where positions are those in the cache."""
+        """Return keys and values to store, without rotation if positions are those in the cache."""
         if not self.policy.positions_in_cache:
             return new
         return NewKV(turned_as(new.k, plan.turns.back), new.v)
@@ -348,7 +348,7 @@ class Budget(GroupKind):
         taken: DecodeSlots | None,
         new: NewKV,
     ) -> tuple[torch.Tensor, NewKV]:
-        """The vectors to write, and their places ``[Q * K]``: the null unit for tokens that are not kept."""
+        """Return the vectors to write, and their places ``[Q * K]``: the null unit for evicted tokens."""
         tables = self._decode_places(layout, plan, taken)
         if kept is not None:
             tables.insert(0, self._places(layout, plan.chunk.row[:, None, None], kept.slot))
@@ -357,7 +357,7 @@ class Budget(GroupKind):
     def _decode_places(
         self, layout: UnitLayout, plan: BudgetStep, taken: DecodeSlots | None
     ) -> list[torch.Tensor]:
-        """Places of the new tokens of the N rows, if there are any, and behind them one in the null unit."""
+        """Return places of the new tokens of the N rows, if any, followed by one in the null unit."""
         nowhere = torch.full((1, layout.num_heads, 1), self.budget, dtype=torch.int32, device=plan.end.device)
         tables = [self._places(layout, nowhere, nowhere)]
         if taken is not None:
@@ -366,7 +366,7 @@ class Budget(GroupKind):
         return tables
 
     def _places(self, layout: UnitLayout, row: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-        """Places in the store of slots ``[X, K, n]``, ``[X * n, K]``; the null unit for slots behind it."""
+        """Places in the store of slots ``[X, K, n]``, ``[X * n, K]``; the null unit for slots beyond it."""
         dtype, is_kept = index_dtype(slot.device), slot < self.budget
         unit = torch.where(is_kept, row, layout.num_units - 1).to(dtype)
         head = torch.arange(layout.num_heads, dtype=dtype, device=slot.device)[:, None]
@@ -374,7 +374,7 @@ class Budget(GroupKind):
         return (place + layout.offset).transpose(1, 2).flatten(0, 1)
 
     def transient_bytes(self, heads: HeadSizes, sizes: PartSizes) -> int:
-        """Scores of a slice of prompts or of all decode rows, and what candidates for slots are sorted by."""
+        """Scores of a slice of prompts or of all decode rows, and the sort keys of candidates for slots."""
         per_slot, chunk = heads.num_query_heads * FLOAT32, min(self.chunk, sizes.query_len)
         num_rows = sizes.parts.causal * self.max_chunk_rows
         num_read = self.num_read(sizes.num_shared_blocks)
@@ -394,11 +394,11 @@ class Budget(GroupKind):
         return scores + keys + candidates + self._future_bytes(heads, num_rows * chunk, num_rows)
 
     def _most_met(self, sizes: PartSizes) -> int:
-        """Tokens of its row that a prompt meets at a time."""
+        """Tokens of its row that a prompt attends to at a time."""
         return self.budget
 
     def _future_bytes(self, heads: HeadSizes, num_tokens: int, num_rows: int) -> int:
-        """Queries that are turned, apart from their mean, and covariances."""
+        """Rotated queries, centred, and covariances."""
         if not self.policy.needs_rotary:
             return 0
         per_head = 3 * num_tokens + 4 * num_rows * heads.head_dim * (self.policy.num_ahead > 0)

@@ -1,4 +1,4 @@
-"""Prompt rows of a budget: what stays of the slots and of a chunk of new tokens.
+"""Prompt rows of a budget: which tokens remain of the slots and of a chunk of new tokens.
 
 Shapes: Q query tokens, P prompt rows, T new tokens of each, C slots, S = C + T candidates, K key/value heads,
 G query heads of each, D head size.
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 def future_queries(
     q_QKGD: torch.Tensor, chunk: ChunkStep, first: int, back: Turn, ahead: Turn
 ) -> FutureQueries:
-    """Mean and covariance of the queries of each row, turned from their positions to those ahead.
+    """Mean and covariance of the queries of each row, rotated from their positions to those ahead.
 
-    Without any query, as where all of them stand before ``first``, both are 0.
+    Without any query, as if all are before ``first``, both are 0.
 
     Args:
         first: position of the first query that counts.
-        back: turns each query to position 0, ``[Q, F]``.
-        ahead: mean of the rotations to positions behind the chunk, ``[P, F]``.
+        back: rotates each query to position 0, ``[Q, F]``.
+        ahead: mean of the rotations to positions after the chunk, ``[P, F]``.
     """
     token = chunk.token.view(-1)
     own_XKGD = turned(gather(q_QKGD, token), back.at(token).of_heads(2))
     counts_PT = chunk.is_new & (chunk.start[:, None] + chunk.number >= first)
     number = torch.clamp(counts_PT.sum(dim=1, dtype=torch.int32), min=1)[:, None, None, None]
     counts_PT111 = counts_PT[:, :, None, None, None]
-    # Entries behind the new tokens may be any query.
+    # Entries beyond the new tokens are any query.
     own_PTKGD = torch.where(counts_PT111, own_XKGD.unflatten(0, chunk.token.shape), 0.0)
     mean_PKGD = own_PTKGD.sum(dim=1) / number
     apart_PKGTD = torch.where(counts_PT111, own_PTKGD - mean_PKGD[:, None], 0.0).permute(0, 2, 3, 1, 4)
@@ -51,12 +51,13 @@ def future_queries(
 
 
 class Kept(NamedTuple):
-    """Slots and state that a chunk leaves.
+    """Slots and state after a chunk.
 
     Attributes:
-        slot: of each new token, or of each of ``text``, ``C`` for those that go, int32 ``[P, K, T]``.
-        state: of the rows behind the chunk, ``[P, K, C]`` each.
-        text: keys and values of what stays, if the step's new tokens are not all of them, ``[P * T, K, D]``.
+        slot: of each new token, or of each of ``text``, ``C`` for evicted ones, int32 ``[P, K, T]``.
+        state: of the rows after the chunk, ``[P, K, C]`` each.
+        text: keys and values of the remaining tokens, if the step's new tokens are not all of them, ``[P * T,
+            K, D]``.
     """
 
     slot: torch.Tensor
@@ -69,7 +70,7 @@ class Held(NamedTuple):
 
     Attributes:
         state: positions and scores, ``[P, K, C]`` each.
-        kv: keys and values, ``[P, K, C, D]`` each; None where no row holds any.
+        kv: keys and values, ``[P, K, C, D]`` each; None if no row has any.
     """
 
     state: SlotState
@@ -77,7 +78,7 @@ class Held(NamedTuple):
 
     @property
     def num_slots(self) -> int:
-        """Slots that are looked at: rows without context need no candidates among them."""
+        """Number of candidate slots: rows without context have none."""
         return 0 if self.kv is None else self.state.score.shape[-1]
 
     def new_position(self, chunk: ChunkStep) -> torch.Tensor:
@@ -96,11 +97,11 @@ def scored_tokens(
     partials: list[Partial],
     turns: BudgetTurns,
 ) -> SlotView:
-    """Return what is held and the new tokens behind it, with the scores that the chunk leaves.
+    """Return the stored tokens followed by the new ones, with their scores after the chunk.
 
     Args:
         run: the kernels of the parts.
-        num_slots: tokens that may stay (C).
+        num_slots: number of tokens to retain (C).
         inputs: of the step; the new tokens of the rows are among them.
         partials: attention of all tokens over new and stored keys.
         turns: rotations of queries.
@@ -133,14 +134,14 @@ def scored_tokens(
 
 
 def chosen(policy: KVPolicy, slots: SlotView) -> torch.Tensor:
-    """Mark the tokens that stay, no more than there are slots: bool ``[P, K, S]``."""
+    """Mark the tokens to retain, no more than there are slots: bool ``[P, K, S]``."""
     if slots.score.shape[-1] > slots.num_slots:
         return kept_tokens(policy, slots)
     return slots.valid.expand(slots.score.shape)
 
 
 def keep_chunk(policy: KVPolicy, held: Held, slots: SlotView, chunk: ChunkStep) -> Kept:
-    """Choose what stays of slots and new tokens, and the slots of the latter.
+    """Choose the tokens to retain of slots and new tokens, and the slots of the latter.
 
     Args:
         slots: of ``scored_tokens``.

@@ -1,7 +1,7 @@
-"""Choice of the slots of a budget: who goes, who stays, and which slot a token gets.
+"""Allocation of the slots of a budget: which tokens are evicted, and the slot of each new token.
 
 Shapes: N decode rows, P prompt rows, K key/value heads, C slots, T new tokens of a prompt row, S = C + T.
-Values are sorted and never indices, so that nothing wider than int32 arises; no index is negative.
+Values are sorted, never indices, so that no int64 arises; no index is negative.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FirstToGo: TypeAlias = Callable[[torch.Tensor | None, torch.Tensor, torch.Tensor
 
 
 def priorities(policy: KVPolicy, slots: SlotView) -> torch.Tensor:
-    """Rank of each token, float32 ``[X, K, S]``: the lowest goes first; ``FLOOR`` where there is no token."""
+    """Rank of each token, float32 ``[X, K, S]``: the lowest is evicted first; ``FLOOR`` without a token."""
     return torch.where(slots.valid, ranks(slots.score, policy.protects(slots)), FLOOR)
 
 
@@ -34,16 +34,16 @@ def slot_to_write(
     num_stored: torch.Tensor,
     eviction_victims: FirstToGo = eviction_victims,
 ) -> torch.Tensor:
-    """Find the slot of each head that the next token of a row gets, int32 ``[N, K]``.
+    """Find the slot of each head for the next token of a row, int32 ``[N, K]``.
 
-    The first free one; in a full store that of the token that the policy gives up.
+    The first free one; in a full store that of the eviction victim.
 
     Args:
-        slots: before the token is there; ``end`` counts it.
+        slots: before the token is stored; ``end`` counts it.
         num_stored: occupied slots, int32 ``[N]``; occupied ones come first.
         eviction_victims: of the implementation.
     """
-    # In a full store every slot is valid, and in another one it does not matter who would go.
+    # In a full store every slot is valid; in another one the victim is not used.
     score = slots.score if policy.has_scores else None
     given_up = eviction_victims(score, slots.position, policy.protects(slots))
     num_stored = num_stored[:, None]
@@ -51,20 +51,19 @@ def slot_to_write(
 
 
 def kept_tokens(policy: KVPolicy, slots: SlotView) -> torch.Tensor:
-    """Mark the ``num_slots`` tokens that stay, of more: bool ``[P, K, S]``.
+    """Mark the ``num_slots`` tokens to retain, of more: bool ``[P, K, S]``.
 
-    Those of the highest rank; among equals the latest.
+    Those of the highest rank; of equal ranks the latest.
     """
     return highest(priorities(policy, slots), slots.position, slots.valid, slots.num_slots)
 
 
 class Moves(NamedTuple):
-    """Places of the tokens that a chunk leaves.
+    """Places of the tokens that remain after a chunk.
 
     Attributes:
-        slot: of each new token, ``C`` for those that are not kept, int32 ``[P, K, T]``.
-        source: number of the new token that each slot gets, ``T`` where it keeps what it has, int32
-            ``[P, K, C]``.
+        slot: of each new token, ``C`` for evicted ones, int32 ``[P, K, T]``.
+        source: index of the new token that each slot gets, ``T`` if it is unchanged, int32 ``[P, K, C]``.
     """
 
     slot: torch.Tensor
@@ -72,11 +71,11 @@ class Moves(NamedTuple):
 
 
 def assign_slots(keeps_old: torch.Tensor, keeps_new: torch.Tensor) -> Moves:
-    """Give the new tokens that stay the free slots, in the order of both.
+    """Assign the retained new tokens to the free slots, in the order of both.
 
     Args:
-        keeps_old: slots whose tokens stay, bool ``[P, K, C]``.
-        keeps_new: new tokens that stay, bool ``[P, K, T]``; no more than there are free slots.
+        keeps_old: slots with retained tokens, bool ``[P, K, C]``.
+        keeps_new: retained new tokens, bool ``[P, K, T]``; no more than there are free slots.
     """
     num_slots, num_new = keeps_old.shape[-1], keeps_new.shape[-1]
     free, free_rank = _numbered(~keeps_old)
@@ -106,7 +105,7 @@ def look_up(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
     Args:
         values: ``[P, K, n]``.
-        index: int32 ``[P, K, m]``, 0 or more; beyond the end stands for the last one.
+        index: int32 ``[P, K, m]``, 0 or more; clamped to the last one.
     """
     size = values.shape[-1]
     index = torch.clamp(index, max=size - 1)
@@ -117,7 +116,7 @@ def look_up(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def _numbered(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of the chosen entries, in order and with others behind them, and the rank of each of them."""
+    """Indices of the chosen entries, in order, followed by others, and the rank of each of them."""
     size = chosen.shape[-1]
     number = torch.arange(size, dtype=torch.int32, device=chosen.device)
     in_order = torch.sort(torch.where(chosen, number, size), dim=-1).values

@@ -19,7 +19,7 @@ from kernels_ref.step import StepTensors
 from kernels_ref.units import gather
 
 _TURNED_NUMBERS, _TURNED_ON_CPU = 1 << 22, 1 << 17
-"""Numbers of stored keys that are turned at a time: on a CPU as many as a cache holds."""
+"""Elements of stored keys that are rotated at a time: on a CPU as many as fit into a cache."""
 
 
 class BudgetTurns(NamedTuple):
@@ -27,9 +27,9 @@ class BudgetTurns(NamedTuple):
 
     Attributes:
         back: of each token, from its position back to position 0, ``[Q, F]``.
-        places: of each token, from its position to its place among kept tokens, ``[Q, F]``.
-        ranks: to each rank among kept tokens, ``[C, F]``.
-        ahead: mean of those to the positions behind each prompt row, ``[P, F]``.
+        places: of each token, from its position to its rank among stored tokens, ``[Q, F]``.
+        ranks: to each rank among stored tokens, ``[C, F]``.
+        ahead: mean of those to the positions after each prompt row, ``[P, F]``.
     """
 
     back: Turn
@@ -45,7 +45,7 @@ def budget_turns(
     nothing = turns(t.positions[:0], frequencies[:1] or (0.0,))
     if not policy.needs_rotary:
         return BudgetTurns(nothing, nothing, nothing, nothing)
-    # The angles are those of the model, rounded as it rounds them: they cancel out however large they are.
+    # The angles are rounded as in the model, so they cancel out however large they are.
     back = turns(-t.positions, frequencies)
     if policy.positions_in_cache:
         rank = torch.arange(num_slots, dtype=t.positions.dtype, device=t.positions.device)
@@ -58,9 +58,9 @@ def budget_turns(
 
 
 def _shift(num_slots: int, t: StepTensors) -> torch.Tensor:
-    """Distance of the place of each token among the kept ones from its position, 0 or less, int32 ``[Q]``.
+    """Rank of each token among the stored ones minus its position, 0 or less, int32 ``[Q]``.
 
-    A decoded token is the last of the kept ones. A chunk follows what its row has kept.
+    A decoded token has the last rank. A chunk follows the stored tokens of its row.
     """
     no_row = t.row_start.shape[0]
     row = torch.clamp(t.row, max=no_row - 1)
@@ -70,7 +70,7 @@ def _shift(num_slots: int, t: StepTensors) -> torch.Tensor:
 
 
 def turned_as(x_QKsD: torch.Tensor, turn: Turn) -> torch.Tensor:
-    """Turn vectors of tokens, ``[Q, ..., D]``, all heads alike; the type is kept.
+    """Rotate vectors of tokens, ``[Q, ..., D]``, all heads alike; the dtype is preserved.
 
     Args:
         turn: ``[Q, F]``.
@@ -81,7 +81,7 @@ def turned_as(x_QKsD: torch.Tensor, turn: Turn) -> torch.Tensor:
 def turned_by_rank(
     k_XKCD: torch.Tensor, position_XKC: torch.Tensor, valid: torch.Tensor, ranks: Turn
 ) -> torch.Tensor:
-    """Turn stored keys to their ranks among the kept ones of their head, some heads at a time.
+    """Rotate stored keys to their ranks among the stored ones of their head, some heads at a time.
 
     Args:
         k_XKCD: without rotation; anything where ``valid`` is not set.
@@ -103,5 +103,5 @@ def turned_by_rank(
 
 
 def turning_bytes(num_numbers: int) -> int:
-    """Bytes while stored keys of so many numbers are turned: as float32, of their rotations and products."""
+    """Bytes of intermediates while this many elements of stored keys are rotated, in float32."""
     return 6 * 4 * min(num_numbers, _TURNED_NUMBERS)

@@ -1,7 +1,7 @@
-"""Sums of attention weights by key, for a prompt's new tokens, without a matrix of all weights.
+"""Sums of attention weights by key, for a prompt's new tokens, without materialising all weights.
 
-The first product of queries and keys has left the log-sum-exp of each query. A second one, some queries at a
-time, adds ``exp(score - lse)`` into the keys: exact, in memory that grows with the keys only.
+Attention has computed the log-sum-exp of each query. A second product of queries and keys, some queries at a
+time, adds ``exp(score - lse)`` into the keys: exact, in memory linear in the keys.
 
 Shapes: Q query tokens, P prompt rows, T new tokens of a row, C slots, S = C + T keys, K key/value heads, G
 query heads of each, D head size.
@@ -19,11 +19,11 @@ from kernels_ref.step import PartInputs
 from kernels_ref.units import gather
 
 _SUMMED_QUERIES, _SUMMED_SCORES = 128, 1 << 21
-"""Queries of a row, and scores of a row and query head, that exist at a time."""
+"""Most queries of a row, and most scores of a row and query head, at a time."""
 
 
 def summed_queries(num_keys: int) -> int:
-    """Return the queries of a row whose scores of so many keys exist at a time."""
+    """Return the queries of a row that are processed at a time, for a number of keys."""
     return max(8, min(_SUMMED_QUERIES, _SUMMED_SCORES // max(1, num_keys)))
 
 
@@ -32,8 +32,8 @@ class ChunkStep(NamedTuple):
 
     Attributes:
         row: unit of each, the null unit where there is none, int32 ``[P]``.
-        start, num_new: tokens that have come before, and new ones, 0 where there is none, int32 ``[P]``.
-        token: flat index of each new token, any valid one behind them, int32 ``[P, T]``.
+        start, num_new: tokens before the chunk, and new ones, 0 where there is none, int32 ``[P]``.
+        token: flat index of each new token, any valid one beyond them, int32 ``[P, T]``.
         token_class: of each of these, for policies that mark tokens, int32 ``[P, T]``; else None.
     """
 
@@ -71,11 +71,11 @@ def log_sum_exp(partials: list[Partial], sinks_KG: torch.Tensor | None) -> torch
 
 
 def candidates(x_QKD: torch.Tensor, slots_PKCD: torch.Tensor | None, chunk: ChunkStep) -> torch.Tensor:
-    """Keys, or values, of slots and of new tokens behind them, ``[P, K, S, D]``, finite.
+    """Keys, or values, of slots followed by new tokens, ``[P, K, S, D]``, finite.
 
     Args:
         x_QKD: of all new tokens.
-        slots_PKCD: of the slots, of which free ones may hold anything; None where no row has any.
+        slots_PKCD: of the slots, undefined in free ones; None where no row has any.
     """
     new_PTKD = gather(x_QKD, chunk.token.view(-1)).unflatten(0, chunk.token.shape)
     new_PKTD = new_PTKD.transpose(1, 2)
@@ -92,7 +92,7 @@ def column_sums(
     chunk: ChunkStep,
     num_observed: int | None,
 ) -> torch.Tensor:
-    """Weights that the last queries of each row put on each slot and each new key, float32 ``[P, K, S]``.
+    """Attention weights of the last queries of each row on each slot and each new key, float32 ``[P, K, S]``.
 
     Summed over these queries and over the query heads of a key/value head; 0 for keys that none of them sees.
 
@@ -138,7 +138,7 @@ def _of_queries(
     num_rows, num_queries, group = len(chunk.row), number.shape[1], q_QKGD.shape[2]
     exists = (number >= 0) & (number < chunk.num_new[:, None])
     token = chunk.token[:, :1] + torch.where(exists, number, 0)
-    # Rows that do not exist point at any valid token.
+    # Rows that do not exist have any valid token.
     token = torch.clamp(token, max=q_QKGD.shape[0] - 1).view(-1)
     q_PqKGD = gather(q_QKGD, token).unflatten(0, (num_rows, num_queries))
     lse_PqKG = gather(lse_QKG, token).unflatten(0, (num_rows, num_queries))

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Owner(Enum):
     """Owner of a unit of a store, which decides the number of units.
 
-    ``BLOCK``: to a run of tokens, by the numbers in block tables. ``ROW``: to a running request, by its row.
-    Each has one null unit behind all others, and a copy of a block, or of a row, reaches all its stores.
+    ``BLOCK``: a run of tokens, by the ids in block tables. ``ROW``: a running request, by its row. Each has
+    one null unit after all others. A copy of a block, or of a row, applies to all its stores.
     """
 
     BLOCK = "block"
@@ -66,7 +66,7 @@ class GroupKind(ABC):
 
     @abstractmethod
     def num_slots(self, block_size: int) -> int:
-        """Tokens that a unit holds."""
+        """Number of slots of a unit."""
 
     @property
     def keeps_scratch(self) -> bool:
@@ -84,7 +84,7 @@ class GroupKind(ABC):
 
     @property
     def shares_blocks(self) -> bool:
-        """Whether what a prompt leaves of a whole block depends on the text up to its end alone."""
+        """Whether what a prompt stores of a whole block depends only on the text up to its end."""
         return True
 
     @property
@@ -94,7 +94,7 @@ class GroupKind(ABC):
 
     @property
     def needs_token_classes(self) -> bool:
-        """Whether it asks for the classes of new tokens: ``StepTensors.token_class``."""
+        """Whether it needs the classes of new tokens: ``StepTensors.token_class``."""
         return False
 
     @property
@@ -104,13 +104,13 @@ class GroupKind(ABC):
 
     @property
     def region_len(self) -> int:
-        """Tokens of a prompt that is kept whole until it has ended, in ``KVUnits.regions``; 0 = none is."""
+        """Tokens of a prompt that is stored whole until it is computed, in ``KVUnits.regions``; 0 = none."""
         return 0
 
     def seen_slots(self, num_tokens: int, num_slots: int) -> torch.Tensor:
-        """Tell which slots of a unit are seen behind ``num_tokens`` tokens of its request: bool ``[S]``.
+        """Return which slots of a unit are visible after ``num_tokens`` tokens of its request: bool ``[S]``.
 
-        The others may hold anything, tokens of other requests for instance.
+        Others have undefined content, such as tokens of other requests.
         """
         return torch.ones(num_slots, dtype=torch.bool)
 
@@ -120,7 +120,7 @@ class GroupKind(ABC):
         return self
 
     def num_kept(self, num_heads: int) -> int:
-        """Heads that a unit keeps, for a group of ``num_heads``: more where it keeps those of others."""
+        """Heads that a unit stores, for a group of ``num_heads``: more if it stores those of other ranks."""
         return num_heads
 
     def layout(self, num_units: int, num_heads: int, block_size: int) -> UnitLayout:
@@ -132,11 +132,11 @@ class GroupKind(ABC):
         return UnitLayout.dense(num_units, self.num_kept(num_heads), self.num_slots(block_size))
 
     def region_bytes(self, num_heads: int, token_bytes: int) -> int:
-        """Bytes of one region of a group of so many heads; see ``region_len``."""
+        """Bytes of one region of a group with this number of heads; see ``region_len``."""
         return 0
 
     def unit_bytes(self, num_heads: int, token_bytes: int, block_size: int) -> int:
-        """Bytes of one unit of a group of so many heads.
+        """Bytes of one unit of a group with this number of heads.
 
         Args:
             token_bytes: of the key and the value of one token in one head.
@@ -147,7 +147,7 @@ class GroupKind(ABC):
     def prepare(
         self, parts: StepParts, tensors: StepTensors, rows: DecodeRows, layouts: Collection[UnitLayout]
     ) -> Mapping[UnitLayout, Any]:
-        """Derive on the device, once a step, the tensors that ``attend`` needs, by the layout of the store.
+        """Derive on the device, once per step, the tensors that ``attend`` needs, by the layout of the store.
 
         Args:
             layouts: of all stores of this kind, distinct; one or more.
@@ -179,7 +179,7 @@ class HeadGroup:
     """Neighbouring key/value heads of a layer, with their query heads.
 
     Attributes:
-        num_heads: key/value heads; 0 only if its units keep heads of others.
+        num_heads: key/value heads; 0 only if its units store heads of other ranks.
         kind: their storage and attention.
     """
 
@@ -215,7 +215,7 @@ def prepare_step(
 
 FLOAT32 = 4
 SCORE_COPIES = 4
-"""Copies of scores: scores, masked scores, weights, and the product's own copy of them."""
+"""Simultaneous copies of scores: scores, masked scores, weights, and the product's own copy."""
 
 
 class HeadSizes(NamedTuple):
@@ -239,7 +239,7 @@ class HeadSizes(NamedTuple):
         return self.num_heads * self.group_size
 
     def unit_bytes(self, num_slots: int) -> int:
-        """The keys, or the values, of a unit of so many slots."""
+        """Bytes of the keys, or the values, of a unit with this number of slots."""
         return self.num_heads * num_slots * self.head_dim * self.dtype_bytes
 
 

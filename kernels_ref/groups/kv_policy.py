@@ -1,4 +1,4 @@
-"""The joint between a store of a fixed number of slots and the policies that say which tokens stay in it.
+"""The interface between stores with a fixed number of slots and eviction policies.
 
 Shapes: X rows, K key/value heads of the group, S slots or candidates for them.
 """
@@ -14,7 +14,7 @@ import torch
 
 
 class TokenClass(IntEnum):
-    """Class of a token by its text, for policies that keep some classes first."""
+    """Class of a token by its text, for policies that prefer to retain some classes."""
 
     OTHER = 0
     PUNCTUATION = 1
@@ -22,15 +22,15 @@ class TokenClass(IntEnum):
 
 
 class SlotView(NamedTuple):
-    """Tokens that are, or might be, kept, as far as a policy may know them.
+    """Stored tokens and candidates, as input of a policy.
 
     Attributes:
-        score: what attention has made of it so far, ``first_score`` for a new token, float32 ``[X, K, S]``.
+        score: accumulated so far, ``first_score`` for a new token, float32 ``[X, K, S]``.
         position: in the text; anything where ``valid`` is not set, int32 ``[X, K, S]``, K may be 1.
         valid: whether there is a token, bool ``[X, K, S]``, K may be 1.
-        end: position behind the newest token of the row, int32 ``[X, 1, 1]``.
-        num_slots: tokens that a head may keep.
-        is_chunk: whether a chunk of a prompt has come, and not one token.
+        end: position after the newest token of the row, int32 ``[X, 1, 1]``.
+        num_slots: tokens that a head may store.
+        is_chunk: whether the new tokens are a chunk of a prompt, not one decoded token.
     """
 
     score: torch.Tensor
@@ -42,9 +42,9 @@ class SlotView(NamedTuple):
 
 
 class FutureQueries(NamedTuple):
-    """Queries that are expected behind a chunk, as if normally distributed.
+    """Statistics of the queries expected after a chunk, assumed to be normally distributed.
 
-    They are scaled as queries of attention are, and rotated by the mean of the rotations to some positions.
+    Queries are scaled as in attention, and rotated by the mean of the rotations to some positions.
 
     Attributes:
         mean: of each query head, G of a key/value head, float32 ``[X, K, G, D]``.
@@ -56,12 +56,12 @@ class FutureQueries(NamedTuple):
 
 
 class KVPolicy(ABC):
-    """Says which tokens a head keeps; a frozen dataclass of plain numbers.
+    """An eviction policy, which scores the tokens of a head; a frozen dataclass of plain numbers.
 
-    A token begins with score 0, or with one by its class. After each attention the policy turns scores and
-    observed weights into new scores. When a slot is needed, the unprotected token with the lowest score goes,
-    of equal ones the one with the lowest position. All methods are tensor code of static shapes, which
-    captured steps contain.
+    A token begins with score 0, or with one by its class. After each attention the policy computes new scores
+    from scores and observed weights. When a slot is needed, the unprotected token with the lowest score is
+    evicted, ties by lowest position. All methods are tensor code of static shapes, which captured steps
+    contain.
 
     Attributes:
         name: by which users choose it.
@@ -76,12 +76,12 @@ class KVPolicy(ABC):
 
     @property
     def num_observed(self) -> int | None:
-        """Last queries of a chunk whose weights it is told; None = all of them, 0 = it looks at none."""
+        """Number of last queries of a chunk whose weights it observes; None = all of them, 0 = none."""
         return 0
 
     @property
     def weighs_decodes(self) -> bool:
-        """Whether it looks at the weights of decodes; otherwise it is told zeros, which cost nothing."""
+        """Whether it observes the weights of decodes; otherwise these are passed as zeros, at no cost."""
         return self.num_observed != 0
 
     @property
@@ -109,9 +109,9 @@ class KVPolicy(ABC):
 
     @property
     def num_ahead(self) -> int:
-        """Positions behind a chunk for which queries are expected; 0 = it asks for no such statistics.
+        """Number of positions after a chunk to estimate queries for; 0 = no such statistics.
 
-        With any, ``expect`` makes the scores of a chunk, and not ``observe``.
+        If not 0, ``expect`` computes the scores of a chunk instead of ``observe``.
         """
         return 0
 
@@ -122,26 +122,26 @@ class KVPolicy(ABC):
 
     @property
     def positions_in_cache(self) -> bool:
-        """Whether the rotary position of a token is its rank among the tokens that its head keeps.
+        """Whether the rotary position of a token is its rank among the tokens that its head stores.
 
-        Keys are then stored without their rotation, and get that of their rank whenever they are read.
+        Keys are then stored without rotation, and rotated to their rank whenever they are read.
         """
         return False
 
     @property
     def needs_rotary(self) -> bool:
-        """Whether it has to know the frequencies of the rotary embedding."""
+        """Whether it needs the frequencies of the rotary embedding."""
         return self.num_ahead > 0 or self.positions_in_cache
 
     def check(self, num_slots: int) -> None:
-        """Raise ValueError if it cannot work with so many slots: one token at least must be free to go."""
+        """Raise ValueError if the number of slots is too small: at least one token must be unprotected."""
         if num_slots < 1:
             raise ValueError(f"kv_policy {self.name!r} needs a budget of 1 slot or more, got {num_slots}")
 
     def num_needed(self, max_len: int) -> int:
-        """Slots that texts of so many tokens need; more than 1 for rules by position alone.
+        """Slots that texts of this number of tokens need; more than 1 only for rules by position.
 
-        Fewer would leave no unprotected token to go.
+        With fewer, every token would be protected.
         """
         return 1
 
@@ -152,7 +152,7 @@ class KVPolicy(ABC):
             slots: with the new tokens, before this attention.
             mass: weights of the observed queries on each token, summed over them and over the query heads of
                 each key/value head, float32 ``[X, K, S]``; 0 where ``valid`` is not set. Each row and head
-                sums to the number of observed queries times the query heads of a key/value head. All 0 behind
+                sums to the number of observed queries times the query heads of a key/value head. All 0 after
                 a decode unless ``weighs_decodes``.
         """
         return slots.score
@@ -160,18 +160,18 @@ class KVPolicy(ABC):
     def expect(
         self, slots: SlotView, queries: FutureQueries, k_PKSD: torch.Tensor, v_PKSD: torch.Tensor
     ) -> torch.Tensor:
-        """Return new scores from keys, values and the queries to come, as ``observe`` does behind a chunk.
+        """Return new scores from keys, values and expected queries, in place of ``observe`` after a chunk.
 
-        They are averages over the query heads of each key/value head, which may be those of some ranks each.
+        They are averages over the query heads of each key/value head, which may be sharded over ranks.
 
         Args:
             k_PKSD, v_PKSD: of each slot and new token, finite.
         """
-        raise NotImplementedError(f"kv_policy {self.name!r} asks for no queries to come")
+        raise NotImplementedError(f"kv_policy {self.name!r} uses no expected queries")
 
     def protects(self, slots: SlotView) -> torch.Tensor | None:
-        """Tokens that must not go, bool, broadcast against the scores; None = any may.
+        """Tokens that must not be evicted, bool, broadcast against the scores; None = all may be.
 
-        Fewer than ``num_slots``, so that there is always one to go.
+        Fewer than ``num_slots``, so that there is always a victim.
         """
         return None

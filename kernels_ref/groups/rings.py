@@ -1,4 +1,4 @@
-"""Heads that keep the first and the newest tokens of a request, in a ring of its row."""
+"""Heads that store the first and the newest tokens of a request, in a ring buffer of its row."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rings(GroupKind):
-    """Heads that keep the tokens of a window, in a ring: streaming heads and sliding windows.
+    """Heads that store the tokens of a window, in a ring buffer: streaming heads and sliding windows.
 
-    The unique part meets the rings of decode rows, the shared part those of prompt rows as they were before
+    The unique part covers the rings of decode rows, the shared part those of prompt rows as they were before
     the step, in the scratch, and the causal part the new keys of the same prompt.
 
     Attributes:
         window: the window of a token.
-        slack: further slots, hence tokens that can be taken back.
+        slack: further slots, hence tokens that can be rolled back.
     """
 
     window: Window
@@ -74,11 +74,11 @@ class Rings(GroupKind):
 
     @property
     def keeps_scratch(self) -> bool:
-        """Return True: the new tokens of a prompt replace what it still has to read."""
+        """Return True: the new tokens of a prompt overwrite what it still has to read."""
         return True
 
     def seen_slots(self, num_tokens: int, num_slots: int) -> torch.Tensor:
-        """Slots of the sinks, and of what the next token sees."""
+        """Slots of the sinks, and of the tokens that the next token sees."""
         position = slot_position(torch.tensor([num_tokens]), self.ring)[0]
         is_recent = position > num_tokens - self.window.recent
         return (position >= 0) & (is_recent | (position < self.window.sink))
@@ -100,7 +100,7 @@ class Rings(GroupKind):
         if parts.unique:
             seen = _seen(rows, ring)
         if parts.causal:
-            # One more entry, for the row number of padding.
+            # One more entry, for the row index of padding.
             start, num_new = (torch.cat([x, x.new_zeros(1)]) for x in (t.row_start, t.row_num_new))
             is_kept &= stays_in_ring(t.positions, gather(start + num_new, t.row), ring)
             if parts.shared:
@@ -135,9 +135,9 @@ class Rings(GroupKind):
 
 
 def _seen(rows: DecodeRows, ring: Ring) -> Seen:
-    """Return the visibility of rings to decode rows once their tokens are written."""
+    """Return the visibility of rings to decode rows after their tokens are written."""
     if rows.end.shape[1] == 1 and not ring.slack:
-        # A ring then holds what its token sees, and nothing else.
+        # A ring then has exactly the tokens that its new token sees.
         return Leading(torch.clamp(rows.end, max=ring.size)[:, None])
     stored = torch.clamp(rows.end.amax(dim=1), min=0)
     begin = torch.clamp(rows.end - ring.window.recent, min=0)

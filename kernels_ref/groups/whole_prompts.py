@@ -39,17 +39,17 @@ _SCORE_BYTES = 4
 
 @dataclass(frozen=True)
 class WholePrompts(Budget):
-    """Heads with a budget that choose once, from all tokens of a prompt, however many chunks it came in.
+    """Heads with a budget that choose once, from all tokens of a prompt, independent of its chunks.
 
-    While a prompt is under way its keys and values lie in a region, in the order of the text: the step's
-    prompt row ``i`` has region ``i``. A chunk is written there, and attends to all tokens before it. Scores
-    of tokens are kept beside them where a policy counts the weights of all queries, or marks tokens. Every
-    chunk leaves in the slots what the policy would keep of the text so far, so the last one leaves what
-    stays, and decodes know nothing of regions.
+    Until a prompt is computed, its keys and values are stored in a region, in the order of the text: the
+    step's prompt row ``i`` has region ``i``. A chunk is written there, and attends to all tokens before it.
+    Scores of tokens are stored with them if a policy sums the weights of all queries, or marks tokens. After
+    every chunk the slots have the tokens that the policy would retain of the text so far, so the last chunk
+    leaves the final ones, and decodes need no regions.
 
     Attributes:
         prompt_len: tokens of the longest prompt (L).
-        block_size: tokens that a shared block of the bucket stands for, in which S is counted.
+        block_size: tokens per shared block of the bucket, the unit of S.
     """
 
     prompt_len: int = 1
@@ -62,11 +62,11 @@ class WholePrompts(Budget):
         return f"whole {self.name}", *numbers, self.policy.key, self.frequencies
 
     def describe(self) -> str:
-        """Describe the policy, its slots and what it chooses from."""
+        """Describe the policy, its slots and its candidates."""
         return f"{super().describe()} of whole prompts"
 
     def num_read(self, num_shared_blocks: int) -> int:
-        """Return the tokens of these blocks, in which the longest text before a chunk is counted."""
+        """Return the tokens of these blocks, the unit for the longest text before a chunk."""
         return min(self.prompt_len, num_shared_blocks * self.block_size)
 
     @property
@@ -90,7 +90,7 @@ class WholePrompts(Budget):
         return self.policy.num_observed is None or self.policy.marks_tokens
 
     def _chunk(self, t: StepTensors, place: torch.Tensor) -> tuple[ChunkStep, torch.Tensor]:
-        """The prompt rows. In the table of places their tokens are in the null unit: regions have them."""
+        """The prompt rows. The table of places has the null unit for their tokens, which regions store."""
         return super()._chunk(t, place)[0], place
 
     def _read_prompts(self, run: Kernels, inputs: PartInputs, step: Step) -> tuple[list[Partial], Kept]:
@@ -137,7 +137,7 @@ class WholePrompts(Budget):
             of_segment = inputs._replace(units=inputs.units._replace(scratch=segment))
             partial = run.shared_rings(of_segment, ring)
             total = partial if total is None else merge(total, partial)
-        assert total is not None, "there is text to read"
+        assert total is not None, "expected text before the chunk"
         return total
 
     def _held(self, regions: PromptRegions, num_read: int) -> Held:
@@ -155,7 +155,7 @@ class WholePrompts(Budget):
     def _summed(
         self, regions: PromptRegions, chunk: ChunkStep, score: torch.Tensor, num_read: int
     ) -> torch.Tensor:
-        """Scores of all tokens of the regions, ``[P, K * L]``; those without a chunk keep what they have."""
+        """Scores of all tokens of the regions, ``[P, K * L]``; those without a chunk are unchanged."""
         before = regions.score.view(*score.shape[:2], -1)
         number = torch.arange(self.prompt_len, dtype=torch.int32, device=score.device)
         start, num_new = chunk.start[:, None], chunk.num_new[:, None]
@@ -173,10 +173,10 @@ class WholePrompts(Budget):
         taken: DecodeSlots | None,
         new: NewKV,
     ) -> tuple[torch.Tensor, NewKV]:
-        """Vectors of decode rows, and of what stays of prompts."""
+        """Vectors of decode rows, and of the retained tokens of prompts."""
         if kept is None:
             return super()._written(layout, plan, None, taken, new)
-        assert kept.text is not None, "what stays comes from regions"
+        assert kept.text is not None, "expected retained tokens of regions"
         index = self._places(layout, plan.chunk.row[:, None, None], kept.slot).reshape(-1)
         if taken is None:
             return index, kept.text

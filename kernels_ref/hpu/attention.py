@@ -25,11 +25,11 @@ def attend_dense(
 
     Args:
         q_QKGD: scaled.
-        k_TKD, v_TKD: finite also where nobody sees them.
+        k_TKD, v_TKD: finite also where hidden.
         inverse_scale: see ``FusedOperators``.
 
-    Source: vllm-gaudi, ``SlicedFusedSDPA``, which passes a mask also where causality would do, because the
-    operator's causal form returns other statistics.
+    Source: vllm-gaudi, ``SlicedFusedSDPA``, which passes a mask even where causality would suffice, because
+    the operator's causal form returns other statistics.
     """
     hidden = _hidden(q_QKGD.dtype)
     mask_QT = torch.where(visible_QT, q_QKGD.new_zeros(()), hidden)
@@ -49,7 +49,7 @@ def attend_dense(
     )
     attn, largest, inverse = (x[0].movedim(2, 0).float() for x in (out, largest, inverse))
     largest, inverse = largest[..., 0], inverse[..., 0]
-    # A query that sees no key has weighed hidden ones.
+    # The result of a query that sees no key is made of hidden keys.
     sees_any = largest > hidden / 2
     log_sum = largest - torch.log(inverse * inverse_scale)
     return Partial(
@@ -76,7 +76,7 @@ class FusedOperators(NamedTuple):
         block_softmax: ``block_softmax``.
         line_bytes: of the cache lines that ``softmax_fa2`` spreads its maxima and sums over, eight numbers in
             each, as a Gaudi 3 does; 0 where they lie side by side.
-        inverse_scale: factor that makes the inverse sum of ``sdpa_recomp_fwd`` one over the sum.
+        inverse_scale: factor by which the inverse sum of ``sdpa_recomp_fwd`` has to be multiplied.
     """
 
     attention: bool = False
@@ -87,7 +87,7 @@ class FusedOperators(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that are called."""
+        """Names of the operators that are called."""
         known = ((ATTENTION, self.attention), (SOFTMAX, self.softmax), (BLOCK_SOFTMAX, self.block_softmax))
         return tuple(name for name, is_called in known if is_called)
 
@@ -96,7 +96,7 @@ LINE_BYTES = 256
 """Cache lines of a Gaudi 3."""
 
 NO_OPERATORS = FusedOperators()
-"""Nothing is fused: every part is the reference's."""
+"""No fused operators: every part is the reference's."""
 
 
 def exists(name: str) -> bool:
@@ -108,7 +108,7 @@ _PACKED = 8
 """Numbers in a cache line of maxima or sums."""
 
 _NOBODY = -1
-"""Indicator of a block whose softmax is left out: a mark, and no index."""
+"""Indicator of a block without softmax: a mark, and no index."""
 
 
 def attend(
@@ -145,7 +145,7 @@ def attend(
 def merge_by_owner(
     total: Partial, scores_XKHB: torch.Tensor, v_XKBD: torch.Tensor, owner: torch.Tensor
 ) -> Partial:
-    """Add whole blocks to what their owners have seen; see ``kernels_ref.reference.merge_by_owner``.
+    """Merge whole blocks into the partials of their owners; see ``kernels_ref.reference.merge_by_owner``.
 
     Each block's weights are relative to its own largest score. ``block_softmax_adjustment`` does not fit
     here: it divides by the sum of all blocks of a row, which have to be merged with other parts.
@@ -157,7 +157,7 @@ def merge_by_owner(
     weights, block_max, block_sum = torch.ops.hpu.block_softmax(
         scores_XKHB.unsqueeze(3), bias, torch.where(owned, owner, _NOBODY)
     )
-    # A Gaudi 3 pads maxima and sums to whole vectors; those of left out blocks may be anything.
+    # A Gaudi 3 pads maxima and sums to whole vectors; those of skipped blocks are undefined.
     block_max, block_sum = (
         widened(x[:, : num_kv * heads]).view(num_blocks, num_kv, heads) for x in (block_max, block_sum)
     )
@@ -168,7 +168,7 @@ def merge_by_owner(
     row_max = torch.maximum(total.max, largest)
     own_max = gather(row_max, torch.clamp(owner, max=num_rows - 1))
     scale = torch.exp(block_max - own_max)
-    # Selecting, not multiplying, keeps a NaN of somebody else's block out of the product.
+    # Selecting, not multiplying, excludes a NaN of another owner's block from the product.
     owned_XKH = owned[:, None, None]
     attn = torch.where(owned_XKH[..., None], attn * scale[..., None], 0.0)
     sums = torch.where(owned_XKH, block_sum * scale, 0.0)

@@ -1,4 +1,4 @@
-"""The parts on fused operators; those that a device lacks, or that cannot do what a layer asks, are portable.
+"""The parts on fused operators; portable where a device lacks one, or a layer needs what it does not support.
 
 Shapes: as in ``kernels_ref.reference``.
 """
@@ -91,11 +91,11 @@ class FusedKernels:
         position_NKC: torch.Tensor,
         is_protected: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The slot of each head that is given up."""
+        """The eviction victim of each head."""
         return reference.eviction_victims(score_NKC, position_NKC, is_protected)
 
     def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
-        """Put the keys and values of new tokens in place."""
+        """Write the keys and values of new tokens."""
         write_kv(units, index, new)
 
     def finish(
@@ -127,7 +127,7 @@ class FusedKernels:
 
     @property
     def add(self) -> AddBlocks:
-        """Function that adds whole blocks to what decode rows have seen."""
+        """Return the function that merges whole blocks into the partials of decode rows."""
         return attention.merge_by_owner if self.operators.block_softmax else merge_by_owner
 
     def attend(self, scores: torch.Tensor, visible: torch.Tensor | None, values: torch.Tensor) -> Partial:

@@ -1,7 +1,7 @@
-"""Try fused operators on the device that is to run them, against the same numbers on the host.
+"""Trial of fused operators on their device, against results on the host.
 
-Their sources are not public, what they return differs between devices and versions, and an operator that is
-there may refuse a type or a size. So each is called once, at odd sizes, before anything depends on it.
+Their sources are not public, results differ between devices and versions, and an available operator may not
+support a type or a size. So each is called once, at odd sizes, before anything depends on it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INVERSE_SCALES = (1.0, 128.0)
 _EXACT_ERROR = 1e-4
 _NARROW_ERROR = 4 * torch.finfo(torch.bfloat16).eps
 _FAST_ERROR = 0.1
-"""Fast exponentials are looked up: the bridge names their mode after 8-bit numbers."""
+"""Fast exponentials use a lookup table: the bridge names their mode after 8-bit numbers."""
 
 
 class Trial(NamedTuple):
@@ -34,7 +34,7 @@ class Trial(NamedTuple):
 
     Attributes:
         operators: those that may be called.
-        problems: why the others may not.
+        problems: why the others may not be called.
     """
 
     operators: FusedOperators
@@ -42,7 +42,7 @@ class Trial(NamedTuple):
 
     @classmethod
     def of_all(cls, trials: Sequence[Trial]) -> Trial:
-        """A trial whose findings hold for all of several sizes."""
+        """Combine trials of several sizes."""
         first = trials[0].operators
         scales = {trial.operators.inverse_scale for trial in trials if trial.operators.attention}
         together = first._replace(
@@ -55,7 +55,7 @@ class Trial(NamedTuple):
 
 
 class _Refusal(Exception):
-    """An operator returns something else than it should."""
+    """An operator returns a wrong result."""
 
 
 @torch.inference_mode()
@@ -67,11 +67,11 @@ def try_operators(
     softmax: Softmax,
     line_bytes: int,
 ) -> Trial:
-    """Call each fused operator once, and find out what is to be known about it.
+    """Call each fused operator once, and check its results.
 
     Args:
         dtype: of queries, keys and values.
-        group_size, head_dim: of the layers that are to be served.
+        group_size, head_dim: of the layers of the model.
         line_bytes: see ``FusedOperators``; by the kind of device.
     """
     found: dict[str, float] = {}
@@ -100,7 +100,7 @@ def try_operators(
 
 
 class _Sizes(NamedTuple):
-    """Odd ones, and where the numbers go."""
+    """Odd sizes, and the device."""
 
     device: torch.device
     dtype: torch.dtype
@@ -114,7 +114,7 @@ class _Sizes(NamedTuple):
 
 
 def _try_attention(sizes: _Sizes, softmax: Softmax) -> float:
-    """Return the scale of the inverse sum; keys stand out by as much as scores of a trained model do."""
+    """Return the scale of the inverse sum; scores are as peaked as those of a trained model."""
     num_queries, num_keys = 37, 83
     q = sizes.random(num_queries, sizes.num_kv, sizes.group_size, sizes.head_dim, seed=0)
     q = q * (4 / math.sqrt(sizes.head_dim))
@@ -125,7 +125,7 @@ def _try_attention(sizes: _Sizes, softmax: Softmax) -> float:
     got = attend_dense(q.to(on), k.to(on), v.to(on), visible.to(on), softmax, 1.0)
     got = Partial(*(x.cpu() for x in got))
     if (got.attn[0] != 0).any() or (got.max[0] != FLOOR).any() or (got.sum[0] != 0).any():
-        raise _Refusal("a query that sees no key cannot be told from others")
+        raise _Refusal("a query that sees no key cannot be distinguished from others")
     scores = torch.einsum("qkgd,tkd->qkgt", q.double(), k.double())
     allowed = _allowed(sizes.dtype, softmax)
     errors = []
@@ -155,7 +155,7 @@ def _try_softmax(sizes: _Sizes, dtype: torch.dtype, line_bytes: int) -> float:
 
 
 def _try_block_softmax(sizes: _Sizes, dtype: torch.dtype) -> float:
-    """Also blocks that belong to nobody, whose numbers are no numbers."""
+    """Blocks without an owner, which contain NaNs, are included."""
     owner = torch.tensor([2, 0, 3, 2, 0, 3, 2], dtype=torch.int32)
     heads, block_size = sizes.group_size, 32
     scores = sizes.random(len(owner), sizes.num_kv, heads, block_size, seed=7, dtype=dtype) * 4
@@ -181,14 +181,14 @@ def _allowed_beside(*dtypes: torch.dtype) -> float:
 
 
 def _check(got: Partial, expected: Partial, allowed: float) -> None:
-    """Compare means and log-sum-exps, which is all that partials say.
+    """Compare means and log-sum-exps, which determine partials.
 
     Raises:
         _Refusal: they differ by more than is allowed.
     """
     attn, largest, total = (x.cpu().double() for x in got)
     if ((total > 0) != (expected.sum > 0)).any() or (attn[expected.sum == 0] != 0).any():
-        raise _Refusal("rows that see no key cannot be told from others")
+        raise _Refusal("rows that see no key cannot be distinguished from others")
     seen = expected.sum > 0
     error = max(
         _largest(attn[seen] / total[seen][:, None] - expected.attn[seen] / expected.sum[seen][:, None]),

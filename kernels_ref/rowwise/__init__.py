@@ -1,7 +1,7 @@
-"""Small operators on a CPU, run together: loaded, computed and stored row by row in the cache.
+"""Fused elementwise programs on a CPU: loaded, computed and stored row by row in the cache.
 
 A program is interpreted, so a new one costs microseconds and needs no compiler; the interpreter itself is
-built once per machine. Where it cannot be built, ``is_available`` says so.
+built once per machine. ``is_available`` is False where it cannot be built.
 """
 
 from kernels_ref.rowwise.library import is_available

@@ -28,7 +28,7 @@ _VECTORS = {
 
 
 def is_available() -> bool:
-    """Whether the operators are there. False, with one warning, where they cannot be built."""
+    """Whether the operators are available. False, with one warning, where they cannot be built."""
     with _lock:
         return _load()
 

@@ -1,4 +1,4 @@
-"""Fused elementwise programs: instructions on registers that hold some rows at a time."""
+"""Fused elementwise programs: instructions on registers of some rows at a time."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Register:
     Attributes:
         width: items in each row, 1 where one counts for the whole row.
         is_rounded: every item is one that bfloat16 has.
-        is_half: items are kept as bfloat16, and as float32 otherwise.
+        is_half: items are stored as bfloat16, else as float32.
     """
 
     width: int
@@ -79,10 +79,10 @@ class Instruction:
     """One step of a program.
 
     Attributes:
-        to: the register that holds the result; the number of an output for STORE.
-        sources: registers, and numbers that some instructions take.
+        to: the register of the result; the index of an output for STORE.
+        sources: registers, and immediate numbers of some instructions.
         rounds: the result is rounded to bfloat16.
-        output: the one that the result is written to at once, -1 for none.
+        output: the output that the result is also written to, -1 for none.
     """
 
     code: Code
@@ -98,7 +98,7 @@ class Instruction:
 
 
 def round_at_once(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """Let an instruction round its result itself if the result is only rounded afterwards."""
+    """Fuse rounding into an instruction if its result is only rounded afterwards."""
     body = [*instructions]
     num_readers = _num_readers(body)
     maker = {each.to: at for at, each in enumerate(body) if each.code > Code.PLACE}
@@ -108,7 +108,7 @@ def round_at_once(instructions: Sequence[Instruction]) -> list[Instruction]:
         is_rounding = each.code is Code.COPY and each.rounds and isinstance(source, Register)
         if is_rounding and source in maker and num_readers[source] == 1:
             made = body[maker[source]]
-            # Others may have been merged before it; it is still the only one who writes there.
+            # Others may have been fused before it; it is still the only writer of the register.
             body[maker[source]] = replace(made, to=each.to, rounds=True)
             maker[each.to] = maker.pop(source)
             merged.append(at)
@@ -116,7 +116,7 @@ def round_at_once(instructions: Sequence[Instruction]) -> list[Instruction]:
 
 
 def square_at_once(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """Let a mean square what it sums up if nobody else reads the squares."""
+    """Fuse squaring into a mean if nothing else reads the squares."""
     body = [*instructions]
     num_readers = _num_readers(body)
     squares = {
@@ -135,7 +135,7 @@ def square_at_once(instructions: Sequence[Instruction]) -> list[Instruction]:
 
 
 def store_at_once(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """Let an instruction write its result where it is stored."""
+    """Fuse a store into the instruction that computes the value."""
     body = [*instructions]
     made = {each.to for each in body if each.code not in (Code.LOAD, Code.STORE)}
     output_of: dict[Register | int, int] = {}
@@ -222,8 +222,8 @@ class RowProgram:
     """A finished program.
 
     Attributes:
-        run: called with ``number`` and a list of tensors, gives the list of outputs in the order in which
-            they were stored. Only as long as the program is alive.
+        run: called with ``number`` and a list of tensors, returns the list of outputs in the order of stores.
+            Valid as long as the program is alive.
     """
 
     def __init__(self, code: Sequence[int], constants: Sequence[float]) -> None:
@@ -257,7 +257,7 @@ class Builder:
         """Rows of a tensor, by its place among those that the program is called with."""
         is_half = rows.dtype == torch.bfloat16 and rows.width > 1
         register = Register(rows.width, rows.dtype != torch.float32, is_half)
-        # What all rows see is loaded once.
+        # What all rows share is loaded once.
         is_same = rows.index is None and not any(
             stride for stride, size in zip(rows.strides, self.sizes) if size > 1
         )
@@ -286,7 +286,7 @@ class Builder:
         return register
 
     def join(self, parts: Sequence[Register]) -> Register:
-        """Rows made of the rows of all parts, one after the other."""
+        """Concatenation of the rows of all parts."""
         width, is_rounded = sum(part.width for part in parts), all(part.is_rounded for part in parts)
         register = Register(width, is_rounded, is_rounded and width > 1)
         column = 0
@@ -296,7 +296,7 @@ class Builder:
         return register
 
     def store(self, register: Register, shape: Sequence[int], strides: Sequence[int], rows: Rows) -> None:
-        """Make a register the next output, a new tensor of a shape and strides."""
+        """Store a register as the next output, a new tensor of a shape and strides."""
         self._body.append(Instruction(Code.STORE, len(self._outputs), (register,)))
         self._outputs.append(_Output(tuple(shape), tuple(strides), rows))
 
@@ -324,7 +324,7 @@ class Builder:
         return _program_of(tuple(code), tuple(self._constants))
 
     def _slots(self) -> tuple[dict[Register, int], list[tuple[int, int]]]:
-        """Assign each register a place, free again after its last reader; also returns what places hold."""
+        """Assign each register a place, free again after its last reader; also returns their contents."""
         last = {x: at for at, each in enumerate(self._body) for x in each.registers}
         slots: dict[Register, int] = {}
         free: dict[tuple[int, int], list[int]] = {}
@@ -350,7 +350,7 @@ _programs: WeakValueDictionary[tuple[tuple[int, ...], tuple[str, ...]], RowProgr
 
 
 def _program_of(code: tuple[int, ...], constants: tuple[str, ...]) -> RowProgram:
-    """A program, the same one for equal code: all layers of a kind have theirs from here."""
+    """A cached program: equal code, as of all layers of a kind, shares one."""
     program = _programs.get((code, constants))
     if program is None:
         program = _programs[code, constants] = RowProgram(code, [*map(float.fromhex, constants)])

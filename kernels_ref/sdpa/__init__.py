@@ -1,10 +1,9 @@
 """The parts on CPU: torch's fused flash attention for prompts, batched products for decodes.
 
-On CPU the host is the device, so these kernels may look at the plan: each prompt row attends
-over exactly its own keys, mostly without any mask, and pays nothing for padding or for other
-rows; decodes read exactly the blocks they own. That work is hidden behind operators of static
-output shape, so captured steps stay static, and a compiled layer holds nothing that depends on
-how much context there is.
+On CPU the host is the device, so these kernels may read the plan: each prompt row attends to exactly its own
+keys, mostly without a mask, with no cost for padding or other rows; decodes read exactly the blocks they own.
+This is encapsulated in operators of static output shape, so captured steps stay static, and a compiled layer
+does not depend on the length of the context.
 
 Shapes: as in ``kernels_ref.reference``.
 """
@@ -145,8 +144,8 @@ def shared_rings(inputs: PartInputs, ring: RingStep) -> Partial:
 def unique_blocks(inputs: PartInputs, blocks: BlockStep) -> Partial:
     """Decode rows against the blocks that only they read.
 
-    Without a kernel of our own, a short slice costs less as plain tensor code, which a compiler fuses,
-    than as an operator.
+    Without a native kernel, a short slice costs less as plain tensor code, which a compiler fuses, than as an
+    operator.
     """
     q_NKHD, _, units, t, scoring, rule, _ = inputs
     if rule is not None:
@@ -211,7 +210,7 @@ def column_sums(
 def eviction_victims(
     score_NKC: torch.Tensor | None, position_NKC: torch.Tensor, is_protected: torch.Tensor | None
 ) -> torch.Tensor:
-    """The slot of each head that is given up."""
+    """The eviction victim of each head."""
     run = slots.eviction_victims if slots.fits(position_NKC) else reference.eviction_victims
     return run(score_NKC, position_NKC, is_protected)
 

@@ -30,7 +30,7 @@ def unique_blocks(
     owned = (owner < num_rows).nonzero().flatten()
     if not len(owned):
         return total
-    # Blocks before the first and after the last owned one are not read at all.
+    # Blocks before the first and after the last owned one are not read.
     first, last = int(owned[0]), int(owned[-1]) + 1
     chunk = max(1, decode_slots // k_XKBD.shape[2])
     for begin in range(first, last, chunk):
@@ -66,7 +66,7 @@ def rings_with_weights(
     sinks_KG: torch.Tensor | None,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same with what each slot of the rings receives, ``[N, K, W]``."""
+    """The same, with the weight of each slot of the rings, ``[N, K, W]``."""
     num_rows, num_slots = len(q_NKGD), k_RKWD.shape[2]
     used = int(visible.max())
     mass = torch.zeros(num_rows, k_RKWD.shape[1], num_slots)
@@ -123,7 +123,7 @@ def _tails(
 
 
 def _one_row(q_1KHD: torch.Tensor, k_XKBD: torch.Tensor, v_XKBD: torch.Tensor, softcap: float) -> Partial:
-    """Attend for one row, whose blocks need no sums by owner."""
+    """Attention of a single row, which needs no sums by owner."""
     scores_XKHB = _scores(q_1KHD, k_XKBD, softcap)
     largest_KH = scores_XKHB.amax(dim=(0, 3))
     weights = scores_XKHB.sub_(largest_KH[..., None]).exp_()

@@ -22,7 +22,7 @@ def flash(
         # The kernel adds the bias in the dtype of the queries; float16 ends before our floor.
         lowest = max(FLOOR, torch.finfo(q_SKGD.dtype).min)
         bias = torch.zeros(visible.shape, dtype=q_SKGD.dtype).masked_fill_(~visible, lowest)[None, None]
-    # Groups are the batch, over the same keys: given fewer key heads, torch 2.7 reads beyond them.
+    # Groups are the batch, over the same keys: with fewer key heads, torch 2.7 reads out of bounds.
     out_GKSD, lse_GKS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q_SKGD.permute(2, 1, 0, 3),
         k_TKD.transpose(0, 1).expand(group, -1, -1, -1),
@@ -36,7 +36,7 @@ def flash(
     largest = lse_GKS.permute(2, 1, 0).contiguous().float()
     total = torch.ones_like(largest)
     if visible is not None:
-        # A row without any visible key has weighed hidden ones.
+        # The result of a row without any visible key is made of hidden keys.
         sees_any = visible.any(dim=1)[:, None, None]
         attn = torch.where(sees_any[..., None], attn, 0.0)
         largest = torch.where(sees_any, largest, FLOOR)

@@ -17,12 +17,12 @@ _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 def register(
     name: str, arguments: str, function: Callable[..., Any], *, weighs: bool = False
 ) -> Callable[..., Any]:
-    """Make a CPU operator that returns a partial shaped like its first argument.
+    """Register a CPU operator that returns a partial shaped like its first argument.
 
     Args:
         arguments: its schema; the first is the queries ``[*, K, G, D]``.
         function: called with CPU tensors; may read them.
-        weighs: it also returns a number for each slot of its second argument, ``[*, K, S]``.
+        weighs: whether it also returns a weight for each slot of its second argument, ``[*, K, S]``.
     """
     returned = f"(Tensor, Tensor, Tensor{', Tensor' if weighs else ''})"
     return define(name, arguments, returned, function, _shapes_with_weights if weighs else _shapes)
@@ -31,7 +31,7 @@ def register(
 def define(
     name: str, arguments: str, returned: str, function: Callable[..., Any], shapes: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Make a CPU operator.
+    """Register a CPU operator.
 
     Args:
         arguments, returned: its schema.
@@ -70,10 +70,10 @@ torch.library.register_fake("hpu_duo_kernels::write_kv", lambda *_: None, lib=_s
 
 
 def write_as_operator(units: KVUnits, place: torch.Tensor, new: NewKV) -> None:
-    """``kernels_ref.units.write_kv`` as an operator that says what it changes."""
+    """``kernels_ref.units.write_kv`` as an operator that declares its mutations."""
     torch.ops.hpu_duo_kernels.write_kv.default(units.k_flat, units.v_flat, place, new.k, new.v)
 
 
 # The compilers of torch 2.7 and 2.9 may copy a whole store that is written. That of 2.13 writes in place, and
-# makes the write part of a loop that is there anyway.
+# fuses the write into an existing loop.
 write_kv = write_as_operator if torch.__version__ < "2.13" else index.write_kv

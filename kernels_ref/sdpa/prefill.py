@@ -90,7 +90,7 @@ def shared_rings(
     sink: int,
     recent: int,
 ) -> Partial:
-    """Row by row over what its ring held before the step."""
+    """Row by row over its ring as of before the step."""
     window = Window(sink, recent)
     total = empty(q_QKGD)
     for row in prompt_rows(row_start, row_num_new, row_query_start, causal_row):
@@ -145,7 +145,7 @@ def _of_row(total: Partial, row: PromptRow) -> Partial:
 
 
 def _put(total: Partial, begin: int, partial: Partial) -> None:
-    """Write a slice of queries that had seen nothing so far."""
+    """Write a slice of queries with empty partials so far."""
     for whole, part in zip(total, partial):
         whole[begin : begin + len(part)] = part
 
@@ -166,7 +166,7 @@ def shared_blocks(
     context_blocks: int,
 ) -> Partial:
     """Every row over the gathered blocks that it sees, ``context_blocks`` at a time."""
-    # All tokens of a row see the same: what is shared was there before the step.
+    # All tokens of a row see the same: shared blocks were filled before the step.
     visible_RX = leading_visible(shared_start, row_start[:, None], k_XKBD.shape[2]) * shared_reads[:-1]
     total = empty(q_QKGD)
     tokens = TokenPlaces(row_query_start.numpy(), row_num_new.numpy())
@@ -175,7 +175,7 @@ def shared_blocks(
         q, seen = _taken(q_QKGD, place), Partial(*(_taken(x, place) for x in total))
         block = shared_block[torch.from_numpy(readers.blocks)]
         for part in block.split(context_blocks):
-            # What one part has gathered is gone before the next one gathers.
+            # Gathered copies of one part are freed before those of the next one.
             k, v = (_slots(x, part, readers.num_slots) for x in (k_XKBD, v_XKBD))
             if tiled.fits(q, k):
                 tiled.attend(seen, q, k, v)
@@ -203,7 +203,7 @@ class Readers(NamedTuple):
 
 
 def readers_of(visible_RX: _Ints) -> Iterator[Readers]:
-    """Blocks by who sees how much of them; every pair of a row and a block that it sees comes once."""
+    """Group blocks by rows and visible slots; every visible pair of a row and a block occurs once."""
     if not visible_RX.size:
         return
     # Neighbours mostly have the same readers, so there are few runs, however many blocks there are.
@@ -227,7 +227,7 @@ class TokenPlaces:
         self._begin, self._end = query_start, query_start + num_new
 
     def of(self, rows: Sequence[int]) -> slice | torch.Tensor:
-        """Places of the tokens of some rows: a slice if they lie side by side."""
+        """Places of the tokens of some rows: a slice if they are contiguous."""
         begins, ends = ([int(x[row]) for row in rows] for x in (self._begin, self._end))
         if begins[1:] == ends[:-1]:
             return slice(begins[0], ends[-1])
@@ -240,7 +240,7 @@ def _taken(tensor: torch.Tensor, place: slice | torch.Tensor) -> torch.Tensor:
 
 
 def _slots(x_XKBD: torch.Tensor, block: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """The leading slots of some blocks side by side, ``[T, K, D]``."""
+    """The leading slots of some blocks, concatenated, ``[T, K, D]``."""
     return x_XKBD.index_select(0, block)[:, :, :num_slots].transpose(1, 2).flatten(0, 1)
 
 

@@ -1,7 +1,7 @@
 """One row over few slots, as sums of products that a compiler fuses into its loops.
 
-For so little work the start of a batched product costs more than the product. Scores stay in
-float32 throughout. Only for compiled steps: run as they stand, these sums would be slow.
+For so little work the call of a batched product costs more than the product. Scores stay in float32
+throughout. Only for compiled steps: eager, these sums would be slow.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def attend_units(
     visible_XS: torch.Tensor,
     scoring: Scoring,
 ) -> Partial:
-    """One query over the visible slots of X units; hidden slots may hold anything."""
+    """One query over the visible slots of X units; hidden slots are undefined."""
     q_KHD = q_1KHD[0].float()
     products = q_KHD[None, :, :, None, :] * k_XKSD[:, :, None].float()
     visible = visible_XS[:, None, None, :]

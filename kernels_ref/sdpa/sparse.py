@@ -19,7 +19,7 @@ from kernels_ref.sparse import estimate, picked, slot_positions, tails_visible, 
 from kernels_ref.x86 import attention as tiled
 
 KEY_TILE = 128
-"""New keys that are read or skipped together."""
+"""Number of new keys that are read or skipped together."""
 
 _Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -33,7 +33,7 @@ class _Tiles(NamedTuple):
 
 
 _Keys: TypeAlias = Callable[[_Ints], _Tiles]
-"""From numbers of tiles to what they hold."""
+"""From indices of tiles to their content."""
 
 
 def sparse_causal(
@@ -65,7 +65,7 @@ def sparse_causal(
 
 
 def _new_keys(keys: _Tiles, tiles: _Ints) -> _Tiles:
-    """Some tiles of new keys: a view if they lie side by side."""
+    """Some tiles of new keys: a view if they are contiguous."""
     first = tiles[np.flatnonzero(np.diff(tiles, prepend=-2) > 1)].tolist()
     last = tiles[np.flatnonzero(np.diff(tiles, append=tiles[-1] + 2) > 1)].tolist()
     places = [slice(a * KEY_TILE, (b + 1) * KEY_TILE) for a, b in zip(first, last)]
@@ -127,7 +127,7 @@ def _block_keys(blocks: _Blocks, tiles: _Ints) -> _Tiles:
     slots = slot_positions(start, num_slots)
     position = torch.where(slots < (start + used)[:, None], slots, -1).flatten()
     if bool((used < num_slots).any()):
-        # An unused slot may hold anything, and NaN times a weight of 0 is NaN.
+        # An unused slot is undefined, and NaN times a weight of 0 is NaN.
         k, v = (torch.where((position >= 0)[:, None, None], x, 0) for x in (k, v))
     return _Tiles(k, v, position)
 
@@ -175,14 +175,14 @@ def _blocks_seen(
     """Whole blocks of which the tokens of the row that owns them may see some slots, ascending."""
     num_rows = len(end_NM)
     row = np.minimum(owner, num_rows - 1)
-    # An owner has a token, and tokens that it has not end at 0.
+    # An owner has at least one token; missing tokens have end 0.
     first, last = np.where(end_NM > 0, end_NM, NOWHERE).min(axis=1), end_NM.max(axis=1)
     tile = Tile(first[row] - 1, last[row] - 1, start, start + num_slots - 1)
     return torch.from_numpy(np.flatnonzero((owner < num_rows) & rule.may_see(tile)))
 
 
 def _units(x_XKBD: torch.Tensor, some: torch.Tensor) -> torch.Tensor:
-    """Some units, ascending: a view if they lie side by side."""
+    """Some units, ascending: a view if they are contiguous."""
     first, last = int(some[0]), int(some[-1])
     return x_XKBD[first : last + 1] if last - first + 1 == len(some) else x_XKBD.index_select(0, some)
 
@@ -197,7 +197,7 @@ def _attend_tiles(
     num_together: int,
     is_whole: npt.NDArray[np.bool_] | None = None,
 ) -> None:
-    """Merge what neighbouring queries see of some tiles of keys into ``seen``.
+    """Merge attention of neighbouring queries to some tiles of keys into ``seen``.
 
     Args:
         ends: first and last position of each tile.
@@ -224,7 +224,7 @@ def _attend_tiles(
 
 def _read(numbers: Sequence[int]) -> Rule:
     rule = decode_rule(numbers)
-    assert rule is not None, "a rule has numbers"
+    assert rule is not None, "expected a rule"
     return rule
 
 
@@ -247,10 +247,10 @@ def chosen_blocks(
     total, choice = empty(q_QKGD), TopBlocks(num_blocks)
     block_size = k_XKBD.shape[2]
     for row in prompt_rows(row_start, row_num_new, row_query_start, causal_row):
-        assert row.start % block_size == 0, f"a chunk begins inside a block, at {row.start}"
+        assert row.start % block_size == 0, f"expected a chunk to begin at a block border, got {row.start}"
         reads = (shared_reads[row.number] > 0) & (shared_start < row.start)
         before = shared_block[reads][torch.argsort(shared_start[reads])]
-        # In the order of the text, so that a block's number is its place.
+        # In the order of the text, so that a block's index is its place.
         block_X = torch.cat([before, write_block[row.begin : row.end : block_size]])
         chosen_TKX = _choose(q_QKGD[row.begin : row.end], k_XKBD, block_X, choice, context_blocks)
         for number, chosen_KX in enumerate(chosen_TKX):
@@ -296,7 +296,7 @@ def _attend_chosen(
     chosen_KX: torch.Tensor,
     context_blocks: int,
 ) -> None:
-    """Merge what a tile sees of blocks before it: as many in each head, ``context_blocks`` at a time."""
+    """Merge attention of a tile to blocks before it: equally many in each head, some at a time."""
     num_heads = len(chosen_KX)
     place_KC = chosen_KX.nonzero()[:, 1].view(num_heads, -1)
     head_K1 = torch.arange(num_heads)[:, None]

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 MAX_HEAD_DIM = 256
-"""Largest head size that the tables of tiles know."""
+"""Largest head size in the tables of tiles."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -29,7 +29,7 @@ def is_interpreting() -> bool:
 
 
 def problem(device: torch.device) -> str | None:
-    """Why kernels cannot run on a device, or None when they can."""
+    """Return why kernels cannot run on a device; None if they can."""
     if device.type not in ("cuda", "cpu"):
         return f"Triton kernels run on CUDA devices, not on {str(device)!r}"
     if not is_installed():
@@ -45,4 +45,4 @@ def require(device: torch.device) -> None:
     """Raise ``ValueError`` when kernels cannot run on a device."""
     reason = problem(device)
     if reason is not None:
-        raise ValueError(f"attention 'triton' was asked for, but {reason}")
+        raise ValueError(f"attention 'triton' is not available: {reason}")

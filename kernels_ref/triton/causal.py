@@ -1,10 +1,9 @@
 """Tokens of prompt rows against the new keys of their own row.
 
-Tokens of a row lie side by side in the flat batch, so the keys that a tile of queries can see are one
-range: from the beginning of the first query's row to the last query. Earlier rows are skipped. With a
-window the range begins at the band of the first query, and the sink tokens before the band, which only
-the first query's row can have, are a second, short range. Inside the range, tiles of keys that all
-queries see are not masked.
+Tokens of a row are contiguous in the flat batch, so the keys that a tile of queries can see are one range:
+from the beginning of the first query's row to the last query. Earlier rows are skipped. With a window the
+range begins at the band of the first query, and the sink tokens before the band, which only the first query's
+row can have, are a second, short range. Inside the range, tiles of keys that all queries see are not masked.
 
 Shapes: Q tokens, K heads, G query heads of each, D head size; a tile has M rows, each a query head of a
 token, ordered by token.
@@ -55,7 +54,7 @@ def _attend_masked(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Queries against keys ``[begin, end)``, each seen or not by row and position.
 
-    Queries that take no part come with a row that no key has.
+    Excluded queries have a row that no key has.
     """
     for start in tl.range(begin, end, T):
         token = start + tl.arange(0, T)
@@ -113,7 +112,7 @@ def causal_kernel(
     )
     query, takes_part = line // GROUP, query_row < no_row
     query_position = tl.load(position_ptr + query, mask=query < num_queries, other=0)
-    # No key that is loaded has row -2, so a query that takes no part sees none.
+    # No loaded key has row -2, so an excluded query sees none.
     seeing_row = tl.where(takes_part, query_row, -2)
     k_head, v_head = k_ptr + head * stride_kk, v_ptr + head * stride_vk
     acc, largest, total = nothing_seen(M, P)

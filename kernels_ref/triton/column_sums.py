@@ -1,7 +1,7 @@
 """Sums of the weights of a prompt's new tokens by key, from a second product of queries and keys.
 
-A program keeps a tile of keys and walks over the queries that see some of it: each sum is written once, and
-always added up in one order. Products are of keys and queries, in this order: the left side is what stays in
+A program has a tile of keys and iterates over the queries that see some of it: each sum is written once, and
+always computed in one order. Products are of keys and queries, in this order: the left side stays in
 registers.
 
 Shapes: Q tokens, R prompt rows of up to N new tokens, C slots, K heads, G query heads of each, D head size; a
@@ -109,7 +109,7 @@ def column_sums(
 
     Args:
         slots_RKCD: keys of the slots, or None.
-        token_RN: flat index of each new token of a row; they lie side by side.
+        token_RN: flat index of each new token of a row; they are contiguous.
         softcap: 0 = none.
     Returns:
         float32 ``[R, K, C + N]``, with C = 0 without slots.

@@ -56,7 +56,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """Numbers of a device that choices depend on.
+    """Properties of a device that choices depend on.
 
     Attributes:
         num_processors: streaming multiprocessors.
@@ -75,22 +75,22 @@ class DeviceLimits:
 
 
 INTERPRETER = DeviceLimits(num_processors=2, shared_bytes=227 << 10)
-"""Stands in where kernels are interpreted: few processors keep the number of programs small."""
+"""Properties for Triton's interpreter: few processors, hence few programs."""
 
 
 @cache
 def device_limits(device: torch.device) -> DeviceLimits:
-    """The numbers of a CUDA device, or of the interpreter's stand-in for CPU."""
+    """Return the properties of a CUDA device, or those for the interpreter on CPU."""
     if device.type != "cuda":
         return INTERPRETER
     properties = torch.cuda.get_device_properties(device)
-    # Older torch does not tell; 99 KiB is what every device since compute capability 8.0 has.
+    # Older torch does not report it; every device since compute capability 8.0 has at least 99 KiB.
     shared = getattr(properties, "shared_memory_per_block_optin", 99 << 10)
     return DeviceLimits(properties.multi_processor_count, shared)
 
 
 def num_tiles(number: int, tile: int) -> int:
-    """Number of tiles that hold ``number`` items."""
+    """Number of tiles for ``number`` items."""
     return -(-number // tile)
 
 
@@ -100,7 +100,7 @@ def next_power_of_two(number: int) -> int:
 
 
 def padded_dim(head_dim: int) -> int:
-    """Columns of a tile that holds vectors of ``head_dim``."""
+    """Columns of a tile of vectors of ``head_dim``."""
     return max(MIN_TILE, next_power_of_two(head_dim))
 
 
@@ -110,10 +110,10 @@ def group_rows(group_size: int) -> int:
 
 
 def decode(group_size: int, head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Launch:
-    """Tiles of the kernels in which one token meets its context: bound by reading keys and values.
+    """Tiles of the decode kernels: bound by reading keys and values.
 
-    The tiles of a stage take 32 KiB, so that several programs share a processor and hide each
-    other's beginnings and ends.
+    The tiles of a stage have 32 KiB, so that several programs share a processor and overlap their starts and
+    ends.
     """
     rows, bytes_of_key = group_rows(group_size), padded_dim(head_dim) * dtype.itemsize
     keys = max(MIN_TILE, min(64, (16 << 10) // bytes_of_key))
@@ -136,7 +136,7 @@ MERGED_SLOTS = 32
 """Triples that a merge adds up at a time."""
 
 MERGED_LINES = 16
-"""Lines (query heads of tokens, or vectors) that a program without products takes."""
+"""Lines (query heads of tokens, or vectors) of a program without products."""
 
 LISTED_BLOCKS = 256
 """Shared blocks that are put on lists at a time."""
@@ -146,17 +146,17 @@ MERGE = Launch(rows=1, keys=MERGED_SLOTS, num_warps=4, num_stages=2)
 """Launch of kernels without products."""
 
 Triple: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""``attn``, ``max``, ``sum``: what operators return, because they know no named tuples."""
+"""``attn``, ``max``, ``sum``: what operators return, since they do not support named tuples."""
 
 
 def partials(queries: torch.Tensor, num: int) -> Triple:
-    """Room for the triples of ``num`` rows: float32 ``[num, K, G, D]``, ``[num, K, G]`` twice."""
+    """Allocate the triples of ``num`` rows: float32 ``[num, K, G, D]``, ``[num, K, G]`` twice."""
     attn = queries.new_empty((num, *queries.shape[1:]), dtype=torch.float32)
     return attn, attn.new_empty(attn.shape[:-1]), attn.new_empty(attn.shape[:-1])
 
 
 def prefill(head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Launch:
-    """Tiles of the kernels in which many query rows meet many keys: bound by products.
+    """Tiles of the prefill kernels: bound by products.
 
     A query tile of float32 stays in registers whole, so its products are on smaller tiles.
     """
@@ -171,7 +171,7 @@ def prefill(head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Launch:
 
 
 def ruled(head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Launch:
-    """Tiles of the kernels that work out a mask for each tile: smaller, since masks take registers too."""
+    """Tiles of the kernels that compute a mask for each tile: smaller, since masks need registers too."""
     tiles = prefill(head_dim, dtype, limits)
     if tiles.rows == MIN_TILE:
         return tiles
@@ -181,7 +181,7 @@ def ruled(head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Launch:
 def columns(head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Launch:
     """Tiles of the kernel that sums weights by key, of which a program has one tile.
 
-    Keys are fewer than queries, so tiles are small to make enough programs.
+    Keys are fewer than queries, so tiles are small to have enough programs.
     """
     tiles = prefill(head_dim, dtype, limits)
     if dtype == torch.float32:
@@ -196,7 +196,7 @@ def strides(store_XKSD: torch.Tensor) -> dict[str, int]:
 
 
 def num_splits(num_programs: int, num_units: int, limits: DeviceLimits) -> int:
-    """Into how many ranges of keys a kernel is cut, whose query tiles alone would not fill the device.
+    """Return how many ranges of keys a kernel is split into, if its query tiles do not fill the device.
 
     Args:
         num_programs: programs that one range would have.
@@ -206,7 +206,7 @@ def num_splits(num_programs: int, num_units: int, limits: DeviceLimits) -> int:
 
 
 def shared_slots() -> int:
-    """Return how many slots of a budget become weights at a time."""
+    """Return how many slots of a budget are processed at a time."""
     return 256
 
 
@@ -225,7 +225,7 @@ def check_queries(name: str, q: torch.Tensor) -> None:
 def check_vectors(
     name: str, x: torch.Tensor, shape: Sequence[Size], like: torch.Tensor | None = None
 ) -> None:
-    """Vectors whose numbers lie side by side, and otherwise in any layout."""
+    """Vectors with contiguous elements, and otherwise in any layout."""
     _check(name, x, shape, like)
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         raise ValueError(f"expected {name} to have contiguous vectors, got strides {tuple(x.stride())}")
@@ -234,7 +234,7 @@ def check_vectors(
 def check_units(units: KVUnits, q: torch.Tensor) -> None:
     """Units of the heads, type and device of the queries ``[*, K, G, D]``, keys and values alike.
 
-    Vectors of a head lie side by side; heads and units may lie further apart, whole vectors each.
+    Vectors of a head are contiguous; strides of heads and units may be larger, in whole vectors.
     """
     _check_stores("units", units.k, units.v, q)
 
@@ -253,11 +253,9 @@ def check_rings(q: torch.Tensor, units: KVUnits) -> None:
 
 
 def check_leading(ring: RingStep, q: torch.Tensor) -> torch.Tensor:
-    """Slots that queries ``[N, K, *, D]`` see from the first one on; returns how many, ``[N, 1, 1]``."""
+    """Leading slots that queries ``[N, K, *, D]`` see; returns how many, ``[N, 1, 1]``."""
     if not isinstance(ring.seen, Leading):
-        raise ValueError(
-            f"expected slots that are seen from the first one on, got {type(ring.seen).__name__}"
-        )
+        raise ValueError(f"expected leading slots to be visible, got {type(ring.seen).__name__}")
     check_plan("seen.visible", ring.seen.visible, (q.shape[0], 1, 1), q.device)
     return ring.seen.visible
 
@@ -267,9 +265,7 @@ def check_store(name: str, store: torch.Tensor, num_units: Size, q: torch.Tensor
     _check(name, store, (num_units, q.shape[1], None, q.shape[-1]), q)
     dim, strides = store.shape[3], store.stride()
     if strides[2:] != (dim, 1) or strides[0] % dim or strides[1] % dim:
-        raise ValueError(
-            f"expected the vectors of a head of {name} to lie side by side, got strides {strides}"
-        )
+        raise ValueError(f"expected the vectors of a head of {name} to be contiguous, got strides {strides}")
 
 
 def _check_stores(what: str, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> None:
@@ -283,7 +279,7 @@ def _check_stores(what: str, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) 
 
 
 def check_flat(units: KVUnits, new: torch.Tensor) -> None:
-    """Stores as lists of vectors like those of ``new [*, D]``, which lie side by side."""
+    """Stores as contiguous lists of vectors like those of ``new [*, D]``."""
     for name, flat in (("units.k_flat", units.k_flat), ("units.v_flat", units.v_flat)):
         _check(name, flat, (None, new.shape[-1]), new)
         if not flat.is_contiguous():

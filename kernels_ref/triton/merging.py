@@ -29,10 +29,10 @@ def merge_runs_kernel(
     P: tl.constexpr,
     RANGES: tl.constexpr,
 ) -> None:
-    """Grid ``(NUM_QUERY_HEADS, N)``; each program ends one query head of one row.
+    """Grid ``(NUM_QUERY_HEADS, N)``; each program finishes one query head of one row.
 
-    Begins with the row's tail, then takes run 0 of all ranges, ``RANGES`` at a time, run 1, and so on,
-    up to the largest number of runs that any range has. Always in this order, so results repeat.
+    Merges the row's tail, then run 0 of all ranges, ``RANGES`` at a time, run 1, and so on, up to the largest
+    number of runs of any range. Always in this order, so results are deterministic.
     """
     head = tl.program_id(0)
     row = tl.program_id(1)
@@ -77,10 +77,10 @@ def merge_runs_kernel(
 
 
 class Runs(NamedTuple):
-    """Room for the triples that programs over ranges of blocks leave.
+    """Buffers for the triples of programs over ranges of blocks.
 
     Attributes:
-        triple: run ``r`` of range ``c`` at ``r * num_ranges + c``, and behind all of them the rows' tails.
+        triple: run ``r`` of range ``c`` at ``r * num_ranges + c``, and after all of them the rows' tails.
         run_row: row of each of these runs, int32.
         num_runs: runs of each range, int32.
         num_ranges, per_range: ranges, and blocks of each.
@@ -94,7 +94,7 @@ class Runs(NamedTuple):
 
 
 def plan_runs(q_NKHD: torch.Tensor, owner: torch.Tensor) -> Runs:
-    """Cut the blocks that ``owner`` tells of into ranges."""
+    """Split the blocks of ``owner`` into ranges."""
     num_rows, num_heads = q_NKHD.shape[:2]
     limits = launch.device_limits(q_NKHD.device)
     per_range = launch.blocks_per_program(owner.shape[0], num_heads, limits)
@@ -258,7 +258,7 @@ def finish(
     out = like.new_empty(like.shape)
     num_lines = out.numel() // dim
     lines = launch.MERGED_LINES
-    # An absent triple is never read, but Triton wants a pointer.
+    # An absent triple is never read, but Triton needs a pointer.
     absent = [decode_slot] * 3
     finish_kernel[(launch.num_tiles(num_lines, lines),)](
         *(of_tokens[:3] or absent),

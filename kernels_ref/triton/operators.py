@@ -1,6 +1,6 @@
 """The kernels as torch operators: registered without Triton, which is imported at the first launch.
 
-An operator is opaque to torch.compile, and its fake tells the shapes, so a captured step holds the
+An operator is opaque to torch.compile, and its fake returns the shapes, so a captured step contains the
 launch and not its Python code. No launch waits for the device, and no grid depends on data.
 """
 
@@ -27,7 +27,7 @@ _MODULES = {
 
 
 def register(name: str, arguments: str, returns: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Make an operator for CUDA, and for CPU under Triton's interpreter.
+    """Register an operator for CUDA, and for CPU under Triton's interpreter.
 
     Args:
         name: of the operator, and of the function that launches its kernel; the module of the function has

@@ -189,7 +189,7 @@ def column_sums(
 
 
 def write_kv(units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
-    """Put the keys and values of new tokens in place; see ``kernels_ref.units.write_kv``."""
+    """Write the keys and values of new tokens; see ``kernels_ref.units.write_kv``."""
     check_queries("new.k", new.k[:, :, None])
     check_vectors("new.v", new.v, tuple(new.k.shape), new.k)
     check_flat(units, new.k)
@@ -211,7 +211,7 @@ def finish(
     decode_slot: torch.Tensor,
     sinks_KG: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Merge what tokens and what rows have seen, add sink logits, normalise; see ``kernels_ref.partial``."""
+    """Merge the partials of tokens and of rows, add sink logits, normalise; see ``kernels_ref.partial``."""
     check_queries("q_QKGD", q_QKGD)
     if len(of_tokens) > 3:
         raise ValueError(f"expected of_tokens to have at most 3 partials, got {len(of_tokens)}")
@@ -226,7 +226,7 @@ def finish(
 
 
 def _checked_sinks(sinks_KG: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
-    """Sink logits side by side."""
+    """Sink logits as a contiguous vector."""
     if sinks_KG is None:
         return None
     check_sinks("sinks_KG", sinks_KG, q)

@@ -29,8 +29,8 @@ class RingLaunch(NamedTuple):
 
     Attributes:
         grid: heads, rows, ranges that each ring is cut into.
-        parts: room for the triples of all ranges.
-        sizes: arguments behind ``parts``: rows, slots of a range, strides of the queries.
+        parts: buffers for the triples of all ranges.
+        sizes: arguments after ``parts``: rows, slots of a range, strides of the queries.
         constants: of the store, the heads and the tiles, by name, and the compiler's options.
     """
 
@@ -47,7 +47,7 @@ def plan_rings(q_NKGD: torch.Tensor, k_RKWD: torch.Tensor) -> RingLaunch:
     limits = launch.device_limits(q_NKGD.device)
     chosen = launch.decode(group, dim, k_RKWD.dtype, limits)
     tiles = launch.num_tiles(num_slots, chosen.keys)
-    # A split of fewer tiles is over before the merge that it costs has begun.
+    # With fewer tiles, a split costs more than it saves.
     splits = launch.num_splits(num_rows * num_heads, max(1, tiles // limits.tiles_of_a_split), limits)
     return RingLaunch(
         (num_heads, num_rows, splits),
@@ -250,7 +250,7 @@ def rings_with_weights_kernel(
 ) -> None:
     """Grid ``(NUM_HEADS, N, splits)``: row ``n`` against the leading ``visible[n]`` slots of ring ``n``.
 
-    A program that has a ring whole (``IS_WHOLE``) ends with what its slots receive.
+    A program with a whole ring (``IS_WHOLE``) also writes the weights of its slots.
     """
     head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group = tl.arange(0, M)
@@ -295,10 +295,10 @@ def rings_with_weights(
 
     Args:
         visible: int32 ``[N, 1, 1]``.
-        sinks_KG: logits that take their share of the weights, or None; the triple is without them.
+        sinks_KG: logits that count in the weights, or None; the triple is without them.
         softcap: 0 = none.
     Returns:
-        The triple, and what each slot receives, float32 ``[N, K, W]``.
+        The triple, and the weight of each slot, float32 ``[N, K, W]``.
     """
     plan = plan_rings(q_NKGD, k_RKWD)
     splits, num_slots = plan.grid[2], k_RKWD.shape[2]
@@ -376,7 +376,7 @@ def shared_rings_kernel(
     for ring in tl.range(0, num_rings):
         ring_row = tl.load(chunk_row_ptr + ring)
         owns = takes_part & (query_row == ring_row)
-        # A ring's slots fill in order. Branches would cost registers, so what is skipped ends the loop early.
+        # A ring's slots fill in order. Branches would cost registers, so skipping shortens the loop.
         num_stored = tl.load(row_start_ptr + tl.minimum(ring_row, no_row - 1))
         first_position = tl.min(tl.where(owns, query_position, FAR))
         end = tl.minimum(num_stored, tl.where(first_position - RECENT < num_stored - 1, SLOTS, SINK))

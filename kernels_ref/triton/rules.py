@@ -32,8 +32,8 @@ STRIDED = tl.constexpr(encoded_rules.STRIDED)
 def program(rule: Sequence[int], dtype: torch.dtype, head_dim: int) -> dict[str, object]:
     """Parameters of kernels for a rule in numbers (``encode_rule``), as keywords of a launch.
 
-    Long vectors of float32 are read whether they are seen or not: beside a branch their accumulator would not
-    stay in registers.
+    Long vectors of float32 are read visible or not: with a branch their accumulator would not stay in
+    registers.
     """
     numbers = _numbers(tuple(rule))
     skips = dtype.itemsize == 2 or launch.padded_dim(head_dim) <= 64
@@ -43,7 +43,7 @@ def program(rule: Sequence[int], dtype: torch.dtype, head_dim: int) -> dict[str,
 @cache
 def _numbers(encoded: tuple[int, ...]) -> tuple[int, ...]:
     rule = decode_rule(encoded)
-    assert rule is not None, "a rule has numbers"
+    assert rule is not None, "expected a rule"
     terms = rule_terms(rule)
     return tuple(
         number
@@ -57,7 +57,7 @@ def _numbers(encoded: tuple[int, ...]) -> tuple[int, ...]:
 def _sees(
     query: tl.tensor, key: tl.tensor, CODE: tl.constexpr, A: tl.constexpr, B: tl.constexpr
 ) -> tl.tensor:
-    """The same for a leaf, of keys that are not behind the query."""
+    """The same for a leaf, of keys up to the query."""
     distance = query[:, None] - key[None, :]
     if CODE == WINDOW:
         seen = (distance < B) | (key < A)[None, :]
@@ -108,7 +108,7 @@ def attend_seen(
     Args:
         vector: places of the keys, int64 ``[T]``, in vectors ``stride_k`` and ``stride_v`` apart.
         visible: bool ``[M, T]``.
-        SKIPS: a tile of which nothing is seen is left out.
+        SKIPS: whether a tile without visible keys is skipped.
     """
     used = tl.max(visible.to(tl.int32), 0)
     if SKIPS:
@@ -187,7 +187,7 @@ def sparse_causal_kernel(
     )
     query, takes_part = line // GROUP, query_row < no_row
     query_position = tl.load(position_ptr + query, mask=query < num_queries, other=0)
-    # No key that is loaded has row -2, so a query that takes no part sees none.
+    # No loaded key has row -2, so an excluded query sees none.
     seeing_row = tl.where(takes_part, query_row, -2)
     k_head, v_head = k_ptr + head * stride_kk, v_ptr + head * stride_vk
     acc, largest, total = nothing_seen(M, P)
@@ -327,7 +327,7 @@ def sparse_shared(
     rule: Sequence[int],
     softcap: float,
 ) -> launch.Triple:
-    """Launch the kernel, and the merge of what was cut; ``rule`` in numbers, ``softcap`` 0 = none."""
+    """Launch the kernel, and the merge of splits; ``rule`` in numbers, ``softcap`` 0 = none."""
     num_queries, num_heads, group, dim = q_QKGD.shape
     num_blocks, block_size = shared_block.shape[0], k_XKBD.shape[2]
     limits = launch.device_limits(q_QKGD.device)

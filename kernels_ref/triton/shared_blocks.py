@@ -1,8 +1,8 @@
 """Every query against the blocks that more than one query reads.
 
-Each tile of queries walks over lists of the blocks that it reads (``seen_blocks``): first those that all
-its queries see whole, without a mask, then the others. What no query of the tile sees is never loaded.
-Few tiles with many blocks, decodes with a common prefix, are cut over blocks too.
+Each tile of queries iterates over lists of its blocks (``seen_blocks``): first those that all its queries see
+whole, without a mask, then the others. Blocks that no query of the tile sees are never loaded. Few tiles with
+many blocks, decodes with a common prefix, are cut over blocks too.
 
 Shapes: Q tokens, K heads, G query heads of each, D head size, B slots of a block, NS shared blocks.
 """
@@ -47,9 +47,9 @@ def seen_blocks_kernel(
 ) -> None:
     """Grid ``(query tiles,)``.
 
-    A block is *whole* when every row of the tile sees all its slots, *partial* when some row sees some of
-    it. Into ``list [tiles, NS]`` go block ids of whole ones from the front, and indices (``0 .. NS - 1``)
-    of partial ones from the back; ``count [tiles, 2]`` says how many of each.
+    A block is *whole* when every row of the tile sees all its slots, *partial* when some row sees some of it.
+    Into ``list [tiles, NS]`` go block ids of whole ones from the front, and indices (``0 .. NS - 1``) of
+    partial ones from the back; ``count [tiles, 2]`` is the number of each.
     """
     tile = tl.program_id(0)
     query = (tile * M + tl.arange(0, M)) // GROUP
@@ -222,7 +222,7 @@ def shared_blocks(
     shared_reads: torch.Tensor,
     softcap: float,
 ) -> launch.Triple:
-    """Launch the lists, the attention, and the merge of what was cut; ``softcap`` 0 = none."""
+    """Launch the lists, the attention, and the merge of splits; ``softcap`` 0 = none."""
     num_queries, num_heads, group, dim = q_QKGD.shape
     num_blocks, block_size = shared_block.shape[0], k_XKBD.shape[2]
     limits = launch.device_limits(q_QKGD.device)

@@ -34,12 +34,12 @@ def share_slots(
     HAS_SINKS: tl.constexpr,
     EXACT: tl.constexpr,
 ) -> None:
-    """Write what slots ``[begin, end)`` of one row and head receive, 0 behind the ``visible`` ones.
+    """Write the weights of slots ``[begin, end)`` of one row and head, 0 beyond the ``visible`` ones.
 
     Args:
         scores_ptr: of the first query head; those of the others lie ``SLOTS`` further each.
         mass_ptr: of the row and head.
-        sinks_ptr: logit of the first query head, which takes its share; not read without ``HAS_SINKS``.
+        sinks_ptr: logit of the first query head, which counts in the weights; not read without ``HAS_SINKS``.
         largest, total: of each query head over all slots, ``[M]``.
         EXACT: weights as for values of float32.
     """
@@ -84,7 +84,7 @@ def slot_shares_kernel(
 ) -> None:
     """Grid ``(NUM_HEADS, N, 1 + tiles of WIDTH slots)``: the merge of the splits, and the shares by tile.
 
-    Each program goes through the largest scores and the sums of the splits, which are few numbers.
+    Each program reads the maxima and the sums of the splits, which are few numbers.
     """
     head, row, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group = tl.arange(0, M)
@@ -105,7 +105,7 @@ def slot_shares_kernel(
             place = line + split * lines_of_split
             split_max = tl.load(split_max_ptr + place, mask=inside, other=FLOOR)
             split_sum = tl.load(split_sum_ptr + place, mask=inside, other=0.0)
-            # The sum of a split that has seen nothing is 0.
+            # The sum of an empty split is 0.
             new_largest = tl.maximum(largest, split_max)
             shrink, weight = (largest - new_largest) * LOG2E, (split_max - new_largest) * LOG2E
             total = total * tl.exp2(shrink) + split_sum * tl.exp2(weight)
@@ -130,7 +130,7 @@ def slot_shares(
     """Launch the kernel, which fills ``mass``; returns the triple of all slots.
 
     Args:
-        scores_NKGS: anything behind the ``visible [N, 1, 1]`` slots of a row.
+        scores_NKGS: undefined beyond the ``visible [N, 1, 1]`` slots of a row.
         splits: triples of ranges of slots, ``[splits * N, K, G, D]`` and ``[splits * N, K, G]`` twice.
         is_exact: weights as for values of float32.
     """

@@ -3,8 +3,8 @@
 Shapes: M query rows of a tile (query heads of tokens), T keys of a tile, P columns (the head size
 rounded up to a power of two). Scores, maxima, sums and accumulators are float32.
 
-A hidden score is ``FLOOR``, finite. The weights of a row that has seen nothing yet are zero and not
-``exp(FLOOR - FLOOR)``, so an empty row ends as ``(0, FLOOR, 0)`` without being cleaned up.
+A hidden score is ``FLOOR``, finite. The weights of an empty row are zero and not ``exp(FLOOR - FLOOR)``, so
+it ends as ``(0, FLOOR, 0)`` without a correction.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def score(q: tl.tensor, k: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def nothing_seen(M: tl.constexpr, P: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Accumulator ``[M, P]``, maxima and sums ``[M]`` of rows that have seen nothing."""
+    """Accumulator ``[M, P]``, maxima and sums ``[M]`` of empty rows."""
     return (
         tl.zeros([M, P], dtype=tl.float32),
         tl.full([M], FLOOR, dtype=tl.float32),
@@ -58,7 +58,7 @@ def nothing_seen(M: tl.constexpr, P: tl.constexpr) -> tuple[tl.tensor, tl.tensor
 
 @triton.jit
 def weigh(scores: tl.tensor, largest: tl.tensor, EXACT: tl.constexpr) -> tl.tensor:
-    """``exp(scores - largest)``, zero in rows that have seen nothing.
+    """``exp(scores - largest)``, zero in empty rows.
 
     For half precision the subtraction and the change of base are one fused operation.
     """
@@ -143,13 +143,13 @@ def attend_run(
     T: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Queries against tokens ``[begin, end)`` of units that lie side by side in a store.
+    """Queries against tokens ``[begin, end)`` of contiguous units of a store.
 
     Args:
         q: ``[M, P]``, scaled.
         acc, largest, total: the triple so far; the new one is returned.
-        k_ptr, v_ptr: stores whose units lie ``UNIT`` and whose heads lie ``HEAD`` vectors apart.
-        first_unit: unit of token 0; token ``t`` lies in slot ``t % SLOTS`` of unit ``t // SLOTS`` after it.
+        k_ptr, v_ptr: stores with strides ``UNIT`` of units and ``HEAD`` of heads, in vectors.
+        first_unit: unit of token 0; token ``t`` is in slot ``t % SLOTS`` of unit ``t // SLOTS`` after it.
     """
     for start in tl.range(begin, end, T):
         token = start + tl.arange(0, T)
@@ -270,7 +270,7 @@ def load_queries(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Queries ``[M, P]`` of a tile, the lines that they are and the rows of their tokens, ``[M]``.
 
-    Lines that are past the end, or whose row is ``no_row``, take no part: they are zero, of that row.
+    Lines past the end, or with row ``no_row``, are excluded: they are zero, of that row.
     """
     line = tile * M + tl.arange(0, M)
     query = line // GROUP
@@ -307,7 +307,7 @@ def store_lines(
 def without(
     acc: tl.tensor, largest: tl.tensor, total: tl.tensor, takes_part: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The triple with lines that take no part emptied, which have met keys that were not masked."""
+    """The triple with excluded lines emptied, which have attended to unmasked keys."""
     return (
         tl.where(takes_part[:, None], acc, 0.0),
         tl.where(takes_part, largest, FLOOR),

@@ -33,10 +33,10 @@ class WorkMap(NamedTuple):
     """Blocks that iterations read, as a list; its size is static, the used part of it depends on data.
 
     Attributes:
-        block: store block of an item, int32 ``[I]``; undefined behind the last item.
+        block: store block of an item, int32 ``[I]``; undefined after the last item.
         visible: leading slots of it that each token of its row sees, int32 ``[I, M]``; undefined there too.
         row_begin: row ``n`` owns items ``row_begin[n]`` up to ``row_begin[n + 1]``, int32 ``[N + 1]``; its
-            blocks come in the order of the store, its tails last.
+            blocks are in the order of the store, its tails last.
     """
 
     block: torch.Tensor
@@ -50,7 +50,7 @@ def build_work_map(
     """Sort what the unique part reads by row, on the device: a counting sort in one launch, no atomics.
 
     Args:
-        owner: row of each block of the slice, N = nobody, int32 ``[NU]``.
+        owner: row of each block of the slice, N = none, int32 ``[NU]``.
         tail_block: blocks of each row that not all of its tokens see whole, int32 ``[N, T]``.
         tail_visible: leading slots of them that each token sees, 0 = none, int32 ``[N, T, M]``.
     """
@@ -91,7 +91,7 @@ def place_items_kernel(
     SLOTS: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """Grid ``(N,)``: each program counts what lies before its row, then places the items of its row."""
+    """Grid ``(N,)``: each program counts the items before its row, then writes the items of its row."""
     row = tl.program_id(0)
     lane = tl.arange(0, LANES)
     place = 0
@@ -233,7 +233,7 @@ def merge_cut_tiles_kernel(
     length = num_items * NUM_HEADS
     row_begin = tl.load(row_begin_ptr + row).to(tl.int64)
     row_end = tl.load(row_begin_ptr + row + 1).to(tl.int64)
-    # Place w is held by the largest g with g * length // num_workers <= w.
+    # Place w belongs to the largest g with g * length // num_workers <= w.
     divisor = tl.maximum(length, 1)
     first = ((head * num_items + row_begin + 1) * num_workers - 1) // divisor
     last = ((head * num_items + row_end) * num_workers - 1) // divisor
@@ -276,7 +276,7 @@ def stream_k(
     softcap: float,
     workers: int | None = None,
 ) -> Triple:
-    """Map the work, read it in equal ranges, merge what was cut; arguments as for the split kernel.
+    """Map the work, process it in equal ranges, merge splits; arguments as for the split kernel.
 
     Args:
         workers: ranges into which the work is cut, None = as many as suit the device. Results for
@@ -286,7 +286,7 @@ def stream_k(
     block_size = k_XKBD.shape[2]
     limits = launch.device_limits(q_NKHD.device)
     tiles = launch.decode(group, dim, k_XKBD.dtype, limits)
-    # Reading a block's number and then its keys takes two stages more to have as many tiles on their way.
+    # Reading a block's index and then its keys needs two more stages for as many tiles in flight.
     tiles = replace(tiles, num_stages=tiles.num_stages + 2)
     workers = num_workers(limits) if workers is None else workers
     work = build_work_map(owner, tail_block, tail_visible, block_size)

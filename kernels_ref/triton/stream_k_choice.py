@@ -1,17 +1,17 @@
-"""Choice of Stream-K for the unique part: by shape alone, so that a captured step holds one choice."""
+"""Choice of Stream-K for the unique part: by shape alone, so that a captured step has one choice."""
 
 from __future__ import annotations
 
 from kernels_ref.triton.launch import DeviceLimits
 
 WORKERS_PER_PROCESSOR = 2
-"""Workers that share a streaming multiprocessor: all are resident, so none begins when others end."""
+"""Workers per streaming multiprocessor: all are resident, so none starts after others end."""
 
 LEAST_ITERATIONS = 4
-"""Blocks that a worker should have, on average, before the list of work is worth its launch."""
+"""Fewest blocks per worker, on average, for which the list of work is worth its launch."""
 
 LEAST_ITERATIONS_ALONE = 16
-"""The same for one row, whose blocks a captured step mostly finds side by side."""
+"""The same for one row, whose blocks are mostly contiguous."""
 
 
 def num_workers(limits: DeviceLimits) -> int:
@@ -22,12 +22,12 @@ def num_workers(limits: DeviceLimits) -> int:
 def choose(num_rows: int, num_blocks: int, num_heads: int, limits: DeviceLimits) -> bool:
     """Whether the unique part of this shape runs as Stream-K, rather than cut over the slice.
 
-    Ranges of the *slice* are equal only if somebody owns all of it: those that belong to the shared part,
-    to nobody, or to a bucket's padding leave their programs idle, and every change of owner inside a range
-    costs a triple. Ranges of the *owned* blocks avoid both, for a launch that lists them. How much of a
-    slice is owned is data, so the rule goes by what the shape tells: with several rows owners alternate,
-    and the list is worth it from ``LEAST_ITERATIONS`` blocks for every worker; one row loses by padding
-    only, and needs ``LEAST_ITERATIONS_ALONE``.
+    Ranges of the *slice* are equal only if somebody owns all of it: blocks of the shared part, unowned ones,
+    and a bucket's padding leave their programs idle, and every change of owner inside a range costs a triple.
+    Ranges of the *owned* blocks avoid both, for a launch that lists them. How much of a slice is owned is
+    data, so the rule uses the shape only: with several rows owners alternate, and the list is worth it from
+    ``LEAST_ITERATIONS`` blocks for every worker; one row loses by padding only, and needs
+    ``LEAST_ITERATIONS_ALONE``.
 
     Args:
         num_rows, num_blocks: of the bucket (N, NU).

@@ -1,10 +1,10 @@
 """Decodes against the blocks that only they read: cut over blocks, so that one long context fills a GPU.
 
-A program takes a range of blocks of one head and walks over its *runs*, neighbouring blocks of one
-owner: each run is one loop over its tokens without a branch. Blocks of nobody are stepped over. The
-triple of run ``r`` of range ``c`` goes to slot ``r * num_ranges + c`` of a workspace, so that with long
-runs the used slots lie side by side; ``merge_runs`` adds up the slots of each row. Programs behind the
-ranges take the tails, one program for each row.
+A program has a range of blocks of one head and iterates over its *runs*, neighbouring blocks of one owner:
+each run is one loop over its tokens without a branch. Blocks without an owner are skipped. The triple of run
+``r`` of range ``c`` goes to slot ``r * num_ranges + c`` of a workspace, so that with long runs the used slots
+are contiguous; ``merge_runs`` merges the slots of each row. Programs after the ranges process the tails, one
+program for each row.
 
 Shapes: N rows of up to M tokens and T tails, K heads, G query heads of each, H = M * G for all tokens of a
 row, D head size, NU blocks of the contiguous slice.
@@ -114,7 +114,7 @@ def unique_blocks(
     tail_visible: torch.Tensor,
     softcap: float,
 ) -> Triple:
-    """Cut over the slice or in equal ranges of owned blocks, as ``stream_k_choice`` says.
+    """Split over the slice or in equal ranges of owned blocks, by ``stream_k_choice``.
 
     Arguments as in ``kernels_ref.triton.parts``; ``softcap`` 0 = none.
     """

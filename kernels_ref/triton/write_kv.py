@@ -1,4 +1,4 @@
-"""Put the keys and the values of new tokens into their slots, both in one launch.
+"""Write the keys and the values of new tokens to their slots, both in one launch.
 
 Not fused with rotary embedding: transformers' own code applies that before it calls attention, in as many
 ways as there are families, and a compiled layer already fuses it with what surrounds it.

@@ -13,7 +13,7 @@ _MAX_DIM = 256
 
 
 def fits(q_SKGD: torch.Tensor, k_TKD: torch.Tensor) -> bool:
-    """Whether ``attend`` can take these queries and keys, here."""
+    """Whether ``attend`` supports these queries and keys on this machine."""
     dim = q_SKGD.shape[3]
     return (
         q_SKGD.dtype == torch.bfloat16
@@ -37,7 +37,7 @@ def attend(
     """Merge attention of scaled queries over some keys into ``total``, in place.
 
     Args:
-        total: what the queries have seen so far, contiguous ``[S, K, G, D]`` and ``[S, K, G]``.
+        total: partial of the queries so far, contiguous ``[S, K, G, D]`` and ``[S, K, G]``.
         is_causal: query ``s`` sees keys ``0..s`` only; there are as many keys as queries.
         window: with ``is_causal``, only the first ``sink`` and the last ``recent`` of those.
 

@@ -26,7 +26,7 @@ _lock = Lock()
 
 
 def is_switched_off() -> bool:
-    """Whether ``HPU_DUO_X86_KERNELS=0`` asks for torch's operators in place of these kernels.
+    """Whether ``HPU_DUO_X86_KERNELS=0`` selects torch's operators instead of these kernels.
 
     Raises:
         ValueError: the variable is neither 0 nor 1.
@@ -38,7 +38,7 @@ def is_switched_off() -> bool:
 
 
 def is_supported() -> bool:
-    """Whether this CPU multiplies pairs of bfloat16 in vectors, and ``is_switched_off`` says no."""
+    """Whether this CPU multiplies pairs of bfloat16 in vectors, and ``is_switched_off`` is False."""
     return torch.cpu._is_avx512_bf16_supported() and not is_switched_off()
 
 
@@ -54,22 +54,22 @@ def cpu_flags() -> frozenset[str]:
 
 
 def has_tiles() -> bool:
-    """Whether this CPU multiplies pairs of bfloat16 in tiles as well, and the system lets us."""
+    """Whether this CPU multiplies pairs of bfloat16 in tiles as well, and the system permits it."""
     return is_supported() and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
 
 
 def variants() -> tuple[Instructions, ...]:
-    """All that can multiply here, if the operators can be built."""
+    """All instructions for products of this machine, if the operators can be built."""
     return ("vectors", "tiles", "model") if has_tiles() else ("vectors", "model")
 
 
 def description() -> str:
-    """Our kernels and their instructions, for people, on a CPU that ``is_supported``."""
+    """Description of the kernels and their instructions, on a CPU that ``is_supported``."""
     return f"our kernels ({'AVX512-BF16 and AMX' if has_tiles() else 'AVX512-BF16'})"
 
 
 def is_available() -> bool:
-    """Whether the operators are there. Compiled code takes the answer as fixed.
+    """Whether the operators are available; a constant for compiled code.
 
     False, with one warning, where they cannot be built; without one where the CPU is another one.
     """
@@ -85,10 +85,10 @@ def require() -> None:
     """Load the operators.
 
     Raises:
-        ValueError: there are none here.
+        ValueError: they are not available.
     """
     if not is_available():
-        raise ValueError("expected a CPU and a compiler that this kernel can use; ask fits() first")
+        raise ValueError("expected a CPU and a compiler that this kernel can use; call fits() first")
 
 
 @cache

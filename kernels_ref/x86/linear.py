@@ -67,8 +67,8 @@ def multiply(
     """``x [..., inputs]`` times the packed weight, plus the packed bias: ``[..., out_features]``.
 
     Args:
-        live: int32 ``[2]``. If ``x`` has as many rows as the first number says, only as many of them as the
-            second says are multiplied, and the results of the others are 0.
+        live: int32 ``[2]``. If the number of rows of ``x`` is the first number, only the second number of
+            rows are multiplied, and the results of the others are 0.
         instructions: "best" is vectors for one row, and tiles, where there are any, for more.
 
     Raises:
@@ -88,7 +88,7 @@ def multiply_each(
 ) -> list[torch.Tensor]:
     """The results of ``multiply`` with several weights that have the same inputs, bit for bit.
 
-    Inputs are laid out once for all of them, and threads share all outputs.
+    Inputs are packed once for all of them, and threads share all outputs.
 
     Raises:
         ValueError: as ``multiply``, or the numbers of weights, biases and ``out_features`` differ.

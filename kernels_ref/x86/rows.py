@@ -1,11 +1,11 @@
 """Attention of decode rows, of a few bfloat16 query tokens each, over the units of a store.
 
-Every visible key and value is read once for a few query heads, from where it lies; slots behind the last one
-that some token of a row sees are not read at all, so what they hold does not matter. Scores, weights and sums
-are float32. ``fits`` says whether there are such kernels here.
+Every visible key and value is read once for a few query heads, in place; slots after the last one that some
+token of a row sees are not read, so their content does not matter. Scores, weights and sums are float32.
+``fits`` returns whether such kernels are available.
 
 Shapes: N rows of up to M tokens and T tails, K heads, H query heads of a row and head, those of each token
-side by side, X units of S slots, D head size.
+contiguous, X units of S slots, D head size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAX_DIM = 256
 
 
 def fits(q_NKHD: torch.Tensor, k_XKSD: torch.Tensor) -> bool:
-    """Whether these queries and keys can be taken, here. Compiled code takes the answer as fixed."""
+    """Whether these queries and keys are supported on this machine; a constant for compiled code."""
     dim = q_NKHD.shape[3]
     is_cpu_bfloat16 = q_NKHD.dtype == torch.bfloat16 == k_XKSD.dtype and q_NKHD.device.type == "cpu"
     return is_cpu_bfloat16 and dim % _PAIRS == 0 and dim <= _MAX_DIM and is_available()
@@ -37,7 +37,7 @@ def attend_blocks(
     """Scaled queries over whole units that their rows own, and the leading slots of a few more.
 
     Args:
-        owner: which row sees all of unit ``x``, int32 ``[<= X]``; other numbers than rows mean nobody.
+        owner: which row sees all of unit ``x``, int32 ``[<= X]``; numbers that are no row = none.
         tail_block: further units of each row, int32 ``[N, T]``.
         tail_visible: how many of their slots each token sees, int32 ``[N, T, M]``.
 
@@ -69,11 +69,11 @@ def attend_with_weights(
     visible: torch.Tensor,
     sinks_KH: torch.Tensor | None,
 ) -> tuple[Partial, torch.Tensor]:
-    """Scaled queries of one token a row over the leading slots of a unit each, and what each slot receives.
+    """Scaled queries of one token a row over the leading slots of a unit each, with the weight of each slot.
 
     Args:
         visible: slots of unit ``n`` that row ``n`` sees, int32 ``[N, 1, 1]``.
-        sinks_KH: logits that take their share of the weights, or None; the partial is without them.
+        sinks_KH: logits that count in the weights, or None; the partial is without them.
 
     Returns:
         The partial, and the weights of each slot summed over query heads, float32 ``[N, K, S]``.
@@ -97,10 +97,10 @@ def attend_held(
 ) -> Partial:
     """Scaled queries over the slots of a unit each whose positions lie in an interval; see ``Held``.
 
-    Slots before the last one that holds something must be finite.
+    Slots before the last used one must be finite.
 
     Args:
-        position: what the slots of unit ``n`` hold, int32 ``[N, K, S]`` or ``[N, 1, S]``.
+        position: positions in the slots of unit ``n``, int32 ``[N, K, S]`` or ``[N, 1, S]``.
         begin, end: what each token sees, int32 ``[N, M]``.
         sink: positions that every token sees.
 

@@ -1,4 +1,4 @@
-"""The slot of each head of a budget that is given up, in one pass.
+"""The eviction victims of a budget, in one pass.
 
 Shapes: N rows, K heads, C slots.
 """
@@ -11,7 +11,7 @@ from kernels_ref.x86.library import is_available, require
 
 
 def fits(position_NKC: torch.Tensor) -> bool:
-    """Whether slots lie where the kernel can read them. Compiled code takes the answer as fixed."""
+    """Whether the kernel can read the slots; a constant for compiled code."""
     return position_NKC.device.type == "cpu" and is_available()
 
 

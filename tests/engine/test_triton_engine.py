@@ -98,4 +98,4 @@ def test_without_a_gpu_and_without_the_interpreter_the_engine_refuses_triton(tin
         capture_output=True,
         text=True,
     )
-    assert "ValueError: attention 'triton' was asked for, but without a GPU" in done.stderr
+    assert "ValueError: attention 'triton' is not available: without a GPU" in done.stderr

@@ -199,9 +199,9 @@ def _fails(function: Callable[..., Any]) -> Callable[..., Any]:
 BROKEN = [
     (ATTENTION, _rounded_maximum, "off by"),
     (ATTENTION, _first_key_twice, "off by"),
-    (ATTENTION, _nan, "off by inf|cannot be told"),
+    (ATTENTION, _nan, "off by inf|cannot be distinguished"),
     (ATTENTION, _fails, "synStatus 26"),
-    (SOFTMAX, _nan, "off by|cannot be told"),
+    (SOFTMAX, _nan, "off by|cannot be distinguished"),
     (BLOCK_SOFTMAX, _sums_of_nobody, "off by"),
     (BLOCK_SOFTMAX, _fails, "synStatus 26"),
 ]

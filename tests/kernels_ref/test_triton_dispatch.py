@@ -91,7 +91,7 @@ def test_a_cpu_without_the_interpreter_is_refused() -> None:
         "    operators.leading_rings(q, store, store, row[:, None, None], 0.0)\n"
     )
     refused = python(script)
-    assert "ValueError: attention 'triton' was asked for, but without a GPU" in refused.stderr
+    assert "ValueError: attention 'triton' is not available: without a GPU" in refused.stderr
     assert python(script, TRITON_INTERPRET="1").returncode == 0
 
 
