@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpu_duo.garbage import collector_paused, leave_out_what_is_there
+from hpu_duo.garbage import IdleCollector, collector_paused, leave_out_what_is_there, short_collections
 
 
 @pytest.fixture(autouse=True)
@@ -62,4 +62,37 @@ def test_what_is_there_is_left_out_of_later_collections() -> None:
     try:
         assert gc.get_freeze_count() > 1000
     finally:
+        gc.unfreeze()
+
+
+def test_a_process_that_serves_collects_old_objects_when_idle_only() -> None:
+    before = gc.get_threshold()
+    collections: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            collections.append(info["generation"])
+
+    collector = IdleCollector()
+    gc.enable()
+    gc.callbacks.append(note)
+    try:
+        with short_collections():
+            assert gc.get_freeze_count() > 1000
+            collections.clear()
+            assert not any(collector.tick(is_idle=True) for _ in range(30)), "nothing has come"
+            cycles = [[each] for each in range(100_000)]
+            for each in cycles:
+                each.append(each)  # type: ignore[arg-type]
+            assert {0, 1} == set(collections)
+            del cycles
+            assert not any(collector.tick(is_idle=number % 9 > 0) for number in range(30)), (
+                "never for a second"
+            )
+            assert [collector.tick(is_idle=True) for _ in range(10)].index(True) >= 5
+            assert collections[-1] == 2
+            assert gc.get_count()[2] == 0
+        assert gc.get_threshold() == before
+    finally:
+        gc.callbacks.remove(note)
         gc.unfreeze()

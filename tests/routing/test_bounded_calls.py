@@ -72,6 +72,25 @@ def test_no_call_visits_all_that_the_map_has(name: str) -> None:
     assert router.prefixes.held(request_of("", prompt(1))).keys() <= {"a", "d"}
 
 
+@pytest.mark.parametrize("name", ["e2", "d2lpm", "least-loaded"])
+def test_a_replica_leaves_in_the_same_time_however_many_requests_are_open(name: str) -> None:
+    router = make_router(name)
+    for replica in "ab":
+        router.join(replica)
+    for number in range(2000):
+        router.dispatched(request_of(number, prompt(number), str(number)), "ab"[number % 2], 0.0)
+    lost, called = num_calls(router.leave, "a", 1.0)
+    assert (len(lost), router.num_open_requests) == (1000, 1000)
+    assert called <= MOST_CALLS
+    router.join("a", 1.0)
+    again = router.dispatched(lost[0].request, "a", 1.0)
+    for each in lost:
+        router.first_token(each.request.request_id, 2.0)
+        assert num_calls(router.finished, each.request.request_id, 2.0, 3)[1] <= MOST_CALLS
+    assert again.has_token
+    assert (len(router._open), router.num_open("a"), router.num_open_tokens("a")) == (1000, 0, 0.0)
+
+
 def test_what_a_call_has_left_is_forgotten_by_later_ones() -> None:
     router = make_router("d2lpm:capacity=5000")
     assert isinstance(router, PrefixRouter)
@@ -102,3 +121,13 @@ def test_a_spread_dictionary_is_a_dictionary() -> None:
     assert dict(spread) == {number: str(number) for number in range(1000) if number != 8} | {7: "seven"}
     assert (len(spread), bool(spread), spread.get(8), bool(SpreadDict())) == (999, True, None, False)
     assert sorted(spread.values()) == sorted(dict(spread).values())
+
+
+def test_a_snapshot_is_not_changed_by_what_comes_after_it() -> None:
+    spread = SpreadDict({number: str(number) for number in range(1000)})
+    before, snapshot = sorted(spread.values()), spread.snapshot()
+    found = [next(snapshot) for _ in range(10)]
+    for number in range(1000):
+        del spread[number]
+        spread[number + 1000] = "new"
+    assert (sorted([*found, *snapshot]), set(spread.values())) == (before, {"new"})

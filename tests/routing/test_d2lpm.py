@@ -98,4 +98,4 @@ def test_users_who_will_never_come_back_are_forgotten() -> None:
     for number in range(1200):
         router.route(request_of("one", [1] * 9 + [number], str(number)), 0.0)
         router.finished("one", 0.0, 1)
-    assert len(router._credits) == 1000
+    assert len(router._credits["a"]) == 1000

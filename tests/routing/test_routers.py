@@ -92,6 +92,7 @@ class Served(RuleBasedStateMachine):
         self.router.first_token(name, self.now)
         self.router.finished(name, self.now, 3)
         self.router.failed(name, self.now)
+        assert name not in self.router._open
         assert [self.router.load(each, self.now) for each in self.router.replicas] == loads
 
     @invariant()
@@ -105,14 +106,12 @@ class Served(RuleBasedStateMachine):
                 assert self.router.num_open_tokens(replica) == sum(map(len, (each.units for each in here)))
                 assert self.router.load(replica, self.now) >= 0
             if isinstance(self.router, D2LPM):
-                assert (
-                    not {replica for each in self.router._credits.values() for replica in each} - self.alive
-                )
+                assert self.router._credits.keys() == self.alive
 
     def teardown(self) -> None:
         if not hasattr(self, "router"):
             return
-        for name in list(self.open):
+        for name in [*self.open, *self.ended]:  # of what was lost with its replica as well
             self.router.finished(name, self.now, 2)
         assert self.router.num_open_requests == 0
         for replica in self.alive:

@@ -50,12 +50,13 @@ class D2LPM(PrefixRouter):
             raise ValueError(f"expected prices of 0 or more, got {input_price} and {output_price}")
         super().__init__(capacity, min_cached)
         self._quantum, self._input_price, self._output_price = quantum, input_price, output_price
-        self._credits: dict[str | None, dict[str, float]] = {}
+        self._credits: dict[str, dict[str | None, float]] = {}  # by replica, so that one leaves at once
         self._num_unfinished: dict[str | None, int] = {}
+        self._idle_users: dict[str | None, None] = {}  # with entries in _credits, the earliest first
 
     def credit(self, user: str | None, replica: str) -> float:
         """Return the credit of a user at a replica; debts are negative."""
-        return self._credits.get(user, {}).get(replica, 0.0)
+        return self._credits.get(replica, {}).get(user, 0.0)
 
     def _pick(self, request: RoutedRequest, offered: Sequence[str], now: float) -> str:
         self._refill(request.user, offered)
@@ -70,18 +71,21 @@ class D2LPM(PrefixRouter):
             num = 1 if self._quantum == inf else floor(-most / self._quantum) + 1
             for replica in self.replicas:
                 raised = self.credit(user, replica) + num * self._quantum
-                self._set(user, replica, min(raised, self._quantum))
+                self._credits[replica][user] = min(raised, self._quantum)
+            if user not in self._num_unfinished:
+                self._remember(user)
+
+    def _joins(self, replica: str, now: float) -> None:
+        self._credits[replica] = {}
 
     def _leaves(self, replica: str) -> None:
         super()._leaves(replica)
-        for user, credits in list(self._credits.items()):
-            credits.pop(replica, None)
-            if not credits:
-                del self._credits[user]
+        del self._credits[replica]
 
     def _begins(self, sent: Dispatch) -> None:
         super()._begins(sent)
         user = sent.request.user
+        self._idle_users.pop(user, None)
         self._num_unfinished[user] = self._num_unfinished.get(user, 0) + 1
         self._pay(sent, self._input_price * sent.num_new_tokens)
 
@@ -98,9 +102,12 @@ class D2LPM(PrefixRouter):
         self._pay(sent, -self._input_price * sent.num_new_tokens)
         self._settle(sent.request.user)
 
+    def _loses(self, sent: Dispatch) -> None:
+        self._settle(sent.request.user)
+
     def _pay(self, sent: Dispatch, cost: float) -> None:
         user, replica = sent.request.user, sent.replica
-        self._set(user, replica, min(self.credit(user, replica) - cost, self._quantum))
+        self._credits[replica][user] = min(self.credit(user, replica) - cost, self._quantum)
 
     def _settle(self, user: str | None) -> None:
         """Take note of the end of a request of a user; whoever has none left keeps debts only."""
@@ -108,13 +115,18 @@ class D2LPM(PrefixRouter):
         if self._num_unfinished[user]:
             return
         del self._num_unfinished[user]
-        debts = {replica: value for replica, value in self._credits.get(user, {}).items() if value < 0}
-        self._credits.pop(user, None)
-        if debts:
-            self._credits[user] = debts
-            idle = [each for each in self._credits if each not in self._num_unfinished]
-            if len(idle) > _MOST_DEBTORS:
-                del self._credits[idle[0]]
+        for credits in self._credits.values():
+            if credits.get(user, -1.0) >= 0:
+                del credits[user]
+        if any(user in credits for credits in self._credits.values()):
+            self._remember(user)
 
-    def _set(self, user: str | None, replica: str, value: float) -> None:
-        self._credits.setdefault(user, {})[replica] = value
+    def _remember(self, user: str | None) -> None:
+        """Note that a user without requests has entries; if too many have, the earliest one's are dropped."""
+        self._idle_users.pop(user, None)
+        self._idle_users[user] = None
+        if len(self._idle_users) > _MOST_DEBTORS:
+            earliest = next(iter(self._idle_users))
+            del self._idle_users[earliest]
+            for credits in self._credits.values():
+                credits.pop(earliest, None)

@@ -297,6 +297,10 @@ class E2(PrefixRouter):
         self._first_tokens.pop(sent, None)
         self._close_charge(sent, 0.0)
 
+    def _loses(self, sent: Dispatch) -> None:
+        del self._charges[sent]
+        self._first_tokens.pop(sent, None)
+
     def _close_charge(self, sent: Dispatch, seconds: float) -> None:
         self._work.correct(sent.replica, self._charges.pop(sent), seconds)
         if not sent.has_token:

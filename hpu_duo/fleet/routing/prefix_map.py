@@ -22,22 +22,23 @@ _NUM_PARTS = 256
 
 
 class SpreadDict(MutableMapping[Key, Value], Generic[Key, Value]):
-    """Entries in 256 dictionaries by their hash, each of which grows at another time."""
+    """Entries in 256 dictionaries by their hash, each of which grows, and is copied, at another time."""
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_parts", "_shared")
 
     def __init__(self, entries: Mapping[Key, Value] = {}) -> None:
         self._parts: list[dict[Key, Value]] = [{} for _ in range(_NUM_PARTS)]
+        self._shared: set[int] = set()  # parts that a snapshot reads, copied before they change
         self.update(entries)
 
     def __getitem__(self, key: Key) -> Value:
         return self._parts[hash(key) % _NUM_PARTS][key]
 
     def __setitem__(self, key: Key, value: Value) -> None:
-        self._parts[hash(key) % _NUM_PARTS][key] = value
+        self._own(hash(key) % _NUM_PARTS)[key] = value
 
     def __delitem__(self, key: Key) -> None:
-        del self._parts[hash(key) % _NUM_PARTS][key]
+        del self._own(hash(key) % _NUM_PARTS)[key]
 
     def __iter__(self) -> Iterator[Key]:
         return chain.from_iterable(self._parts)
@@ -51,6 +52,23 @@ class SpreadDict(MutableMapping[Key, Value], Generic[Key, Value]):
 
     def __bool__(self) -> bool:
         return any(self._parts)
+
+    def snapshot(self) -> Iterator[Value]:
+        """Return the values as they are now, whatever changes before they are read; nothing is copied yet."""
+        self._shared.update(range(_NUM_PARTS))
+        return _read_and_freed(self._parts[::-1])
+
+    def _own(self, index: int) -> dict[Key, Value]:
+        if index in self._shared:
+            self._shared.remove(index)
+            self._parts[index] = self._parts[index].copy()
+        return self._parts[index]
+
+
+def _read_and_freed(parts: list[dict[Key, Value]]) -> Iterator[Value]:
+    """Yield the values, those of the last part first; each part is freed behind its last value."""
+    while parts:
+        yield from parts.pop().values()
 
 
 class _Values(ValuesView[Value]):
@@ -245,7 +263,8 @@ class RadixTree:
             return {}
         if len(parent.children) == 1:
             (child,) = parent.children.values()
-            if child.holders.keys() == parent.holders.keys():
+            # Joining takes time for each child; otherwise two nodes stay that could be one.
+            if child.holders.keys() == parent.holders.keys() and len(child.children) <= MOST_OF_ONE:
                 return _join(parent, child)
         return {}
 
@@ -508,7 +527,9 @@ class PrefixMap:
         """Let go of a node that was not used since, and put its children on the list."""
         use = node.holders.get(life)
         if use is not None:
-            levels.append(iter(tuple(node.children.values())))
+            children = node.children
+            is_spread = isinstance(children, SpreadDict)
+            levels.append(children.snapshot() if is_spread else iter(tuple(children.values())))
             if use.used < before:
                 self._release(life, node)
 

@@ -95,7 +95,8 @@ class Router(ABC):
     A caller asks ``choose``, sends the request, and calls ``dispatched``; then ``first_token``, and in
     the end ``finished`` or ``failed``. ``route`` does the first two in one. Times are seconds on any clock
     that never goes back. A replica that is lost takes its requests, its load and what was known of its cache
-    with it; later reports of these requests are ignored.
+    with it. ``finished`` or ``failed`` is called for these requests as well, or they are sent again; it only
+    frees what is stored of them.
 
     What a router believes of caches may be wrong in either direction: a replica computes what it does not
     have. So wrong beliefs cost time, never an answer.
@@ -118,7 +119,7 @@ class Router(ABC):
     @property
     def num_open_requests(self) -> int:
         """Requests that were sent and have not ended."""
-        return len(self._open)
+        return sum(map(len, self._at.values()))
 
     def num_open(self, replica: str) -> int:
         """Return the requests that are open at a replica."""
@@ -155,12 +156,10 @@ class Router(ABC):
         """
         if replica not in self._at:
             raise ValueError(f"expected one of {', '.join(self._at) or 'no'} replicas, got {replica!r}")
-        lost = list(self._at[replica].values())
-        for each in lost:
-            self.failed(each.request.request_id, now)
-        del self._at[replica], self._num_open_tokens[replica]
+        lost = self._at.pop(replica)
+        del self._num_open_tokens[replica]
         self._leaves(replica)
-        return lost
+        return list(lost.values())
 
     def choose(self, request: RoutedRequest, now: float, without: Collection[str] = ()) -> str:
         """Choose a replica.
@@ -182,12 +181,13 @@ class Router(ABC):
         Raises:
             ValueError: the request is open, or the replica is not there.
         """
-        if request.request_id in self._open:
-            raise ValueError(
-                f"request {request.request_id!r} is open, at {self._open[request.request_id].replica}"
-            )
+        earlier = self._open.get(request.request_id)
+        if earlier is not None and not self._is_lost(earlier):
+            raise ValueError(f"request {request.request_id!r} is open, at {earlier.replica}")
         if replica not in self._at:
             raise ValueError(f"expected one of {', '.join(self._at) or 'no'} replicas, got {replica!r}")
+        if earlier is not None:
+            self.failed(request.request_id, now)
         sent = Dispatch(request, replica, now, self.num_expected(request, replica))
         self._open[request.request_id] = self._at[replica][request.request_id] = sent
         self._num_open_tokens[replica] += request.num_tokens
@@ -201,7 +201,7 @@ class Router(ABC):
     def first_token(self, request_id: str, now: float) -> None:
         """Take note that the first token of a request has come."""
         sent = self._open.get(request_id)
-        if sent is not None and not sent.has_token:
+        if sent is not None and not sent.has_token and not self._is_lost(sent):
             sent.has_token = True
             self._answers(sent, now)
 
@@ -227,13 +227,22 @@ class Router(ABC):
     def evicted(self, replica: str, request: RoutedRequest, num_kept: int) -> None:  # noqa: B027
         """Take note that a replica has no more than the first ``num_kept`` units of a prompt cached."""
 
+    def _is_lost(self, sent: Dispatch) -> bool:
+        """Whether the replica of an open request has left since, and may have joined again."""
+        return self._at.get(sent.replica, {}).get(sent.request.request_id) is not sent
+
     def _close(self, request_id: str) -> Dispatch | None:
+        """Remove an open request; returns None for one that is not open, or was lost with its replica."""
         sent = self._open.pop(request_id, None)
-        if sent is not None:
-            here = self._at[sent.replica]
-            del here[request_id]
-            left = self._num_open_tokens[sent.replica] - sent.request.num_tokens
-            self._num_open_tokens[sent.replica] = left if here else 0.0  # what rounding has left
+        if sent is None:
+            return None
+        if self._is_lost(sent):
+            self._loses(sent)
+            return None
+        here = self._at[sent.replica]
+        del here[request_id]
+        left = self._num_open_tokens[sent.replica] - sent.request.num_tokens
+        self._num_open_tokens[sent.replica] = left if here else 0.0  # what rounding has left
         return sent
 
     # The policy's own
@@ -246,7 +255,7 @@ class Router(ABC):
         """Take a replica in."""
 
     def _leaves(self, replica: str) -> None:  # noqa: B027
-        """Forget a replica; its requests have failed before."""
+        """Forget a replica, in bounded time: requests that are open there end in ``_loses``, one by one."""
 
     def _begins(self, sent: Dispatch) -> None:  # noqa: B027
         """Take note of a request that was sent."""
@@ -259,6 +268,9 @@ class Router(ABC):
 
     def _fails(self, sent: Dispatch, now: float) -> None:  # noqa: B027
         """Take note of a request without an answer."""
+
+    def _loses(self, sent: Dispatch) -> None:  # noqa: B027
+        """Forget a request whose replica has left before; one of the same name may have joined since."""
 
 
 class RoundRobin(Router):

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from hpu_duo.garbage import leave_out_what_is_there
+from hpu_duo.garbage import IdleCollector, short_collections
 from hpu_duo.server.http.connections import ConnectionLimits, Connections
 from hpu_duo.server.http.middleware import DirectWrites
 from hpu_duo.server.running.admission import Stage
@@ -126,9 +126,9 @@ def listen(
         flush_s: seconds in which slow callers may take the rest of their answers, once all are generated.
     """
     _raise_file_limit()
-    leave_out_what_is_there()
     server = DrainingServer(app, service, tls, on_listening, connections, flush_s)
-    server.run(sockets=[bound])
+    with short_collections():
+        server.run(sockets=[bound])
     return server.ending
 
 
@@ -166,6 +166,7 @@ class DrainingServer(uvicorn.Server):
         self._draining: asyncio.Task[bool] | None = None
         self._failed_at: float | None = None
         self.failure_told_s = _FAILURE_TOLD_S
+        self._collector = IdleCollector()
 
     @property
     def ending(self) -> Ending:
@@ -179,7 +180,8 @@ class DrainingServer(uvicorn.Server):
         self._on_listening()
 
     async def on_tick(self, counter: int) -> bool:
-        """Say, ten times a second, whether to end."""
+        """Say, ten times a second, whether to end; garbage is collected while no call is under way."""
+        self._collector.tick(is_idle=not self.server_state.tasks)
         if self._signal_number is not None and self._draining is None:
             self._draining = asyncio.create_task(self._service.drain())
         if self._service.stage is Stage.FAILED:
