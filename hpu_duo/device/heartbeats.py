@@ -65,7 +65,7 @@ class Signs:
         gone: ranks whose process has ended without a word that it would.
         silent_s: seconds since each rank's last sign of life.
         num_done: orders that each rank has carried out, as far as it has told.
-        late_s: seconds that each rank has been at the same step.
+        late_s: seconds that each rank has been at the same order, of those that have a limit.
         waiting: ranks that were last inside an exchange with others.
     """
 
@@ -87,7 +87,7 @@ class Signs:
         """Whether ranks cannot go on.
 
         Args:
-            timeout_s: most seconds of silence, and of a step.
+            timeout_s: most seconds of silence, and of an order.
         """
         longest_s = max((*self.silent_s.values(), *self.late_s.values()), default=0.0)
         return bool(self.reports or self.gone or longest_s > timeout_s)
@@ -108,14 +108,14 @@ class Blamed(NamedTuple):
 def blamed(signs: Signs, timeout_s: float, *, is_all: bool) -> Blamed | None:
     """Return the rank that failed first, once that is known.
 
-    An error of its own comes first, then a process that has ended without a word, then silence, then a step
+    An error of its own comes first, then a process that has ended without a word, then silence, then an order
     that does not end: of the ranks that are late, the one that does not wait for others. Where there are only
     errors that may follow from another rank's end or delay, the first one that is not in the words of an
     exchange is a rank's own. Where all are, a rank that has told of none hangs, and others have waited for it
     in vain: rank 0, or the one that has done the least.
 
     Args:
-        timeout_s: most seconds of silence, and of a step.
+        timeout_s: most seconds of silence, and of an order.
         is_all: whether every rank that fails has had the time to report it.
     """
     own = next((each for each in signs.reports if not each.may_follow), None)
@@ -147,7 +147,7 @@ def blamed(signs: Signs, timeout_s: float, *, is_all: bool) -> Blamed | None:
 
 
 def _late(signs: Signs, timeout_s: float) -> Blamed | None:
-    """Return the rank whose step does not end, if that is known, or nobody has said more for some time."""
+    """Return the rank whose order does not end, if that is known, or nobody has said more for some time."""
     late = {
         rank: late_s
         for rank, late_s in signs.late_s.items()
@@ -159,7 +159,7 @@ def _late(signs: Signs, timeout_s: float) -> Blamed | None:
         return None
     first, *others = sorted(busy or late, key=lambda rank: (signs.num_done.get(rank, 0), rank))
     like = f", as has rank {', '.join(map(str, others))}" if others else ""
-    return Blamed(first, f"hangs: it has been at a step for {late[first]:.0f} s{like}")
+    return Blamed(first, f"hangs: it has been at an order for {late[first]:.0f} s{like}")
 
 
 _EXCHANGES = (str(Path("hpu_duo", "device", "exchange.py")), str(Path("torch", "distributed")))
@@ -167,27 +167,27 @@ _EXCHANGES = (str(Path("hpu_duo", "device", "exchange.py")), str(Path("torch", "
 
 
 class Lateness:
-    """The steps that were sent to ranks, and for how long each has been at the one it has not carried out.
+    """The orders that were sent to ranks, and for how long each has been at the one it has not carried out.
 
     Orders of a warm-up have no limit: they compile.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._steps: set[int] = set()
+        self._limited: set[int] = set()
         self._num_told = 0
         self._num_done: dict[int, int] = {}
         self._late_s: dict[int, float] = {}
 
-    def tell(self, *, is_step: bool) -> None:
+    def tell(self, *, is_limited: bool) -> None:
         """Note that the next order is sent."""
         with self._lock:
-            if is_step:
-                self._steps.add(self._num_told)
+            if is_limited:
+                self._limited.add(self._num_told)
             self._num_told += 1
 
     def look(self, num_done: Mapping[int, int], passed_s: float) -> dict[int, float]:
-        """Return the seconds of each rank that is at a step.
+        """Return the seconds of each rank that is at an order with a limit.
 
         Args:
             num_done: orders that each rank has carried out.
@@ -195,11 +195,11 @@ class Lateness:
         """
         with self._lock:
             for rank, done in num_done.items():
-                is_same = self._num_done.get(rank) == done and done in self._steps
+                is_same = self._num_done.get(rank) == done and done in self._limited
                 self._late_s[rank] = self._late_s.get(rank, 0.0) + passed_s if is_same else 0.0
                 self._num_done[rank] = done
             first = min(num_done.values(), default=0)
-            self._steps = {number for number in self._steps if number >= first}
+            self._limited = {number for number in self._limited if number >= first}
             return {rank: late_s for rank, late_s in self._late_s.items() if rank in num_done}
 
 
@@ -274,6 +274,11 @@ class Heartbeats:
     def have_ended(self) -> bool:
         """Whether all other ranks are gone, or have said that they end."""
         return len(self._ended | self._gone) == self._size - 1
+
+    @property
+    def has_silent(self) -> bool:
+        """Whether a rank that has not ended gives no sign of life now."""
+        return any(silent_s > _ALIVE_S for silent_s in self.signs().silent_s.values())
 
     def look(self) -> None:
         """Take what has come, for a tenth of a second at most, and give a sign of life."""

@@ -86,6 +86,10 @@ class WorkerRanks(Protocol):
         """
         ...
 
+    def kill(self) -> None:
+        """End their processes at once, as far as they are this one's; an order under way here fails."""
+        ...
+
 
 _FIRST_BYTES = 1 << 16
 _HEADER_BYTES = 8

@@ -227,6 +227,16 @@ class Engine(NotPicklable):
         if followers is not None:
             followers.when_lost(told)
 
+    def kill_ranks(self) -> bool:
+        """End the other ranks of the model at once, if there are any; says whether there are.
+
+        A step under way fails, since it waits for them; nothing can be computed from then on.
+        """
+        followers = self.runner.executor.followers
+        if followers is not None:
+            followers.kill()
+        return followers is not None
+
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Context manager that blocks the steps of other threads."""

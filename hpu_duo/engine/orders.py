@@ -141,6 +141,9 @@ class Stop:
         """Do nothing; see ``follow``."""
 
 
+WARM_UP_ORDERS = (Touch, Capture, FinishWarmUp)
+"""Orders that may compile, and take as long as that takes."""
+
 Order: TypeAlias = Execute | Touch | Capture | FinishWarmUp | SetTable | Stop
 
 

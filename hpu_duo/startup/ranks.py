@@ -31,7 +31,7 @@ from hpu_duo.device.processes import (
     store_in,
 )
 from hpu_duo.device.ranks import MEETING_S, Membership, RankError, Ranks, Sent, joined
-from hpu_duo.engine.orders import Execute, Order, Stop
+from hpu_duo.engine.orders import WARM_UP_ORDERS, Order, Stop
 
 _END_S = 3.0
 """Seconds in which ranks that have said that they end do so."""
@@ -248,8 +248,8 @@ class LedRanks:
     Args:
         launch: of their processes.
         size: number of ranks.
-        timeout_s: most seconds of a rank without a sign of life, of a step, and, with some more, of an
-            exchange inside a step.
+        timeout_s: most seconds of a rank without a sign of life, of an order that does not compile, and, with
+            some more, of an exchange between ranks.
 
     Attributes:
         membership: of rank 0, once it has joined.
@@ -310,7 +310,7 @@ class LedRanks:
             raise self._broken
         assert self.membership is not None, "ranks have joined"
         try:
-            self._heartbeats.lateness.tell(is_step=isinstance(order, Execute))
+            self._heartbeats.lateness.tell(is_limited=not isinstance(order, WARM_UP_ORDERS))
             self.membership.link.send(order)
         except Exception as error:
             raise self.failed(error) from error
@@ -339,6 +339,12 @@ class LedRanks:
         """Return the error of the rank that failed first, if an error of this one follows from it."""
         return self.failed(error) if may_follow(error) else error
 
+    def kill(self) -> None:
+        """See ``WorkerRanks``."""
+        with self._lock:
+            self._told = []
+        self._break("other ranks were killed")
+
     def stop(self) -> None:
         """End the other ranks, and leave; does nothing the second time."""
         if self._is_stopped:
@@ -347,7 +353,8 @@ class LedRanks:
         if self._broken is None and self.is_led and self.membership is not None:
             with suppress(Exception):
                 self.membership.link.send(Stop())
-            if not until(lambda: self._heartbeats.have_ended, _NAMING_S):
+            until(lambda: self._heartbeats.have_ended or self._heartbeats.has_silent, _NAMING_S)
+            if not self._heartbeats.have_ended:
                 # Whoever leaves the group waits for nobody who is stopped or hangs.
                 self._launch.kill()
         else:

@@ -94,7 +94,7 @@ def test_the_rank_at_a_step_that_waits_for_nobody_hangs() -> None:
     late = {1: 4.5, 2: 4.5, 3: 4.4}
     signs = Signs(4, num_done={1: 6, 2: 6, 3: 6}, late_s=late, waiting=frozenset({1, 3}))
     assert signs.are_bad(TIMEOUT_S)
-    assert blamed(signs, TIMEOUT_S, is_all=False) == (2, "hangs: it has been at a step for 4 s")
+    assert blamed(signs, TIMEOUT_S, is_all=False) == (2, "hangs: it has been at an order for 4 s")
     assert not Signs(4, late_s={1: 3.9}).are_bad(TIMEOUT_S)
 
 
@@ -111,7 +111,7 @@ def test_late_ranks_of_which_the_first_is_not_known_have_some_seconds_to_tell_mo
     later = replace(signs, late_s={1: 5.1, 2: 5.1, 3: 5.1})
     assert blamed(later, TIMEOUT_S, is_all=True) == (
         2,
-        "hangs: it has been at a step for 5 s, as has rank 3, 1",
+        "hangs: it has been at an order for 5 s, as has rank 3, 1",
     )
 
 

@@ -1,4 +1,4 @@
-"""Rank 0 counts for how long each rank has been at a step, and no other order counts."""
+"""Rank 0 counts for how long each rank has been at an order, but for those of a warm-up."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hpu_duo.device.heartbeats import Lateness, waits_for_others
 def test_only_a_step_that_was_told_and_is_not_done_counts() -> None:
     lateness = Lateness()
     assert lateness.look({1: 0, 2: 0}, 1.0) == {1: 0.0, 2: 0.0}
-    lateness.tell(is_step=False)
+    lateness.tell(is_limited=False)
     assert lateness.look({1: 0, 2: 0}, 9.0) == {1: 0.0, 2: 0.0}, "a warm-up compiles"
-    lateness.tell(is_step=True)
+    lateness.tell(is_limited=True)
     assert lateness.look({1: 1, 2: 0}, 2.0) == {1: 0.0, 2: 0.0}
     assert lateness.look({1: 1, 2: 0}, 2.0) == {1: 2.0, 2: 0.0}
     assert lateness.look({1: 1, 2: 1}, 2.0) == {1: 4.0, 2: 0.0}
-    lateness.tell(is_step=True)
+    lateness.tell(is_limited=True)
     assert lateness.look({1: 2, 2: 1}, 1.0) == {1: 0.0, 2: 1.0}
     assert lateness.look({1: 3, 2: 3}, 1.0) == {1: 0.0, 2: 0.0}
     assert lateness.look({1: 3, 2: 3}, 50.0) == {1: 0.0, 2: 0.0}, "ranks wait for orders"

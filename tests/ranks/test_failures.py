@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from hpu_duo.device.ranks import RankError
+from hpu_duo.engine.orders import Order
 from hpu_duo.engine.outputs import RequestOutput
 from hpu_duo.llm import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.startup.ranks import LedRanks, OwnLaunch
 from tests.modeling.families import BLOCK, Zoo, prompts_of
-from tests.ranks.work import Hang, Nap
+from tests.ranks.work import Hang, HangInWarmUp, Nap
 
 ROOT = Path(__file__).parents[2]
 LONG = SamplingParams(max_tokens=150, temperature=0)
@@ -90,11 +91,18 @@ def test_a_rank_that_hangs_is_named(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_known_orders")
-def test_a_rank_that_lives_and_hangs_is_named(zoo: Zoo) -> None:
+@pytest.mark.parametrize(
+    ("order", "named"),
+    [
+        (Hang(), r"rank 1 hangs: it has been at an order for [23] s"),
+        (HangInWarmUp(None), "rank 1 hangs: rank 0 waited for it in vain"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_rank_that_lives_and_hangs_is_named(zoo: Zoo, order: Order, named: str) -> None:
     model = load(zoo, rank_timeout_s=2.0)
-    ranks_of(model).tell(Hang())  # type: ignore[arg-type]
+    ranks_of(model).tell(order)
     model.engine.add_request(prompts_of()[0], LONG)
-    with pytest.raises(RankError, match="rank 1 hangs: rank 0 waited for it in vain"):
+    with pytest.raises(RankError, match=named):
         step_on(model, [])
     ranks_of(model).stop()
 
@@ -107,7 +115,7 @@ def test_a_rank_that_lives_and_does_not_end_its_step_is_named_before_exchanges_t
     model.engine.step()
     ranks_of(model).tell(Nap(None))  # type: ignore[arg-type]
     with pytest.raises(
-        RankError, match=r"rank 1 hangs: it has been at a step for [23] s; all ranks have ended"
+        RankError, match=r"rank 1 hangs: it has been at an order for [23] s; all ranks have ended"
     ):
         step_on(model, [])
     ranks_of(model).stop()

@@ -164,5 +164,8 @@ def test_a_server_that_is_told_to_stop_leaves_no_stopped_rank_behind() -> None:
             seen += lines
         assert "error" in seen[-2]
         # The rank has the other end of the pipe that this reads to its end.
-        assert one.end()[0] == 0
+        code, told = one.end()
+        assert code == 0
+        assert "the engine was stopped in a step: other ranks were killed" in told
+        assert "left behind" not in told
         assert not is_there(one.follower)

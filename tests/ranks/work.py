@@ -24,7 +24,7 @@ from hpu_duo.config.engine import (
 from hpu_duo.device import Member
 from hpu_duo.device.ranks import Membership, RankError, Ranks, Sent, joined
 from hpu_duo.engine.engine import Engine
-from hpu_duo.engine.orders import Execute, FinishWarmUp, Order, Stop, follow
+from hpu_duo.engine.orders import Execute, FinishWarmUp, Order, Stop, Touch, follow
 from hpu_duo.engine.runner import Runner
 from hpu_duo.engine.step_input import StepInput
 from hpu_duo.sampling import SamplingParams
@@ -42,6 +42,15 @@ Kept: TypeAlias = list[dict[tuple[str, int], np.ndarray]]
 @dataclass(frozen=True)
 class Hang:
     """An order that no rank but 0 carries out in time."""
+
+    def carry_out(self, runner: object) -> None:
+        """Sleep."""
+        time.sleep(600)
+
+
+@dataclass(frozen=True)
+class HangInWarmUp(Touch):
+    """An order of a warm-up, which has no limit, in which every rank but 0 sleeps."""
 
     def carry_out(self, runner: object) -> None:
         """Sleep."""
@@ -217,6 +226,9 @@ class Told:
 
     def when_lost(self, told: Callable[[RankError], None]) -> None:
         """Do nothing: the test ends with an error of its own."""
+
+    def kill(self) -> None:
+        """Do nothing: no test stops in a step."""
 
 
 class Heard:

@@ -65,7 +65,7 @@ class EngineThread:
         self.step_began: float | None = None
         self._snapshot_at = time.perf_counter()
         self._commands: SimpleQueue[Command] = SimpleQueue()
-        self._is_stopped = False
+        self._is_stopped = self._is_to_stop = False
         self._num_failures = 0
         # A daemon, so that a step that hangs on a device cannot keep the process.
         self._thread = Thread(target=self._run, name="hpu-duo-engine", daemon=True)
@@ -85,6 +85,7 @@ class EngineThread:
 
     def stop(self, timeout_s: float | None = None) -> bool:
         """End the thread behind the step that runs, if any; says whether it has ended in time."""
+        self._is_to_stop = True
         self.ask(self._stop)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -99,7 +100,10 @@ class EngineThread:
                 if not self._is_stopped and self._engine.has_unfinished:
                     self._step()
         except BaseException as error:
-            _log.critical("the engine's thread has ended with an error", exc_info=error)
+            if self._is_to_stop:
+                _log.warning("the engine was stopped in a step: %s", error)
+            else:
+                _log.critical("the engine's thread has ended with an error", exc_info=error)
             self._listener.died(error)
 
     def _carry_out(self) -> None:
@@ -143,8 +147,9 @@ class EngineThread:
 
 _log = logging.getLogger(__name__)
 
-_DEAD_STEP_S = 0.2
-"""Most seconds that the thread of an engine that has ended with an error is waited for."""
+_DEAD_STEP_S, _STEP_S = 0.2, 1.0
+"""Most seconds that the thread of an engine that has ended with an error is waited for, and a step between
+ranks that nobody waits for any more."""
 
 _T = TypeVar("_T")
 
@@ -226,8 +231,13 @@ class AsyncEngine:
         for stream in list(self._streams.values()):
             stream.close()
         # A step that an error left behind, such as one on a device that waits for a lost rank, may never end.
-        wait_s = timeout_s if self._death is None else min(timeout_s, _DEAD_STEP_S)
-        return await asyncio.to_thread(self._thread.stop, wait_s)
+        wait_s = min(timeout_s, _STEP_S if self._death is None else _DEAD_STEP_S)
+        has_ended = await asyncio.to_thread(self._thread.stop, wait_s)
+        if has_ended or self._death is not None:
+            return has_ended
+        # One of several ranks may wait for a rank that is stopped or hangs.
+        rest_s = _STEP_S if self._engine.kill_ranks() else timeout_s - wait_s
+        return await asyncio.to_thread(self._thread.stop, rest_s)
 
     async def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Refuse what the engine would refuse; see ``Engine.check_request``."""
