@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from hpu_duo import SamplingParams
 from hpu_duo.server.running.admission import Admission
+from hpu_duo.server.telemetry.metrics import ServerMetrics
 from hpu_duo.server.telemetry.request_log import CallRecord
 from tests.server.conftest import TinyChat
 from tests.server.live import Live, live, wait_until
@@ -177,3 +181,25 @@ def test_the_schema_says_what_is_answered(server: Live) -> None:
             answer = http.get(path)
             assert answer.status_code == 200
             assert list(told) == ([answer.headers["content-type"]] if answer.content else [])
+
+
+FROZEN = Path(__file__).parent / "frozen_metrics.txt"
+
+
+def frozen(metrics: ServerMetrics) -> list[str]:
+    """Help and type of each metric, with the labels of its samples."""
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    lines = []
+    for metric in text_string_to_metric_families(generate_latest(registry).decode()):
+        labels = {tuple(label for label in sample.labels if label != "le") for sample in metric.samples}
+        lines.append(f"{metric.name} {metric.type} {sorted(labels)}: {metric.documentation}")
+    return sorted(lines)
+
+
+def test_names_labels_and_helps_are_those_that_dashboards_have(tiny: TinyChat) -> None:
+    model = tiny.load()
+    model.engine.generate([[5, 6, 7]], [SamplingParams(max_tokens=1)])
+    metrics = ServerMetrics("tiny", model.stats, lambda: 0, lambda: 0, lambda: 0)
+    metrics.responded("GET", "/health", 200)
+    assert "\n".join(frozen(metrics)) == FROZEN.read_text(encoding="utf-8").strip()

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -53,28 +53,9 @@ class Histogram:
         family.add_metric(labels, buckets, self._sum)
 
 
-_OWN = "hpuduo"
-"""Prefix of what vLLM has no name for."""
-
 _SHORT_S = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    10,
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1, 2.5, 5, 10),
 )
 _LONG_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -84,114 +65,126 @@ _CALL_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 24
 _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 _CHOICES = (1, 2, 5, 10, 20)
 
-_HISTOGRAMS = {
-    "time_to_first_token_seconds": ("From the arrival of a call to the first token of each choice.", _LONG_S),
-    "inter_token_latency_seconds": ("Between tokens of a choice.", _SHORT_S),
-    "e2e_request_latency_seconds": ("From the arrival of a call to the end of its answer.", _CALL_S),
-    "request_queue_time_seconds": ("From the arrival of a call to its first prompt's row.", _LONG_S),
-    "request_prefill_time_seconds": ("From the row of a call's first prompt to its first token.", _LONG_S),
-    "request_inference_time_seconds": ("From the row of a call's first prompt to its last token.", _CALL_S),
-    "request_decode_time_seconds": ("From the first to the last token of a call.", _CALL_S),
-    "request_time_per_output_token_seconds": ("Mean time between the tokens of a call.", _SHORT_S),
-    "request_prompt_tokens": ("Prompt tokens of a call.", _TOKENS),
-    "request_generation_tokens": ("Tokens generated for a call.", _TOKENS),
-    "request_params_max_tokens": ("max_tokens of a call, where it has one.", _TOKENS),
-    "request_params_n": ("Choices of a call.", _CHOICES),
-}
+GAUGE, COUNTER, HISTOGRAM = GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily
+_MODEL = ("model_name", "engine")
+_REASONS = ("stop", "length", "abort", "error")
+_VLLM = "vllm:"
+"""Prefix of those that mean what vLLM's mean; replaced by the namespace of the server."""
 
-_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "num_requests_running": ("Samples that have a row.", lambda stats: stats.num_running),
-    "kv_cache_usage_perc": (
-        "Share of the KV blocks that are allocated; of the rows where no head keeps blocks. 1 is all.",
-        lambda stats: _usage(stats),
-    ),
-}
+Values: TypeAlias = Mapping[tuple[str, ...], float]
+"""Numbers by the values of those labels that are not the model's."""
 
-_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "num_preemptions": ("Times a request lost its place for want of blocks.", lambda s: s.num_preemptions),
-    "prompt_tokens": ("Prompt tokens computed, again after a preemption.", lambda s: s.num_prompt_tokens),
-    "generation_tokens": ("Tokens sampled.", lambda s: s.num_output_tokens),
-    "prefix_cache_queries": (
-        "Tokens of requests that the prefix cache was asked for.",
-        lambda s: s.prefixes.num_queried_tokens if s.prefixes else 0,
-    ),
-    "prefix_cache_hits": (
-        "Tokens of requests that the prefix cache had.",
-        lambda s: s.prefixes.num_hit_tokens if s.prefixes else 0,
-    ),
-}
 
-_OWN_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "query_tokens": ("Query tokens of all steps, padding included.", lambda s: s.num_query_tokens),
-    "padded_tokens": ("Query tokens that were padding.", lambda s: s.num_padded_tokens),
-    "bucket_misses": ("Steps whose shape no bucket held.", lambda s: s.num_graph_misses),
-    "late_captures": ("Planned buckets captured when a request needed them.", lambda s: s.num_late_captures),
-    "uncaptured_steps": ("Steps of buckets too long to be captured.", lambda s: s.num_uncaptured_steps),
-    "prefix_tokens_lost_to_snapshots": (
-        "Tokens in cached blocks that could not be taken up for want of a snapshot of rings.",
-        lambda s: s.prefixes.num_lost_to_snapshots if s.prefixes else 0,
-    ),
-    "prefix_tokens_lost_to_blocks": (
-        "Tokens that had been in cached blocks, which were evicted to make room.",
-        lambda s: s.prefixes.num_lost_to_blocks if s.prefixes else 0,
-    ),
-    "prefix_blocks_evicted": (
-        "Cached blocks evicted to make room.",
-        lambda s: s.prefixes.num_evicted_blocks if s.prefixes else 0,
-    ),
-    "prefix_snapshots_evicted": (
-        "Snapshots of rings evicted to make room.",
-        lambda s: s.prefixes.num_evicted_snapshots if s.prefixes else 0,
-    ),
-    "step_host_seconds": ("Seconds spent planning and building steps.", lambda s: s.host_s),
-    "step_device_seconds": ("Seconds spent running steps.", lambda s: s.device_s),
-    "rank_broadcasts": (
-        "Broadcasts of rank 0 to the others that share the model.",
-        lambda s: s.ranks.num_broadcasts if s.ranks else 0,
-    ),
-    "rank_broadcast_bytes": (
-        "Bytes of these broadcasts.",
-        lambda s: s.ranks.broadcast_bytes if s.ranks else 0,
-    ),
-    "rank_reduced_bytes": (
-        "Bytes that a rank has given to sums over ranks.",
-        lambda s: s.ranks.reduced_bytes if s.ranks else 0,
-    ),
-    "rank_gathered_bytes": (
-        "Bytes that a rank has given to gathers.",
-        lambda s: s.ranks.gathered_bytes if s.ranks else 0,
-    ),
-    "rank_scattered_bytes": (
-        "Bytes that a rank has given to exchanges all to all.",
-        lambda s: s.ranks.scattered_bytes if s.ranks else 0,
-    ),
-    "copied_bytes": ("Bytes of step messages, copied to the device.", lambda s: s.bytes_copied),
-}
+class Row(NamedTuple):
+    """A metric.
 
-_OWN_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "blocks_used": ("KV blocks allocated.", lambda s: s.used_blocks),
-    "blocks_total": ("KV blocks.", lambda s: s.total_blocks),
-    "rows_used": ("Rows allocated.", lambda s: s.used_rows),
-    "rows_total": ("Rows.", lambda s: s.total_rows),
-    "kv_store_bytes": ("Bytes that the stores of keys and values take.", lambda s: s.kv_bytes),
-    "kv_held_bytes": ("Bytes of the allocated blocks and rows.", lambda s: s.held_bytes),
-    "prefix_idle_bytes": (
-        "Bytes of cached blocks that no request holds.",
-        lambda s: s.prefixes.idle_bytes if s.prefixes else 0,
-    ),
-    "prefix_context_bytes": (
-        "Bytes of blocks that contexts hold.",
-        lambda s: s.prefixes.context_bytes if s.prefixes else 0,
-    ),
-    "prefix_snapshot_bytes": (
-        "Bytes of snapshots of rings.",
-        lambda s: s.prefixes.snapshot_bytes if s.prefixes else 0,
-    ),
-    "kv_full_attention_bytes": (
-        "Bytes that the same tokens would take if every head kept them all.",
-        lambda s: s.full_attention_bytes,
-    ),
-}
+    Attributes:
+        name: with its prefix, and without the suffix of its kind.
+        kind: class of its family.
+        value: path of an attribute of ``EngineStats``, 0 where a part of it is None; bounds of a histogram
+            that calls are added to; or a function of statistics and server.
+        help: one sentence.
+        labels: names of labels.
+    """
+
+    name: str
+    kind: type[GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily]
+    value: str | tuple[float, ...] | Callable[[EngineStats, ServerMetrics], float | Values]
+    help: str
+    labels: tuple[str, ...] = _MODEL
+
+
+# fmt: off
+METRICS = (
+    Row("vllm:num_requests_running", GAUGE, "num_running", "Samples that have a row."),
+    Row("vllm:num_requests_waiting", GAUGE, lambda s, server: max(0, server.num_open() - s.num_running),
+        "Samples that have no row yet, or no longer."),
+    Row("vllm:kv_cache_usage_perc", GAUGE, lambda stats, _: _usage(stats),
+        "Share of the KV blocks that are allocated; of the rows where no head keeps blocks. 1 is all."),
+    Row("vllm:num_preemptions", COUNTER, "num_preemptions",
+        "Times a request lost its place for want of blocks."),
+    Row("vllm:prompt_tokens", COUNTER, "num_prompt_tokens",
+        "Prompt tokens computed, again after a preemption."),
+    Row("vllm:generation_tokens", COUNTER, "num_output_tokens", "Tokens sampled."),
+    Row("vllm:prefix_cache_queries", COUNTER, "prefixes.num_queried_tokens",
+        "Tokens of requests that the prefix cache was asked for."),
+    Row("vllm:prefix_cache_hits", COUNTER, "prefixes.num_hit_tokens",
+        "Tokens of requests that the prefix cache had."),
+    Row("vllm:request_success", COUNTER,
+        lambda _, server: {(reason,): server.num_ended[reason] for reason in _REASONS},
+        "Choices that ended, by the reason.", (*_MODEL, "finished_reason")),
+    Row("vllm:time_to_first_token_seconds", HISTOGRAM, _LONG_S,
+        "From the arrival of a call to the first token of each choice."),
+    Row("vllm:inter_token_latency_seconds", HISTOGRAM, _SHORT_S, "Between tokens of a choice."),
+    Row("vllm:e2e_request_latency_seconds", HISTOGRAM, _CALL_S,
+        "From the arrival of a call to the end of its answer."),
+    Row("vllm:request_queue_time_seconds", HISTOGRAM, _LONG_S,
+        "From the arrival of a call to its first prompt's row."),
+    Row("vllm:request_prefill_time_seconds", HISTOGRAM, _LONG_S,
+        "From the row of a call's first prompt to its first token."),
+    Row("vllm:request_inference_time_seconds", HISTOGRAM, _CALL_S,
+        "From the row of a call's first prompt to its last token."),
+    Row("vllm:request_decode_time_seconds", HISTOGRAM, _CALL_S,
+        "From the first to the last token of a call."),
+    Row("vllm:request_time_per_output_token_seconds", HISTOGRAM, _SHORT_S,
+        "Mean time between the tokens of a call."),
+    Row("vllm:request_prompt_tokens", HISTOGRAM, _TOKENS, "Prompt tokens of a call."),
+    Row("vllm:request_generation_tokens", HISTOGRAM, _TOKENS, "Tokens generated for a call."),
+    Row("vllm:request_params_max_tokens", HISTOGRAM, _TOKENS, "max_tokens of a call, where it has one."),
+    Row("vllm:request_params_n", HISTOGRAM, _CHOICES, "Choices of a call."),
+    Row("hpuduo:blocks_used", GAUGE, "used_blocks", "KV blocks allocated."),
+    Row("hpuduo:blocks_total", GAUGE, "total_blocks", "KV blocks."),
+    Row("hpuduo:rows_used", GAUGE, "used_rows", "Rows allocated."),
+    Row("hpuduo:rows_total", GAUGE, "total_rows", "Rows."),
+    Row("hpuduo:kv_store_bytes", GAUGE, "kv_bytes", "Bytes that the stores of keys and values take."),
+    Row("hpuduo:kv_held_bytes", GAUGE, "held_bytes", "Bytes of the allocated blocks and rows."),
+    Row("hpuduo:prefix_idle_bytes", GAUGE, "prefixes.idle_bytes",
+        "Bytes of cached blocks that no request holds."),
+    Row("hpuduo:prefix_context_bytes", GAUGE, "prefixes.context_bytes",
+        "Bytes of blocks that contexts hold."),
+    Row("hpuduo:prefix_snapshot_bytes", GAUGE, "prefixes.snapshot_bytes", "Bytes of snapshots of rings."),
+    Row("hpuduo:kv_full_attention_bytes", GAUGE, "full_attention_bytes",
+        "Bytes that the same tokens would take if every head kept them all."),
+    Row("hpuduo:query_tokens", COUNTER, "num_query_tokens", "Query tokens of all steps, padding included."),
+    Row("hpuduo:padded_tokens", COUNTER, "num_padded_tokens", "Query tokens that were padding."),
+    Row("hpuduo:bucket_misses", COUNTER, "num_graph_misses", "Steps whose shape no bucket held."),
+    Row("hpuduo:late_captures", COUNTER, "num_late_captures",
+        "Planned buckets captured when a request needed them."),
+    Row("hpuduo:uncaptured_steps", COUNTER, "num_uncaptured_steps",
+        "Steps of buckets too long to be captured."),
+    Row("hpuduo:prefix_tokens_lost_to_snapshots", COUNTER, "prefixes.num_lost_to_snapshots",
+        "Tokens in cached blocks that could not be taken up for want of a snapshot of rings."),
+    Row("hpuduo:prefix_tokens_lost_to_blocks", COUNTER, "prefixes.num_lost_to_blocks",
+        "Tokens that had been in cached blocks, which were evicted to make room."),
+    Row("hpuduo:prefix_blocks_evicted", COUNTER, "prefixes.num_evicted_blocks",
+        "Cached blocks evicted to make room."),
+    Row("hpuduo:prefix_snapshots_evicted", COUNTER, "prefixes.num_evicted_snapshots",
+        "Snapshots of rings evicted to make room."),
+    Row("hpuduo:step_host_seconds", COUNTER, "host_s", "Seconds spent planning and building steps."),
+    Row("hpuduo:step_device_seconds", COUNTER, "device_s", "Seconds spent running steps."),
+    Row("hpuduo:rank_broadcasts", COUNTER, "ranks.num_broadcasts",
+        "Broadcasts of rank 0 to the others that share the model."),
+    Row("hpuduo:rank_broadcast_bytes", COUNTER, "ranks.broadcast_bytes", "Bytes of these broadcasts."),
+    Row("hpuduo:rank_reduced_bytes", COUNTER, "ranks.reduced_bytes",
+        "Bytes that a rank has given to sums over ranks."),
+    Row("hpuduo:rank_gathered_bytes", COUNTER, "ranks.gathered_bytes",
+        "Bytes that a rank has given to gathers."),
+    Row("hpuduo:rank_scattered_bytes", COUNTER, "ranks.scattered_bytes",
+        "Bytes that a rank has given to exchanges all to all."),
+    Row("hpuduo:copied_bytes", COUNTER, "bytes_copied", "Bytes of step messages, copied to the device."),
+    Row("hpuduo:answer_bytes", GAUGE, lambda _, server: server.answer_bytes(),
+        "Bytes of outputs that were not sent yet, about."),
+    Row("hpuduo:recompilations", COUNTER, lambda _, server: server.num_recompiles(),
+        "Compilations and captures after warm-up."),
+    Row("hpuduo:lost_log_lines", COUNTER, lambda _, server: server.num_lost_lines,
+        "Lines that could not be written to a log."),
+    Row("hpuduo:steps", COUNTER, lambda s, _: {(phase,): count for phase, count in sorted(s.steps.items())},
+        "Steps by phase.", (*_MODEL, "phase")),
+    Row("http_requests", COUNTER, lambda _, server: dict(sorted(server.num_responses.items())),
+        "Responses by method, path and status.", ("method", "handler", "status")),
+)
+"""Every metric, in the order in which they are shown."""
+# fmt: on
 
 
 class ServerMetrics(Collector):
@@ -204,6 +197,11 @@ class ServerMetrics(Collector):
         num_recompiles: compilations and captures after warm-up.
         answer_bytes: of outputs of calls under way.
         namespace: prefix of those that are called as vLLM's.
+
+    Attributes:
+        num_ended: choices by the reason of their end.
+        num_responses: by method, path and status.
+        num_lost_lines: lines that could not be written to a log.
     """
 
     def __init__(
@@ -213,17 +211,16 @@ class ServerMetrics(Collector):
         num_open: Callable[[], int],
         num_recompiles: Callable[[], int],
         answer_bytes: Callable[[], int],
-        namespace: str = _OWN,
+        namespace: str = "hpuduo",
     ) -> None:
-        self._labels = {"model_name": model, "engine": "0"}
-        self._stats, self._num_open, self._num_recompiles = stats, num_open, num_recompiles
-        self._answer_bytes, self._namespace = answer_bytes, namespace
-        self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
-        self._first = self._histograms["time_to_first_token_seconds"]
-        self._next = self._histograms["inter_token_latency_seconds"]
-        self._ended: Counter[str] = Counter()
-        self._responses: Counter[tuple[str, str, str]] = Counter()
-        self._lost_lines = 0
+        self._stats, self.num_open, self.num_recompiles = stats, num_open, num_recompiles
+        self.answer_bytes, self._prefix, self._of_model = answer_bytes, f"{namespace}:", (model, "0")
+        self._histograms = {row.name: Histogram(row.value) for row in METRICS if isinstance(row.value, tuple)}
+        self._first = self._histograms["vllm:time_to_first_token_seconds"]
+        self._next = self._histograms["vllm:inter_token_latency_seconds"]
+        self.num_ended: Counter[str] = Counter()
+        self.num_responses: Counter[tuple[str, ...]] = Counter()
+        self.num_lost_lines = 0
 
     def first_token(self, seconds: float) -> None:
         """See ``TokenWatch``."""
@@ -235,18 +232,18 @@ class ServerMetrics(Collector):
 
     def responded(self, method: str, path: str, status: int) -> None:
         """Count a response."""
-        self._responses[method, path, str(status)] += 1
+        self.num_responses[method, path, str(status)] += 1
 
     def lost_line(self) -> None:
         """Count a line that could not be written to a log."""
-        self._lost_lines += 1
+        self.num_lost_lines += 1
 
     def ended(self, record: CallRecord) -> None:
         """Account for a call that was taken."""
         plan = record.plan
         if not record.is_opened or plan is None or plan.params is None:
             return
-        self._ended.update(record.reasons)
+        self.num_ended.update(record.reasons)
         usage, timing, add = plan.answer.usage, record.timing, self._add
         add("e2e_request_latency_seconds", record.seconds)
         add("request_prompt_tokens", usage.prompt_tokens)
@@ -265,68 +262,37 @@ class ServerMetrics(Collector):
                 add("request_time_per_output_token_seconds", each)
 
     def _add(self, name: str, value: float) -> None:
-        self._histograms[name].add(value)
+        self._histograms[_VLLM + name].add(value)
 
     def collect(self) -> Iterator[Metric]:
         """Everything, as Prometheus' client has it."""
-        stats, names, values = self._stats(), list(self._labels), list(self._labels.values())
-
-        def gauge(name: str, text: str, value: float) -> Metric:
-            family = GaugeMetricFamily(name, text, labels=names)
-            family.add_metric(values, value)
-            return family
-
-        def counter(name: str, text: str, value: float) -> Metric:
-            family = CounterMetricFamily(name, text, labels=names)
-            family.add_metric(values, value)
-            return family
-
-        space = self._namespace
-        for name, (text, of) in _GAUGES.items():
-            yield gauge(f"{space}:{name}", text, of(stats))
-        waiting = max(0, self._num_open() - stats.num_running)
-        yield gauge(f"{space}:num_requests_waiting", "Samples that have no row yet, or no longer.", waiting)
-        for name, (text, of) in _COUNTERS.items():
-            yield counter(f"{space}:{name}", text, of(stats))
-        yield self._by_reason(names, values)
-        for name, (text, _) in _HISTOGRAMS.items():
-            family = HistogramMetricFamily(f"{space}:{name}", text, labels=names)
-            self._histograms[name].write(family, values)
+        stats = self._stats()
+        for row in METRICS:
+            name = self._prefix + row.name.removeprefix(_VLLM) if row.name.startswith(_VLLM) else row.name
+            family = row.kind(name, row.help, labels=row.labels)
+            if isinstance(family, HistogramMetricFamily):
+                self._histograms[row.name].write(family, self._of_model)
+            else:
+                first = self._of_model if row.labels[: len(_MODEL)] == _MODEL else ()
+                for labels, value in self._values(row, stats).items():
+                    family.add_metric((*first, *labels), value)
             yield family
 
-        for name, (text, of) in _OWN_GAUGES.items():
-            yield gauge(f"{_OWN}:{name}", text, of(stats))
-        for name, (text, of) in _OWN_COUNTERS.items():
-            yield counter(f"{_OWN}:{name}", text, of(stats))
-        text = "Bytes of outputs that were not sent yet, about."
-        yield gauge(f"{_OWN}:answer_bytes", text, self._answer_bytes())
-        text = "Compilations and captures after warm-up."
-        yield counter(f"{_OWN}:recompilations", text, self._num_recompiles())
-        text = "Lines that could not be written to a log."
-        yield counter(f"{_OWN}:lost_log_lines", text, self._lost_lines)
-        phases = CounterMetricFamily(f"{_OWN}:steps", "Steps by phase.", labels=[*names, "phase"])
-        for phase, count in sorted(stats.steps.items()):
-            phases.add_metric([*values, phase], count)
-        yield phases
-        yield self._http()
+    def _values(self, row: Row, stats: EngineStats) -> Values:
+        if isinstance(row.value, str):
+            return {(): _read(stats, row.value)}
+        assert callable(row.value), "a histogram has no value"
+        found = row.value(stats, self)
+        return found if isinstance(found, Mapping) else {(): found}
 
-    def _by_reason(self, names: list[str], values: list[str]) -> Metric:
-        family = CounterMetricFamily(
-            f"{self._namespace}:request_success",
-            "Choices that ended, by the reason.",
-            labels=[*names, "finished_reason"],
-        )
-        for reason in ("stop", "length", "abort", "error"):
-            family.add_metric([*values, reason], self._ended[reason])
-        return family
 
-    def _http(self) -> Metric:
-        family = CounterMetricFamily(
-            "http_requests", "Responses by method, path and status.", labels=["method", "handler", "status"]
-        )
-        for labels, count in sorted(self._responses.items()):
-            family.add_metric(labels, count)
-        return family
+def _read(stats: EngineStats, path: str) -> float:
+    found: Any = stats
+    for name in path.split("."):
+        found = getattr(found, name)
+        if found is None:
+            return 0
+    return float(found)
 
 
 def _usage(stats: EngineStats) -> float:
