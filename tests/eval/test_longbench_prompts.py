@@ -7,8 +7,7 @@ import pytest
 
 from hpu_duo.lab.eval import LongBenchItem, Subject
 from hpu_duo.lab.eval.answering import Question, answered, check_questions
-from hpu_duo.lab.eval.longbench import DATASETS, MetricSource
-from hpu_duo.lab.eval.longbench_prompts import LongBenchProtocol
+from hpu_duo.lab.eval.longbench import DATASETS, LongBenchProtocol, MetricSource
 
 Load = Callable[[float | None], Subject]
 OFFICIAL = MetricSource.OFFICIAL

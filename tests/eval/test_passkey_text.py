@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hpu_duo.builtin import MODEL_DIR
 from hpu_duo.lab.eval import PasskeyQuestions, PasskeyTask, PasskeyText, Subject, WordSource
-from hpu_duo.lab.eval.passkey_text import whole_words
+from hpu_duo.lab.eval.passkey import whole_words
 from hpu_duo.lab.tasks.haystack import BuiltinHaystack, TextHaystack
 from hpu_duo.lab.tasks.passkeys import document, question, sentences
 from hpu_duo.lab.tasks.words import NOUNS, PASSKEY_WORDS

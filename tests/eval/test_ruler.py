@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpu_duo.lab.eval import RULER_TASKS, RulerSample, RulerTask, ruler_sample
-from hpu_duo.lab.eval.ruler import QUESTION_TASKS
+from hpu_duo.lab.eval.ruler import QUESTION_TASKS, ruler_rows
 from hpu_duo.lab.eval.ruler_questions import QuestionFormat, read_questions
-from hpu_duo.lab.eval.ruler_report import ruler_rows
 
 WRITTEN = [task for task in RULER_TASKS if task not in QUESTION_TASKS]
 

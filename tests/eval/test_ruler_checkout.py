@@ -8,7 +8,7 @@ import pytest
 
 from hpu_duo.lab.eval import RulerTask
 from hpu_duo.lab.eval.ruler_checkout import find_questions, read_checkout
-from hpu_duo.lab.eval.ruler_texts import OWN_TEXTS, TaskTemplate
+from hpu_duo.lab.eval.ruler_questions import OWN_TEXTS, TaskTemplate
 from hpu_duo.lab.tasks.haystack import BuiltinHaystack
 
 CONSTANTS = """

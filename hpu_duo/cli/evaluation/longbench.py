@@ -62,8 +62,7 @@ def longbench(
     with user_errors():
         from hpu_duo.lab.eval import ResultsNotWrittenError
         from hpu_duo.lab.eval.answering import means
-        from hpu_duo.lab.eval.longbench import MetricSource, read_longbench, read_prompts
-        from hpu_duo.lab.eval.longbench_prompts import LongBenchProtocol
+        from hpu_duo.lab.eval.longbench import LongBenchProtocol, MetricSource, read_longbench, read_prompts
 
         sources = [source.value for source in MetricSource]
         if metrics not in sources:
@@ -120,8 +119,7 @@ def longbench_v2(
     with user_errors():
         from hpu_duo.lab.eval import ResultsNotWrittenError
         from hpu_duo.lab.eval.answering import Question
-        from hpu_duo.lab.eval.longbench import MetricSource
-        from hpu_duo.lab.eval.longbench_prompts import LongBenchProtocol
+        from hpu_duo.lab.eval.longbench import LongBenchProtocol, MetricSource
         from hpu_duo.lab.eval.longbench_v2 import (
             MAX_NEW_TOKENS,
             PROMPT,

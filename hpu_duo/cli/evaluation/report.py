@@ -190,9 +190,9 @@ def ask_full_attention(
     """Rows of full attention for lengths at which most answers were wrong, and a warning where it fails too.
 
     Args:
-        measured, tasks, load: see ``hpu_duo.lab.eval.control.full_attention``.
+        measured, tasks, load: see ``hpu_duo.lab.eval.passkey.full_attention``.
     """
-    from hpu_duo.lab.eval.control import FAILS_BELOW, full_attention
+    from hpu_duo.lab.eval.passkey import FAILS_BELOW, full_attention
 
     try:
         found = full_attention(measured, tasks, load)
@@ -209,7 +209,7 @@ def ask_full_attention(
 
 def warn_of_failures(found: Mapping[int, PasskeyResult]) -> None:
     """Name the lengths at which full attention gets most answers wrong, if there are such."""
-    from hpu_duo.lab.eval.control import FAILS_BELOW
+    from hpu_duo.lab.eval.passkey import FAILS_BELOW
 
     failed = {length: one for length, one in found.items() if one.accuracy < FAILS_BELOW}
     if failed:

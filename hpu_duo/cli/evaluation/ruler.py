@@ -26,8 +26,7 @@ from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
     from hpu_duo.lab.eval import RulerTask, Subject
-    from hpu_duo.lab.eval.ruler_questions import DocumentQuestions
-    from hpu_duo.lab.eval.ruler_texts import RulerTexts
+    from hpu_duo.lab.eval.ruler_questions import DocumentQuestions, RulerTexts
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class RulerFiles:
             ValueError: a file cannot be read, or holds something else.
         """
         from hpu_duo.lab.eval.ruler_checkout import find_questions, read_checkout
-        from hpu_duo.lab.eval.ruler_texts import OWN_TEXTS
+        from hpu_duo.lab.eval.ruler_questions import OWN_TEXTS
         from hpu_duo.lab.tasks.haystack import TextHaystack
 
         texts = OWN_TEXTS if self.ruler is None else read_checkout(self.ruler)
@@ -112,8 +111,7 @@ def ruler(
     with user_errors():
         from hpu_duo.lab.eval import RULER_TASKS, ResultsNotWrittenError
         from hpu_duo.lab.eval.result_file import refuse_existing
-        from hpu_duo.lab.eval.ruler import QUESTION_TASKS
-        from hpu_duo.lab.eval.ruler_report import ruler_rows
+        from hpu_duo.lab.eval.ruler import QUESTION_TASKS, ruler_rows
 
         if limit < 1:
             raise ValueError(f"expected --limit of at least 1, got {limit}")

@@ -8,14 +8,19 @@ Scoring a text inside its own prefill would let every pattern look lossless.
 from hpu_duo.lab.eval.curve import CurvePoint, CurveTask, binarised, curve_points
 from hpu_duo.lab.eval.kv_bytes import KVBytes
 from hpu_duo.lab.eval.longbench import LongBenchItem, read_longbench
-from hpu_duo.lab.eval.model_under_test import ModelUnderTest
-from hpu_duo.lab.eval.needle import NeedleGrid
-from hpu_duo.lab.eval.passkey import PasskeyQuestions, PasskeyResult, PasskeyTask, passkey_accuracy
-from hpu_duo.lab.eval.passkey_text import PasskeyText, WordSource
+from hpu_duo.lab.eval.model_under_test import ModelUnderTest, Subject
+from hpu_duo.lab.eval.passkey import (
+    NeedleGrid,
+    PasskeyQuestions,
+    PasskeyResult,
+    PasskeyTask,
+    PasskeyText,
+    WordSource,
+    passkey_accuracy,
+)
 from hpu_duo.lab.eval.perplexity import PerplexityResult, check_stream, stream_perplexity
 from hpu_duo.lab.eval.result_file import ResultFile, ResultsNotWrittenError
 from hpu_duo.lab.eval.ruler import RULER_TASKS, RulerSample, RulerTask, ruler_sample
-from hpu_duo.lab.eval.subject import Subject
 
 __all__ = [
     "RULER_TASKS",

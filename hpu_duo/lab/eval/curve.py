@@ -11,9 +11,9 @@ import numpy as np
 from hpu_duo.heads import HeadPattern
 from hpu_duo.lab.eval.interval import interval_fields
 from hpu_duo.lab.eval.kv_bytes import KVBytes
+from hpu_duo.lab.eval.model_under_test import Subject
 from hpu_duo.lab.eval.passkey import PasskeyResult, PasskeyTask, passkey_accuracy
 from hpu_duo.lab.eval.result_file import ResultFile
-from hpu_duo.lab.eval.subject import Subject
 
 FULL = "full attention"
 STREAMING = "all streaming"

@@ -25,10 +25,8 @@ from lm_eval.api.registry import MODEL_REGISTRY, register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
-from hpu_duo.lab.eval.kv_bytes import KVBytes
-from hpu_duo.lab.eval.model_under_test import encode_known
-from hpu_duo.lab.eval.subject import Subject
-from hpu_duo.lab.eval.task_bytes import KVByTask
+from hpu_duo.lab.eval.kv_bytes import KVByTask, KVBytes
+from hpu_duo.lab.eval.model_under_test import Subject, encode_known
 from hpu_duo.llm import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
 

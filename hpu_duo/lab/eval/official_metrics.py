@@ -15,8 +15,26 @@ import string
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 
-from hpu_duo.lab.eval.chinese_words import cut_words
+from hpu_duo.extras import install_command
 from hpu_duo.lab.eval.metrics import first_code_line, token_f1
+
+
+def cut_words(text: str) -> list[str]:
+    """Words of a text in order, spaces and punctuation among them; their concatenation is the text.
+
+    Raises:
+        ValueError: the package jieba is not there.
+    """
+    try:
+        import jieba
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"expected the package jieba for Chinese words ({install_command('longbench')}), got: {error}"
+        ) from None
+    # It tells on stderr that it reads its dictionary.
+    jieba.setLogLevel("WARNING")
+    return list(jieba.cut(text, cut_all=False))
+
 
 _NUMBER = re.compile(r"\d+")
 _EPSILON = 1e-8

@@ -15,8 +15,13 @@ from hpu_duo.lab.eval.curve import binarised
 from hpu_duo.lab.eval.interval import interval_fields
 from hpu_duo.lab.eval.kv_bytes import KVBytes
 from hpu_duo.lab.eval.model_under_test import ModelUnderTest
-from hpu_duo.lab.eval.passkey import PasskeyQuestions, PasskeyTask, passkey_accuracy
-from hpu_duo.lab.eval.passkey_text import BUILTIN_TEXT, PasskeyText
+from hpu_duo.lab.eval.passkey import (
+    BUILTIN_TEXT,
+    PasskeyQuestions,
+    PasskeyTask,
+    PasskeyText,
+    passkey_accuracy,
+)
 from hpu_duo.lab.eval.perplexity import PerplexityResult, check_stream, stream_perplexity
 from hpu_duo.lab.eval.result_file import ResultFile
 from hpu_duo.lab.eval.ruler import QUESTION_TASKS, RULER_TASKS, RulerTask

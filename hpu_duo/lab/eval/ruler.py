@@ -7,14 +7,17 @@ function of its arguments.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from statistics import fmean
 from typing import Any
 
-from hpu_duo.lab.eval.draw import Draw
+from hpu_duo.lab.eval.answering import means
+from hpu_duo.lab.eval.interval import interval_fields
+from hpu_duo.lab.eval.kv_bytes import KVBytes
 from hpu_duo.lab.eval.metrics import found_any, found_share
-from hpu_duo.lab.eval.ruler_questions import DocumentQuestions
+from hpu_duo.lab.eval.ruler_questions import OWN_TEXTS, DocumentQuestions, Draw, RulerTexts
 from hpu_duo.lab.eval.ruler_tasks import (
     Needles,
     Task,
@@ -27,7 +30,6 @@ from hpu_duo.lab.eval.ruler_tasks import (
     question_task,
     variable_task,
 )
-from hpu_duo.lab.eval.ruler_texts import OWN_TEXTS, RulerTexts
 
 NUM_SAMPLES = 500
 """Samples of each task and length in published results."""
@@ -210,3 +212,27 @@ def ruler_sample(
         ValueError: the task is unknown or needs a file of questions, or the tokens do not suffice for it.
     """
     return RulerTask(task, count_tokens, num_tokens, seed=seed).sample(index)
+
+
+def ruler_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each task and length, and for each length the average over its tasks, as RULER reports it.
+
+    The interval of an average is that of as many answers as all its tasks have together.
+    """
+    rows = means(records, ("task", "num_tokens"))
+    found = []
+    for length in dict.fromkeys(row["num_tokens"] for row in rows):
+        of_length = [row for row in rows if row["num_tokens"] == length]
+        found += of_length
+        if len(of_length) > 1:
+            answers = [record for record in records if record["num_tokens"] == length]
+            found.append(
+                {
+                    "task": f"average of {len(of_length)}",
+                    "num_tokens": length,
+                    "num_samples": len(answers),
+                    **interval_fields("score", fmean(row["score"] for row in of_length), len(answers)),
+                    **KVBytes.total(map(KVBytes.of_record, answers)).report_fields,
+                }
+            )
+    return found

@@ -17,8 +17,14 @@ from random import Random
 from typing import Any
 
 from hpu_duo.extras import install_command
-from hpu_duo.lab.eval.ruler_questions import DocumentQuestions, QuestionFormat, read_questions
-from hpu_duo.lab.eval.ruler_texts import OWN_TEXTS, RulerTexts, TaskTemplate
+from hpu_duo.lab.eval.ruler_questions import (
+    OWN_TEXTS,
+    DocumentQuestions,
+    QuestionFormat,
+    RulerTexts,
+    TaskTemplate,
+    read_questions,
+)
 from hpu_duo.lab.tasks.haystack import Haystack, TextHaystack
 
 _SYNTHETIC = Path("scripts") / "data" / "synthetic"

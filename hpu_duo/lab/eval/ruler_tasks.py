@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 
-from hpu_duo.lab.eval.draw import Draw
-from hpu_duo.lab.eval.ruler_questions import DocumentQuestions
-from hpu_duo.lab.eval.ruler_texts import RulerTexts
+from hpu_duo.lab.eval.ruler_questions import DocumentQuestions, Draw, RulerTexts
 
 TokenCounter = Callable[[str], int]
 
