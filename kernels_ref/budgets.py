@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def unique_with_weights(inputs: PartInputs, ring: RingStep) -> tuple[Partial, torch.Tensor]:
-    """Decode rows of one token against leading slots of their ring, and what each slot receives.
+    """Attention of decode rows of one token to leading slots of their ring, with the weight of each slot.
 
     Sink logits take their share of the weights; the partial is without them.
 
     Args:
-        ring: ``seen`` says how many leading slots a row sees.
+        ring: ``seen`` is the number of leading slots that a row sees.
 
     Returns:
         The partial, and the weights of each slot summed over the query heads of its key, float32

@@ -34,7 +34,7 @@ class Kernels(Protocol):
     """The parts; see ``kernels_ref.reference`` for what each one computes.
 
     An implementation reads stores through ``KVUnits``, and visibility from the step: leading slots where
-    positions lie in order, else an interval of positions for each query. ``inputs.rule`` hides more by
+    positions are in order, else an interval of positions for each query. ``inputs.rule`` hides more by
     position.
     """
 
@@ -51,7 +51,7 @@ class Kernels(Protocol):
         ...
 
     def shared_rings(self, inputs: PartInputs, ring: RingStep) -> Partial:
-        """Tokens of prompt rows against what their ring held before the step, by ``tensors.chunk_row``."""
+        """Tokens of prompt rows against their rings as of before the step, by ``tensors.chunk_row``."""
         ...
 
     def unique_blocks(self, inputs: PartInputs, blocks: BlockStep) -> Partial:
@@ -63,7 +63,7 @@ class Kernels(Protocol):
         ...
 
     def unique_with_weights(self, inputs: PartInputs, ring: RingStep) -> tuple[Partial, torch.Tensor]:
-        """Decode rows against their own slots, with what each slot receives; see ``kernels_ref.budgets``."""
+        """Decode rows against their own slots, with the weight of each slot; see ``kernels_ref.budgets``."""
         ...
 
     def column_sums(

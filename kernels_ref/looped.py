@@ -97,7 +97,7 @@ class LoopedKernels:
         return self.inner.chosen_blocks(inputs, tiles, choice)
 
     def shared_rings(self, inputs: PartInputs, ring: RingStep) -> Partial:
-        """Tokens of prompt rows against what their ring held before the step."""
+        """Tokens of prompt rows against their rings as of before the step."""
         t, num_queries, most = inputs.tensors, inputs.q.shape[0], self._slice(inputs.scoring)
         if num_parts(num_queries, most) <= self.most_shared:
             return self.inner.shared_rings(inputs, ring)
@@ -115,7 +115,7 @@ class LoopedKernels:
         num_blocks = t.owner.shape[0]
         if num_parts(num_blocks, size) <= self.most_unique:
             return self.inner.unique_blocks(inputs, blocks)
-        # A chunk outside of the graph is gathered, like those of the shared part.
+        # A chunk outside the graph is gathered, as in the shared part.
         size = even_size(num_blocks, min(size, max(1, scoring.chunks.key_bytes // key_bytes)))
         none = inputs._replace(tensors=t._replace(owner=t.owner[:0]))
         total = self.inner.unique_blocks(none, blocks)
@@ -128,7 +128,7 @@ class LoopedKernels:
         return self.inner.unique_rings(inputs, ring)
 
     def unique_with_weights(self, inputs: PartInputs, ring: RingStep) -> tuple[Partial, torch.Tensor]:
-        """Decode rows against their own slots, with what each slot receives."""
+        """Decode rows against their own slots, with the weight of each slot."""
         return self.inner.unique_with_weights(inputs, ring)
 
     def column_sums(

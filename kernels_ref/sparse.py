@@ -164,7 +164,7 @@ def tile_step(t: StepTensors, block_size: int) -> TileStep:
 
 
 def chosen_blocks(inputs: PartInputs, tiles: TileStep, choice: TopBlocks) -> Partial:
-    """Tokens of prompt rows against their own tile and the blocks before it that are chosen for it.
+    """Tokens of prompt rows against their own tile and its chosen blocks.
 
     All blocks are read and the others masked: static shapes save nothing here. Results equal those of kernels
     that skip them.
@@ -234,7 +234,7 @@ def _new_keys(inputs: PartInputs, tiles: TileStep, seen_TKT: torch.Tensor) -> Pa
 
 
 def _context(inputs: PartInputs, tiles: TileStep, seen_TKS: torch.Tensor) -> Partial:
-    """Blocks that were there before the step, a bounded chunk of them at a time."""
+    """Blocks filled before the step, a bounded chunk of them at a time."""
     q_QKGD, _, units, t, scoring, _, _ = inputs
     num_queries, num_kv, group, _ = q_QKGD.shape
     block_size, key_bytes = units.layout.num_slots, units.k[0].numel() * units.k.element_size()

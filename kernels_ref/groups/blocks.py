@@ -78,7 +78,7 @@ class Blocks(GroupKind):
         return {layout: BlockStep(index[layout], Leading(tails), rows.end) for layout in layouts}
 
     def attend(self, run: Kernels, inputs: PartInputs, step: Step) -> torch.Tensor:
-        """Write first: decode rows find their new keys in their blocks."""
+        """Writes first: decode rows read their new keys from their blocks."""
         parts, units = step.parts, inputs.units
         plan: BlockStep = step.plans[self.key, units.layout]
         run.write_kv(units, plan.write_index, inputs.new)
@@ -224,7 +224,7 @@ class ChosenBlocks(GroupKind):
         return {layout: ChosenStep(plan, tiles) for layout, plan in blocks.items()}
 
     def attend(self, run: Kernels, inputs: PartInputs, step: Step) -> torch.Tensor:
-        """Write first: decode rows, and prompts on a CPU, find new keys in their blocks."""
+        """Writes first: decode rows, and prompts on a CPU, read new keys from their blocks."""
         parts, units, t = step.parts, inputs.units, inputs.tensors
         plan: ChosenStep = step.plans[self.key, units.layout]
         run.write_kv(units, plan.blocks.write_index, inputs.new)

@@ -258,7 +258,7 @@ class Budget(GroupKind):
         return chunk, torch.where(entry >= 0, entry, len(start) * size + place)
 
     def attend(self, run: Kernels, inputs: PartInputs, step: Step) -> torch.Tensor:
-        """Find the slots, write, then decode; prompts read the scratch."""
+        """Allocates slots, writes, then decodes; prompts read the scratch."""
         parts, units = step.parts, inputs.units
         layout = units.layout
         plan: BudgetStep = step.plans[self.key, layout]
@@ -275,7 +275,7 @@ class Budget(GroupKind):
         # New views: older ones would be further inputs of this graph if it was cut in between.
         units = units.seen_anew()
         seen = seen._replace(units=units)
-        assert units.state is not None, "slots have positions and scores"
+        assert units.state is not None, "expected units with positions and scores"
         dtype = index_dtype(plan.end.device)
         if taken is not None:
             decoded, score = self._decode(run, seen, step, taken)
@@ -288,7 +288,7 @@ class Budget(GroupKind):
         return run.finish(inputs.q, of_tokens, decoded, step.decode_slot, inputs.sinks)
 
     def _seen(self, inputs: PartInputs, plan: BudgetStep) -> PartInputs:
-        """Queries and keys as attention sees them: at their places where positions are those in the cache."""
+        """Queries and keys for attention, rotated to positions in the cache if the policy uses them."""
         if not self.policy.positions_in_cache:
             return inputs
         turn = plan.turns.places
@@ -302,7 +302,7 @@ class Budget(GroupKind):
         return NewKV(turned_as(new.k, plan.turns.back), new.v)
 
     def _read_prompts(self, run: Kernels, inputs: PartInputs, step: Step) -> tuple[list[Partial], Kept]:
-        """Attention of prompt rows, and what they leave."""
+        """Attention of prompt rows, and the tokens that remain of them."""
         units = inputs.units
         plan: BudgetStep = step.plans[self.key, units.layout]
         chunk, scratch = plan.chunk, None

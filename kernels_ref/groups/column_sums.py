@@ -98,8 +98,7 @@ def column_sums(
 
     Args:
         lse_QKG: log-sum-exp of the scores of each query over all that it sees.
-        slots_PKCD: keys of the slots, of which free ones may hold anything; None where no row has any, then
-            C = 0.
+        slots_PKCD: keys of the slots, undefined in free ones; None where no row has any, then C = 0.
         num_observed: queries that count, the last ones of each row; None = all.
     """
     q_QKGD, new, _, _, scoring, _, _ = inputs

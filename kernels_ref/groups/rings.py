@@ -109,7 +109,7 @@ class Rings(GroupKind):
         return {layout: RingStep(index[layout], seen, chunk_position) for layout in layouts}
 
     def attend(self, run: Kernels, inputs: PartInputs, step: Step) -> torch.Tensor:
-        """Write first: decode rows find their new keys in their rings, and prompts read the scratch."""
+        """Writes first: decode rows read their new keys from their rings, and prompts read the scratch."""
         parts, units = step.parts, inputs.units
         plan: RingStep = step.plans[self.key, units.layout]
         run.write_kv(units, plan.write_index, inputs.new)

@@ -96,7 +96,7 @@ class WholePrompts(Budget):
     def _read_prompts(self, run: Kernels, inputs: PartInputs, step: Step) -> tuple[list[Partial], Kept]:
         plan: BudgetStep = step.plans[self.key, inputs.units.layout]
         regions = inputs.units.regions
-        assert regions is not None, "prompts lie in regions"
+        assert regions is not None, "expected units with regions"
         run.write_kv(regions.units, _region_places(regions.layout, plan.chunk, step.tensors), inputs.new)
         text_units = regions.units
         num_read = self.num_read(step.tensors.shared_block.shape[0]) if step.parts.shared else 0

@@ -57,7 +57,7 @@ class FusedKernels:
         return reference.chosen_blocks(inputs, tiles, choice)
 
     def shared_rings(self, inputs: PartInputs, ring: RingStep) -> Partial:
-        """Tokens of prompt rows against what their ring held before the step."""
+        """Tokens of prompt rows against their rings as of before the step."""
         if not self.fuses(inputs.scoring):
             return reference.shared_rings(inputs, ring)
         return reference.shared_rings(inputs, ring, self.dense, inputs.scoring.slices.masked_queries)
@@ -71,7 +71,7 @@ class FusedKernels:
         return reference.unique_rings(inputs, ring, self.attend)
 
     def unique_with_weights(self, inputs: PartInputs, ring: RingStep) -> tuple[Partial, torch.Tensor]:
-        """Decode rows against their own slots, with what each slot receives: fused operators hide weights."""
+        """Decode rows against their own slots, with the weight of each slot; portable."""
         return reference.unique_with_weights(inputs, ring)
 
     def column_sums(

@@ -125,7 +125,7 @@ def shared_blocks(inputs: PartInputs) -> Partial:
 
 
 def chosen_blocks(inputs: PartInputs, tiles: TileStep, choice: TopBlocks) -> Partial:
-    """Tokens of prompt rows against the blocks that are chosen for them, which alone are read."""
+    """Tokens of prompt rows against their chosen blocks; others are not read."""
     q_QKGD, _, units, t, scoring, _, _ = inputs
     _refuse(scoring)
     shared = t.shared_block, t.shared_start, t.shared_reads
@@ -134,7 +134,7 @@ def chosen_blocks(inputs: PartInputs, tiles: TileStep, choice: TopBlocks) -> Par
 
 
 def shared_rings(inputs: PartInputs, ring: RingStep) -> Partial:
-    """Tokens of prompt rows against what their ring held before the step."""
+    """Tokens of prompt rows against their rings as of before the step."""
     t = inputs.tensors
     _refuse(inputs.scoring)
     plan = (*_row_plan(t), t.chunk_row, ring.chunk_position, *inputs.window)
@@ -181,8 +181,8 @@ def unique_rings(inputs: PartInputs, ring: RingStep) -> Partial:
 
 
 def unique_with_weights(inputs: PartInputs, ring: RingStep) -> tuple[Partial, torch.Tensor]:
-    """Decode rows against their own slots, with what each slot receives."""
-    assert isinstance(ring.seen, Leading), "slots of a budget are seen from the first one on"
+    """Decode rows against their own slots, with the weight of each slot."""
+    assert isinstance(ring.seen, Leading), "expected leading slots of a budget to be visible"
     q_NKGD, _, units, _, scoring, _, sinks_KG = inputs
     visible = ring.seen.visible
     if scoring.softcap is None and rows.fits(q_NKGD, units.k):

@@ -85,7 +85,7 @@ def shared_blocks(inputs: PartInputs) -> Partial:
 
 
 def shared_rings(inputs: PartInputs, ring: RingStep) -> Partial:
-    """Tokens of prompt rows against what their ring held before the step."""
+    """Tokens of prompt rows against their rings as of before the step."""
     q_QKGD, t, scratch = inputs.q, inputs.tensors, inputs.scratch
     check_queries("q_QKGD", q_QKGD)
     check_scratch(scratch, q_QKGD)
@@ -146,7 +146,7 @@ def unique_rings(inputs: PartInputs, ring: RingStep) -> Partial:
 
 
 def unique_with_weights(inputs: PartInputs, ring: RingStep) -> tuple[Partial, torch.Tensor]:
-    """Decode rows against their own slots, with what each slot receives."""
+    """Decode rows against their own slots, with the weight of each slot."""
     q_NKGD, _, units, _, scoring, _, sinks_KG = inputs
     check_rings(q_NKGD, units)
     visible = check_leading(ring, q_NKGD)
