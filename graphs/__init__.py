@@ -1,4 +1,4 @@
-"""Static shapes and capture: which shapes a step may take, where its inputs lie, and how it is captured."""
+"""Static shapes and capture: buckets of steps, their input buffers, and capture backends."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Their modules import torch, which who only plans or simulates does not need.
+    # Their modules import torch, which planning and simulation do not need.
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

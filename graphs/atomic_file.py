@@ -1,4 +1,4 @@
-"""Files that are whole at any moment."""
+"""Atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import BinaryIO
 
 
 def replace_file(path: str | Path, text: str) -> None:
-    """Write a UTF-8 file so that at any moment it has either all of the old content or all of the new.
+    """Write a UTF-8 file atomically: at any moment it has either all of the old content or all of the new.
 
     Raises:
-        OSError: it cannot be written; names ``path``. The old content is still there, and nothing beside it.
+        OSError: it cannot be written; names ``path``. The old content is unchanged then, without temporary
+            files.
     """
     with replacing(path) as file:
         file.write(text.encode("utf-8"))
@@ -21,7 +22,7 @@ def replace_file(path: str | Path, text: str) -> None:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[BinaryIO]:
-    """Write the new content of a file, which has the old one until the context ends without an error.
+    """Context manager for the new content of a file, which replaces the old one unless there is an error.
 
     Raises:
         OSError: see ``replace_file``.

@@ -87,7 +87,7 @@ def write_table(
 
 
 def write_gaudi_buckets(path: str | Path, buckets: Iterable[GaudiBucket], comment: str = "") -> None:
-    """Write a file that ``VLLM_BUCKETING_FROM_FILE`` takes: one precise entry a line, each once."""
+    """Write a file for ``VLLM_BUCKETING_FROM_FILE``: one exact entry per line, each once."""
     heading = [f"# {line}".rstrip() for line in comment.splitlines()]
     entries = [str(tuple(bucket)) for bucket in dict.fromkeys(buckets)]
     replace_file(path, "\n".join([*heading, *entries]) + "\n")
@@ -160,7 +160,7 @@ def _values(node: ast.expr, expected: str) -> list[int] | range:
         numbers = [_integer(item, expected) for item in node.args]
         if (len(numbers) == 3 and numbers[2] == 0) or not range(*numbers):
             raise ValueError(f"{expected}: an empty range")
-        # The length of a range is no length to Python once it is beyond a machine word.
+        # ``len`` of a range fails in Python beyond a machine word.
         if max(map(abs, numbers)) > LARGEST_SIZE or len(range(*numbers)) > _MOST_BUCKETS:
             raise ValueError(f"{expected}: too long a range")
         return range(*numbers)
@@ -177,21 +177,21 @@ def _integer(node: ast.expr, expected: str) -> int:
 
 
 _UNBELIEVABLE = 1 << 62
-"""Number of steps from which on a file counts as damaged."""
+"""Number of steps from which on a file is considered damaged."""
 _MOST_SHOWN = 80
 
 
 class ShapeRecorder:
     """Appends the shape of every step to a file, one line each, in one write each.
 
-    Several engines, one after the other or at once, may append to the same file: lines are whole. The
-    unfinished last line of a process that was killed while writing is removed when the file is opened.
+    Several engines, also concurrently, may append to the same file: lines are written whole. The unfinished
+    last line of a process that was killed while writing is removed when the file is opened.
 
     Args:
-        path: made if it does not exist; its records are kept.
+        path: created if it does not exist; records are appended.
 
     Raises:
-        ValueError: the file cannot be opened for writing, or holds something else than such a recording.
+        ValueError: the file cannot be opened for writing, or is no such recording.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -208,18 +208,18 @@ class ShapeRecorder:
         """Record ``count`` steps of this shape.
 
         Raises:
-            OSError: the line cannot be written whole; the file stays as it is.
+            OSError: the line cannot be written whole; the file is unchanged then.
         """
         line = _line(shape, count)
         num_written = os.write(self._file, line)
         if num_written < len(line):
             end = os.lseek(self._file, 0, os.SEEK_CUR)
-            if end == os.fstat(self._file).st_size:  # nobody else has appended to it
+            if end == os.fstat(self._file).st_size:  # no other process has appended to it
                 os.ftruncate(self._file, end - num_written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def close(self) -> None:
-        """Close the file; a second time does nothing."""
+        """Close the file; idempotent."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -243,7 +243,7 @@ class ShapeRecorder:
 
 
 def write_shapes(path: str | Path, counts: Mapping[BatchShape, int]) -> None:
-    """Write a recording in one piece, a line for each shape.
+    """Write a whole recording, a line for each shape.
 
     Raises:
         OSError: it cannot be written.
@@ -252,13 +252,12 @@ def write_shapes(path: str | Path, counts: Mapping[BatchShape, int]) -> None:
 
 
 def read_shapes(*paths: str | Path) -> dict[BatchShape, int]:
-    """Count each shape in some recordings.
+    """Count the shapes of recordings.
 
-    A last line without its end is being written at this moment, and is left out.
+    A last line without a newline is still being written, and ignored.
 
     Raises:
-        ValueError: a file cannot be read, holds no record, or has a line that is not one; the message
-            names the line.
+        ValueError: a file cannot be read, has no record, or has an invalid line; the message names the line.
     """
     counts: dict[BatchShape, int] = {}
     for path in paths:
@@ -306,7 +305,7 @@ def _complete_lines(path: str | Path) -> Iterable[str]:
 
 
 def _check_first_line(path: Path) -> None:
-    """Refuse to append to a file that is something else."""
+    """Raise ValueError for a file that is no recording."""
     try:
         with path.open(encoding="utf-8") as file:
             first = file.readline()

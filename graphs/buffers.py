@@ -1,4 +1,4 @@
-"""Inputs of a step, packed into one array, so that one copy moves them all to fixed device addresses."""
+"""Inputs of a step, packed into one array: one copy moves them to fixed device addresses."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ import torch
 from graphs.shape import BatchShape
 
 ALIGNMENT_BYTES = 64
-"""Every field starts at a multiple of this: a cache line, and a full vector register."""
+"""Alignment of fields in bytes: a cache line, and a full vector register."""
 
 _ITEM_BYTES = 4
 _ALIGNMENT_ITEMS = ALIGNMENT_BYTES // _ITEM_BYTES
 _MAX_CACHED_BUCKETS = 1024
-"""Shapes that missed the table are laid out too, and there may be any number of them."""
+"""Bound of cached layouts: shapes that missed the table have layouts too, in any number."""
 
 FieldShapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """The shape of each array by name, in the order in which they are laid out."""
 
 ShapesOf: TypeAlias = Callable[[BatchShape], FieldShapes]
-"""The arrays of a step in a bucket, and nothing else: a captured graph holds the address of every field."""
+"""Fields of a step in a bucket. Layouts are a function of the bucket, since graphs store addresses."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class FieldSlot:
 
     @property
     def stop(self) -> int:
-        """Offset behind the field's last item."""
+        """Offset after the field's last item."""
         return self.offset + prod(self.shape)
 
 
@@ -48,7 +48,7 @@ class Layout:
 
     @cached_property
     def num_items(self) -> int:
-        """Length of the array that holds every field, in items of four bytes."""
+        """Length of the array of all fields, in items of four bytes."""
         return max((slot.stop for slot in self.slots.values()), default=0)
 
     @cached_property
@@ -58,7 +58,7 @@ class Layout:
 
 
 def pack(shapes: FieldShapes) -> Layout:
-    """Lay fields out back to back, each at the next aligned offset."""
+    """Pack fields, each at the next aligned offset."""
     slots = {}
     offset = 0
     for name, shape in shapes.items():
@@ -68,11 +68,11 @@ def pack(shapes: FieldShapes) -> Layout:
 
 
 class HostInputs:
-    """The host's side: arrays to write a step into, and to take away as one.
+    """The host side: arrays of a step that are views of one array.
 
     Args:
         shapes_of: the arrays of a bucket.
-        largest: a bucket that no other one needs more room than.
+        largest: the bucket with the most items.
     """
 
     def __init__(self, shapes_of: ShapesOf, largest: BatchShape) -> None:
@@ -80,14 +80,14 @@ class HostInputs:
         self._views_of = lru_cache(_MAX_CACHED_BUCKETS)(partial(_host_views, self._items, shapes_of))
 
     def stage(self, bucket: BatchShape) -> dict[str, npt.NDArray[np.int32]]:
-        """Return views of the bucket's fields, to write in place, all of them.
+        """Return views of the bucket's fields, all of which have to be written.
 
         Returns:
-            int32 arrays by field name. They share memory with those of every other bucket and hold whatever
-            earlier steps wrote there.
+            int32 arrays by field name. They share memory with those of every other bucket, and are not
+            initialized.
 
         Raises:
-            ValueError: the bucket needs more room than there is.
+            ValueError: the bucket exceeds the array.
         """
         return self._views_of(bucket).fields
 
@@ -97,13 +97,13 @@ class HostInputs:
 
 
 class DeviceInputs:
-    """The device's side: one buffer of the largest size needed, shared by all buckets.
+    """The device side: one buffer of the largest size, shared by all buckets.
 
-    A step copies exactly its bucket's array, also on CPU, so that every device follows one protocol.
+    A step copies exactly its bucket's array, also on CPU.
 
     Args:
         shapes_of, largest: as the ``HostInputs`` that fill the arrays have them.
-        device: where the inputs of captured steps live.
+        device: of the inputs of captured steps.
     """
 
     def __init__(self, shapes_of: ShapesOf, largest: BatchShape, device: torch.device | str = "cpu") -> None:
@@ -112,13 +112,13 @@ class DeviceInputs:
         self.num_copies = 0
         self.bytes_copied = 0
         self._items = torch.zeros(num_items, dtype=torch.int32, device=self.device)
-        # CUDA copies fastest from pinned memory; the copy returns when that may be filled again.
+        # CUDA copies fastest from pinned memory; ``copy_in`` returns when that may be overwritten.
         self._pinned = torch.zeros(num_items, dtype=torch.int32, pin_memory=True) if self._is_cuda else None
         self._views_of = lru_cache(_MAX_CACHED_BUCKETS)(partial(_device_views, self._items, shapes_of))
 
     @property
     def buffer(self) -> torch.Tensor:
-        """The buffer of all buckets, int32; a step's array begins where it begins."""
+        """The buffer of all buckets, int32; each step's array starts at offset 0."""
         return self._items
 
     def layout(self, bucket: BatchShape) -> Layout:

@@ -1,4 +1,4 @@
-"""Executables by bucket, what to do when no bucket fits, and counts of both."""
+"""Executables by bucket, the policy for misses, and counters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class MissPolicy(Enum):
     """Policy for a step that no bucket holds.
 
-    ``ERROR`` raises. ``CAPTURE`` makes the exact shape a bucket, at the price of a compilation in the
+    ``ERROR`` raises. ``CAPTURE`` adds the exact shape to the table, at the cost of a compilation in the
     request path and of a table that grows with the traffic. ``EAGER`` runs the exact shape uncaptured.
     """
 
@@ -43,7 +43,7 @@ class MissPolicy(Enum):
 
 
 class GraphMissError(LookupError):
-    """A step has no bucket and the policy allows no other way to run it.
+    """No bucket holds a step, and the policy is ``ERROR``.
 
     Args:
         miss: the shape, and the buckets that come nearest.
@@ -60,12 +60,12 @@ class GraphCounters:
 
     Args:
         hits, misses: shapes resolved to a bucket, and shapes that no bucket held.
-        captures: executables made, in warm-up and after it.
-        late_captures: those of planned buckets that a sealed cache made while serving: each is a
-            compilation that warm-up should have done.
+        captures: captured executables, in warm-up and after it.
+        late_captures: those of planned buckets that a sealed cache captured while serving: compilations that
+            warm-up should have done.
         eager_runs: steps outside the table that ran uncaptured.
         bypasses: steps of a bucket that is too long to be captured.
-        runs: steps per bucket, eager runs left out.
+        runs: steps per bucket, without eager runs.
         steps: steps per phase string of the shape that ran, eager runs included.
     """
 
@@ -82,15 +82,14 @@ class GraphCounters:
 class GraphCache:
     """Runs steps through a captured executable per bucket.
 
-    A step asks ``resolve`` for its bucket, pads its inputs to it, and gives both to ``run``.
+    The caller pads a step to its bucket (``resolve``), and passes both to ``run``.
 
     Args:
         backend: captures what is not captured yet.
         table: the planned buckets.
         policy: for shapes outside the table.
-        max_captured_tokens: buckets with more query tokens are padded to like the others, and run as
-            they are written: a graph keeps the working memory of its step, and a long prefill gains
-            least from being captured. None captures all.
+        max_captured_tokens: buckets with more query tokens run uncaptured, though padded: a graph owns the
+            working memory of its step, and a long prefill gains least from capture. None captures all.
 
     Raises:
         ValueError: ``max_captured_tokens`` below 1.
@@ -114,7 +113,7 @@ class GraphCache:
         self._is_sealed = False
         self._hits = self._misses = self._captures = self._late_captures = self._eager_runs = 0
         self._bypasses = 0
-        # Buckets that run as written, and have run.
+        # Uncaptured buckets that have run.
         self._run_before: set[BatchShape] = set()
         self._captured_late: Counter[BatchShape] = Counter()
         self._runs: Counter[BatchShape] = Counter()
@@ -127,7 +126,7 @@ class GraphCache:
 
     @property
     def counters(self) -> GraphCounters:
-        """A snapshot, which later steps leave as it is."""
+        """A snapshot of the counters."""
         return GraphCounters(
             self._hits,
             self._misses,
@@ -141,20 +140,20 @@ class GraphCache:
 
     @property
     def captured(self) -> tuple[BatchShape, ...]:
-        """Buckets that have been captured, in that order."""
+        """Captured buckets, in order of capture."""
         return tuple(self._executables)
 
     @property
     def captured_late(self) -> Mapping[BatchShape, int]:
-        """Buckets that a sealed cache has captured, those that misses have added included, and how often."""
+        """Buckets captured after ``seal``, those added by misses included, and how often."""
         return MappingProxyType(dict(self._captured_late))
 
     def with_table(self, table: BucketTable, policy: MissPolicy) -> GraphCache:
-        """A cache that has captured nothing, with the same backend and limit."""
+        """Return an empty cache with the same backend and limit."""
         return GraphCache(self.backend, table, policy, self.max_captured_tokens)
 
     def captures(self, bucket: BatchShape) -> bool:
-        """Whether steps of a bucket are captured; the others are too long, or in no table."""
+        """Whether steps of a bucket are captured, because it is in the table and not too long."""
         limit = self.max_captured_tokens
         return bucket in self._table and (limit is None or bucket.query_len <= limit)
 
@@ -163,7 +162,7 @@ class GraphCache:
         self._is_sealed = True
 
     def resolve(self, shape: BatchShape) -> BatchShape:
-        """The shape to pad a step to: the cheapest bucket that holds it, or on a miss what the policy says.
+        """Return the shape to pad a step to: the cheapest bucket that holds it, on a miss by the policy.
 
         Raises:
             GraphMissError: no bucket holds ``shape`` and the policy is ``ERROR``.
@@ -187,9 +186,9 @@ class GraphCache:
         return self.regions_of(bucket)(key, fn)
 
     def regions_of(self, bucket: BatchShape) -> Callable[[Hashable, Region], Region]:
-        """Return what makes the regions of a bucket.
+        """Return a function that captures the regions of a bucket.
 
-        It does not hold the cache, which holds the step that regions belong to.
+        It has no reference to the cache, which would be a cycle.
         """
         return partial(self.backend.region, bucket) if self.captures(bucket) else _uncaptured
 
@@ -198,8 +197,8 @@ class GraphCache:
 
         Args:
             bucket: the shape that ``inputs`` are padded to.
-            fn: the whole step. Captured at the bucket's first run and not looked at again, so it must
-                compute the same function of ``inputs`` each time.
+            fn: the whole step. Captured at the bucket's first run and ignored later, so it must compute the
+                same function of ``inputs`` each time.
             inputs: device tensors by name, at addresses that are fixed for the bucket.
 
         Raises:
@@ -228,16 +227,16 @@ class GraphCache:
         fn_of: Callable[[BatchShape], Callable[[Inputs], Any]],
         make_inputs: Callable[[BatchShape], Inputs],
     ) -> bool:
-        """Capture a bucket ahead of traffic by running it; one that is too long for that is run as well.
+        """Capture a bucket ahead of traffic by running it; one that is too long for capture runs too.
 
         Its operators may have to be compiled.
 
         Args:
-            fn_of: the step at the bucket, as given to ``run`` later.
+            fn_of: returns the step at the bucket, as passed to ``run`` later.
             make_inputs: inputs that are safe to run: they touch the null block and null row only.
 
         Returns:
-            False for a bucket that has been captured or run before, which is left alone.
+            False for a bucket that has been captured or run before, which does not run again.
 
         Raises:
             ValueError: a shape that is no bucket.
@@ -253,13 +252,13 @@ class GraphCache:
         return True
 
     def _run_first(self, bucket: BatchShape, fn: Callable[[Inputs], Outputs], inputs: Inputs) -> Outputs:
-        """Run a bucket without an executable, which has one afterwards unless it is too long for that."""
+        """Run a bucket without an executable, and store one unless it is too long."""
         if not self.captures(bucket):
             outputs = fn(inputs)
             self._run_before.add(bucket)
             return outputs
         executable = self.backend.capture(fn, bucket)
-        # Backends may record at the first call: only an executable that has run once is worth keeping.
+        # Backends may record at the first call: only an executable that has run is stored.
         outputs = executable(inputs)
         self._executables[bucket] = executable
         self._captures += 1
@@ -275,7 +274,7 @@ def _uncaptured(key: Hashable, fn: Region) -> Region:
 
 
 class RecompileError(RuntimeError):
-    """Something was compiled where nothing may be.
+    """Something was compiled where compilation is forbidden.
 
     Args:
         findings: what was compiled, one short text each.

@@ -16,13 +16,13 @@ class Launches:
     """Operators that a layer launches, by what a step runs.
 
     The defaults are those of the portable kernels for an eight-billion-parameter Llama, as ``hpu-duo audit``
-    counts them. A part that runs without anything to do launches its own all the same.
+    counts them. A part without work launches its operators too.
 
     Attributes:
-        layer: whatever runs.
-        causal, causal_slice: for the causal part, and for each ``query_slice`` query tokens of it.
+        layer: in any step. causal, causal_slice: for the causal part, and for each ``query_slice`` query
+            tokens of it.
         shared, shared_chunk: for the shared part, and for each chunk of gathered blocks: as many blocks as
-            make ``shared_pairs`` pairs with query tokens, at most ``shared_blocks``, and at least one.
+            have ``shared_pairs`` pairs with query tokens, at most ``shared_blocks``, and at least one.
         unique, unique_chunk: for the unique part, and for each ``unique_blocks`` blocks of it.
         query_slice, shared_pairs, shared_blocks, unique_blocks: see there.
     """
@@ -42,8 +42,8 @@ class Launches:
     def at(self, phase: Phase, query_len: Any, num_shared_blocks: Any, num_unique_blocks: Any) -> Any:
         """Operators of a layer, or of each of many steps when sizes are arrays that broadcast together.
 
-        Chunks beyond the first are counted in parts, so that the count does not jump; it never falls with a
-        size.
+        Chunks after the first count fractionally, so that the count is continuous; it is monotonic in all
+        sizes.
         """
         count: Any = self.layer
         if phase.causal:
@@ -87,13 +87,13 @@ class StepCost:
     """Work of a step, in units of one query-key pair of one layer, which is ``4 * hidden_size`` operations.
 
     Matrix work counts as arithmetic. Memory traffic (reading the weights once per step, and cached slots once
-    per decoded token) and launches count as the arithmetic that takes as long. The defaults stand for an
+    per decoded token) and launches count as arithmetic of the same duration. The defaults are those of an
     eight-billion-parameter dense model in bf16 on Gaudi 2 (432 TFLOP/s, 2.45 TB/s, and 1 µs to launch an
     operator). The result ranks buckets and predicts no time.
 
     Args:
         block_size: tokens of one block.
-        ring_width: entries of one ring (sink + recent); 0 leaves rings out.
+        ring_width: entries of one ring (sink + recent); 0 = no rings.
         hidden_size, num_layers, vocab_size: of the model.
         kv_ratio: KV heads over query heads.
         operations_per_byte: arithmetic that fits into the time of reading one byte; near 0 for a device

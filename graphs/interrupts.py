@@ -1,4 +1,4 @@
-"""Defer Ctrl-C while work is done that must not be interrupted."""
+"""Deferred interrupts (Ctrl-C), for work that must not be interrupted."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 
 class Deferral:
-    """A context in which interrupts (SIGINT) are deferred; made by ``interrupts_deferred``.
+    """A context in which interrupts (SIGINT) are deferred; created by ``interrupts_deferred``.
 
     Args:
         handler: the signal's usual handler; None if nothing is deferred.
-        only_first: a second interrupt takes effect at once.
+        only_first: a second interrupt is not deferred.
     """
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any] | None, only_first: bool) -> None:
@@ -24,7 +24,7 @@ class Deferral:
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Let interrupts take effect at once inside; one that has been deferred takes effect before."""
+        """Context manager in which interrupts are not deferred; a deferred one is raised at its start."""
         if self._handler is None:
             yield
             return
@@ -36,7 +36,7 @@ class Deferral:
             signal.signal(signal.SIGINT, self.remember)
 
     def remember(self, number: int, frame: FrameType | None) -> None:
-        """Handle the signal: keep it for later."""
+        """Signal handler: store the signal for later."""
         assert self._handler is not None
         is_second, self._came = self._came is not None, (number, frame)
         if self._only_first and is_second:
@@ -51,14 +51,14 @@ class Deferral:
 
 @contextmanager
 def interrupts_deferred(*, only_first: bool = False) -> Iterator[Deferral]:
-    """Defer an interrupt (SIGINT) that comes inside to the end of the context.
+    """Context manager that defers interrupts (SIGINT) to its end.
 
     For short work on the host that must be done whole, and for compiled code, which replaces exceptions of
     Python functions that it calls. Only the main thread is interrupted, so in other threads this does
     nothing; nor if no Python function handles the signal.
 
     Args:
-        only_first: a second interrupt takes effect at once. For long work that may be interrupted if need
+        only_first: a second interrupt is not deferred. For long work that may be interrupted if need
             be.
     """
     handler = signal.getsignal(signal.SIGINT)

@@ -12,8 +12,8 @@ CARD_STEP_TOKENS = 400
 class StepLimits:
     """The limits of the scheduler and of the stores, and the shapes that follow from them.
 
-    Shared by scheduler, bucket tables, planner, warm-up, audit and capacity. Settings that a user left open
-    have values here.
+    Shared by scheduler, bucket tables, planner, warm-up, audit and capacity. Settings that a user did not set
+    are resolved here.
 
     Args:
         max_num_seqs: running requests, hence rows of a step and ring rows.
@@ -21,7 +21,7 @@ class StepLimits:
             request can decode in every step.
         max_model_len: tokens of one request, prompt and output.
         block_size: tokens of one block.
-        num_blocks: blocks that the store holds; no slice of it can be longer.
+        num_blocks: blocks of the store, hence the longest slice of it.
         max_chunk_rows: rows with more than ``decode_len`` tokens and older context that a step may contain;
             without ``uses_rows`` those with the same context count once.
         decode_len: most tokens of a row that decodes.
@@ -112,8 +112,8 @@ class StepLimits:
             )
 
     def _check_grid(self) -> None:
-        """Every running request that is not new gets its whole chunk or its decode in every step."""
-        # Where a prompt is one chunk, none is under way, and a new one may wait.
+        """Validate that every running request gets its whole chunk or its decode in every step."""
+        # If every prompt is one chunk, none is running, and a new one may wait.
         chunks = 1 if self.chunk_grid >= self.max_model_len else min(self.max_chunk_rows, self.max_num_seqs)
         needed = chunks * self.chunk_grid + self.max_num_seqs - chunks
         if (
@@ -130,11 +130,11 @@ class StepLimits:
 
     @property
     def prefix_grid(self) -> int:
-        """Positions between the places up to which prompts with the same beginning are computed alike.
+        """Grid of positions up to which prompts with the same prefix are computed equally.
 
-        0 where that is every token.
+        0 = at every token.
         """
-        # Rows are known only where chunks end.
+        # States of rows exist only where chunks end.
         by_block = self.chunk_grid and self.shares_blocks and not self.uses_rows
         return self.block_size if by_block else self.chunk_grid
 
@@ -167,9 +167,9 @@ class StepLimits:
     def max_shared_blocks(self, phase: Phase) -> int:
         """Most blocks that the shared part of a phase can gather; 0 when it has none.
 
-        All context blocks of a row that does not decode are shared. A block of decode rows is shared
-        only if at least two of them hold it, so ``r`` such rows share at most half of their blocks.
-        With regions, the blocks that the longest text before a chunk would fill are the least.
+        All context blocks of a row that does not decode are shared. A block of decode rows is shared only if
+        at least two of them have it, so ``r`` such rows share at most half of their blocks. With regions, it
+        is at least the blocks of the longest text before a chunk.
         """
         of_regions = self.blocks_per_request if self.num_regions and phase.causal and phase.shared else 0
         if not (phase.shared and self.uses_blocks):

@@ -26,7 +26,7 @@ VERSION = 1
 
 _MOST_NAMED = 8
 _UNBELIEVABLE = 1 << 62
-"""Seconds and bytes from which on a file counts as damaged."""
+"""Seconds and bytes from which on a file is considered damaged."""
 _ABSENT = "nothing"
 
 Configuration = Mapping[str, Any]
@@ -55,8 +55,8 @@ class Manifest:
     Args:
         configuration: everything that shapes a graph, by name.
         versions: of the software that measured.
-        graphs: the buckets of the table, each once; those that have been captured have costs.
-        planned_padding: padding that the table was planned for, if anything is known of that.
+        graphs: the buckets of the table, each once; captured ones have costs.
+        planned_padding: padding that the table was planned for, if known.
     """
 
     configuration: Configuration
@@ -94,11 +94,11 @@ class Manifest:
         return self._by_shape.get(shape)
 
     def check(self, running: Configuration, versions: Mapping[str, str], *, known_only: bool = False) -> None:
-        """Refuse a running configuration that differs from the manifest's.
+        """Raise ValueError for a configuration that differs from the manifest's.
 
         Args:
             running: the running configuration.
-            versions: of the running software; named in the message, and never refused.
+            versions: of the running software; named in the message, and never an error.
             known_only: compare only the names that ``running`` has.
 
         Raises:
@@ -130,7 +130,7 @@ class Manifest:
 
 
 def write_manifest(path: str | Path, manifest: Manifest) -> None:
-    """Write a manifest so that the file is at any moment the old one or the new one, whole.
+    """Write a manifest atomically.
 
     Raises:
         ValueError: the file cannot be written.
@@ -157,7 +157,7 @@ def write_manifest(path: str | Path, manifest: Manifest) -> None:
 
 
 def is_manifest(path: str | Path) -> bool:
-    """Whether a file of shapes is a manifest: it begins like JSON, as no table does."""
+    """Whether a file of shapes is a manifest: it starts like JSON, as no table does."""
     try:
         with Path(path).open(encoding="utf-8") as file:
             return file.read(4096).lstrip().startswith("{")
@@ -232,7 +232,7 @@ def _planned_padding(text: Any) -> PlannedPadding | None:
 def _record(name: str, item: Any) -> GraphRecord:
     _expect(isinstance(item, dict) and isinstance(item.get("shape"), str), name, 'a "shape"', item)
     seconds, num_bytes = item.get("seconds"), item.get("bytes")
-    # Comparing does not convert, so integers of any length may come.
+    # Comparisons do not convert, so integers may have any length.
     is_time = type(seconds) in (int, float) and 0 <= seconds < _UNBELIEVABLE
     _expect(seconds is None or is_time, f"{name}.seconds", "0 or more, or null", seconds)
     is_size = type(num_bytes) is int and abs(num_bytes) < _UNBELIEVABLE

@@ -34,9 +34,9 @@ class Phase:
     def parse(cls, text: str) -> "Phase":
         """Read a phase string, or a short form of one.
 
-        A short form leaves out dashes and nothing else (``u`` and ``-u`` for ``--u``, ``cs`` for ``cs-``).
-        The letters then still say which phase is meant, so no short form has two readings; dashes that
-        stand where no phase string has one (``u-``) are refused rather than ignored.
+        A short form omits dashes and nothing else (``u`` and ``-u`` for ``--u``, ``cs`` for ``cs-``). The
+        letters determine the phase, so no short form is ambiguous; dashes at other places than in the phase
+        string (``u-``) are an error.
 
         Raises:
             ValueError: unknown, repeated or misordered characters, or an empty string.
@@ -70,7 +70,7 @@ class Phase:
 
 @dataclass(frozen=True, order=True)
 class BatchShape:
-    """Everything that may differ between two captured steps; printed as ``csu/q2048/s64/u512/l32``.
+    """The shape of a captured step, which is its key; printed as ``csu/q2048/s64/u512/l32``.
 
     Args:
         phase: the attention parts that run.
@@ -93,7 +93,7 @@ class BatchShape:
     num_logits: int
 
     def __post_init__(self) -> None:
-        # Sizes often arrive as numpy scalars; plain ints keep printing, hashing and graph keys uniform.
+        # Sizes may be numpy scalars; plain ints print and hash uniformly.
         for name in ("query_len", "num_shared_blocks", "num_unique_blocks", "num_logits"):
             size = index(getattr(self, name))
             object.__setattr__(self, name, size)

@@ -27,18 +27,18 @@ class _Decodes:
 def decode_only_buckets(
     buckets: Iterable[BatchShape], limits: StepLimits, cost: CostFunction
 ) -> tuple[BatchShape, ...]:
-    """The buckets that a table lacks so that steps without prompts run their own parts, and no others.
+    """Return the missing buckets with which steps without prompts run no other parts than their own.
 
     A step runs in the cheapest bucket that holds it. So the table needs, for each bucket that has more parts
-    than some decodes, one with just their parts that is no dearer and holds as large decodes: exactly then
-    all of them find such a bucket first. Buckets that are missing are joined while they stay cheap enough.
+    than some decodes, one with exactly their parts that is at most as expensive and holds as large decodes:
+    exactly then all of them run there. Buckets that are missing are joined while they stay cheap enough.
 
     Args:
         cost: by which the table finds buckets.
     """
     held = tuple(buckets)
     twins: list[BatchShape] = []
-    # Twins of steps that share blocks hold steps that do not, so they come first.
+    # Buckets of decodes with shared blocks hold those without, so they come first.
     for phase in sorted(limits.reachable_phases, reverse=True):
         if not phase.causal:
             twins += _joined(_missing((*held, *twins), phase, limits, cost), cost)
@@ -107,8 +107,8 @@ class ExponentialRule:
             most this many times as much; 1 merges sizes of equal cost only.
         min_query: smallest query size of phases with a causal part; decodes start at 1.
         min_blocks: smallest block count.
-        merge_unique: let a bucket with an empty unique part replace one without that part, which pays where
-            a part without work costs next to nothing.
+        merge_unique: whether a bucket with an empty unique part may replace one without that part, if a part
+            without work costs almost nothing.
 
     Raises:
         ValueError: a value outside these ranges.
@@ -141,7 +141,7 @@ class ExponentialRule:
             yield BatchShape(phase, query_len, num_shared, num_unique, min(largest.num_logits, query_len))
 
     def build(self, limits: StepLimits, cost: CostFunction) -> tuple[BatchShape, ...]:
-        """Return the thinned grid of every reachable phase, and what decodes alone lack besides."""
+        """Return the thinned grid of every reachable phase, and missing decode-only buckets."""
         families: dict[Phase, list[BatchShape]] = {}
         for phase in limits.reachable_phases:
             family = replace(phase, unique=True) if self.merge_unique else phase
@@ -151,10 +151,10 @@ class ExponentialRule:
 
 
 def thin(shapes: Iterable[BatchShape], cost: CostFunction, slack: float) -> tuple[BatchShape, ...]:
-    """Drop each shape that a kept one can replace: it holds the shape and costs at most ``slack`` times it.
+    """Drop each shape that another one can replace, which holds it and costs at most ``slack`` times as much.
 
-    Goes from the most expensive shape to the cheapest, so a shape that holds all others is always kept,
-    and every dropped shape has its replacement among the kept.
+    In order of descending cost, so a shape that holds all others stays, and every dropped shape has a
+    replacement in the result.
     """
     priced = sorted(((cost(shape), shape) for shape in set(shapes)), reverse=True)
     costs = np.array([price for price, _ in priced])
@@ -187,12 +187,12 @@ class Miss:
 class BucketTable:
     """A set of buckets that finds the cheapest one for a shape.
 
-    A plain value: two tables with equal buckets and cost are equal, and nothing in it changes.
+    An immutable value: two tables with equal buckets and cost are equal.
 
     Args:
-        buckets: in any order, repeats allowed; kept sorted and unique.
+        buckets: in any order, repeats allowed; stored sorted and unique.
         cost: ranks the buckets that hold a shape; ties go to the smaller bucket.
-        planned_padding: padding that it was planned for; None where nothing is known of that.
+        planned_padding: padding that it was planned for; None if unknown.
     """
 
     buckets: tuple[BatchShape, ...]
@@ -247,7 +247,7 @@ class BucketTable:
         return shape in self._members
 
     def with_buckets(self, shapes: Iterable[BatchShape]) -> BucketTable:
-        """This table plus ``shapes``."""
+        """Return this table plus ``shapes``."""
         return replace(self, buckets=(*self.buckets, *shapes))
 
     @cached_property

@@ -36,7 +36,7 @@ class PlannedPadding:
     @classmethod
     def by(cls, cost: CostFunction, padding: float) -> PlannedPadding:
         """The padding by a cost."""
-        # Rounding may leave a little less than nothing.
+        # Rounding may result in slightly less than 0.
         return cls(max(0.0, padding), type(cost).__name__)
 
     @classmethod
@@ -44,7 +44,7 @@ class PlannedPadding:
         """Read what ``str`` prints from a line of text; None if it is something else.
 
         Raises:
-            ValueError: it promises something that is no padding.
+            ValueError: the padding is no valid number.
         """
         found = _TEXT.search(text)
         if found is None:
@@ -55,7 +55,7 @@ class PlannedPadding:
             raise ValueError(f"expected a padding of 0 or more, got {found['padding']!r}") from error
 
     def is_by(self, cost: CostFunction) -> bool:
-        """Say whether padding by a cost can be compared with it."""
+        """Whether padding by a cost is comparable."""
         return self.measure == type(cost).__name__
 
     def __str__(self) -> str:
@@ -66,17 +66,17 @@ class ShapeReservoir:
     """A uniform sample of at most ``capacity`` of the steps so far, whatever their number.
 
     A step costs a comparison, and seldom more: the number of steps until the sample changes next is drawn
-    beforehand. The same steps give the same sample.
+    beforehand. Deterministic.
 
     Source: algorithm L of Kim-Hung Li, Reservoir-Sampling Algorithms of Time Complexity O(n(1 + log(N/n))),
     ACM Transactions on Mathematical Software 20 (1994).
 
     Args:
         capacity: of the sample, at least 1.
-        seed: of what is drawn.
+        seed: of the random generator.
 
     Attributes:
-        num_steps: that were added.
+        num_steps: number of added steps.
 
     Raises:
         ValueError: a capacity below 1.
@@ -91,7 +91,7 @@ class ShapeReservoir:
         self._next, self._log_weight = 1, 0.0
 
     def add(self, shape: BatchShape) -> None:
-        """Take note of a step."""
+        """Add a step."""
         self.num_steps += 1
         if self.num_steps == self._next:
             self._take(shape)

@@ -1,7 +1,7 @@
 """``python -m graphs.warmup``: the same as ``hpu-duo warmup``.
 
-Only what runs buckets can warm them up, and this package does not know who that is: the command is looked up
-among those that are installed.
+This package does not depend on the runtime that warms buckets up: the command is looked up among installed
+entry points.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def main() -> None:
     """Run the command with this process's arguments.
 
     Raises:
-        SystemExit: it has ended, or it is not installed.
+        SystemExit: the command has ended, or is not installed.
     """
     found = tuple(entry_points(group="console_scripts", name=_COMMAND))
     if not found:

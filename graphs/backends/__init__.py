@@ -23,16 +23,16 @@ _CLASSES = {
     "hpu-compile": "graphs.backends.hpu:HpuCompileBackend",
     "hpu-graph": "graphs.backends.hpu:HpuGraphBackend",
 }
-"""Classes by name, as ``module:class``: a module is imported when its backend is asked for."""
+"""Classes by name, as ``module:class``: a module is imported when its backend is selected."""
 
 BACKEND_NAMES = tuple(_CLASSES)
 
 CHOSEN_LATER = ("auto", "default")
-"""Names that stand for a backend of the device, see ``chosen_name``."""
+"""Aliases that depend on the device, see ``chosen_name``."""
 
 
 def chosen_name(name: str, device_type: str, is_lazy: bool) -> str:
-    """The backend that a name stands for on a kind of device.
+    """Resolve the name of a backend for a kind of device.
 
     "auto" is the best one. So is "default" on an HPU, where a step run operator by operator is thousands of
     launches; elsewhere it is "eager", which needs no warm-up.
@@ -43,11 +43,11 @@ def chosen_name(name: str, device_type: str, is_lazy: bool) -> str:
 
 
 def best_name(device_type: str, is_lazy: bool) -> str:
-    """The backend that "auto" stands for on a kind of device.
+    """Return the backend of "auto" for a kind of device.
 
-    A CPU replays lists of operators, which needs no compiler; compiling layers pays only for who serves long
-    enough, and is asked for by name. CUDA records whole steps. HPU compiles layers, or in lazy mode, where
-    its compiler does not work, records whole steps.
+    A CPU replays lists of operators, which needs no compiler; compiling layers pays off only for long-running
+    servers, and has to be selected by name. CUDA records whole steps. HPU compiles layers, or in lazy mode,
+    where its compiler does not work, records whole steps.
     """
     match device_type:
         case "cuda":
@@ -61,9 +61,9 @@ def best_name(device_type: str, is_lazy: bool) -> str:
 
 
 def make_backend(name: str) -> CaptureBackend:
-    """Build a capture backend; what it needs is imported only now, or when it is first used.
+    """Build a capture backend; its imports happen now, or at its first use.
 
-    Whether it can capture steps on a device is what its ``problem`` says.
+    Its ``problem`` returns why it cannot capture steps on a device, if so.
 
     Raises:
         ValueError: an unknown name.

@@ -1,4 +1,4 @@
-"""The contract of a capture backend, steps as they are written, and steps that are recorded whole."""
+"""The interface of a capture backend, the eager backend, and backends that record whole steps."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ class CaptureBackend(Protocol):
     """Turns steps, or the repeated parts of steps, into executables for one shape.
 
     A backend captures at either of two grains. Whole-step backends (device graphs) do their work in
-    ``capture`` and return regions unchanged. Regional backends (compilers, for which a model of equal
-    layers is one layer repeated) return the step unchanged and do their work in ``region``. The runner
-    asks for both and need not know which one answers.
+    ``capture`` and return regions unchanged. Regional backends (compilers, for which a model of equal layers
+    is one layer repeated) return the step unchanged and do their work in ``region``. The runner calls both.
     """
 
     @property
@@ -35,22 +34,22 @@ class CaptureBackend(Protocol):
 
     @property
     def num_first_runs(self) -> int:
-        """Runs of a bucket until later ones only repeat: warm-up makes them all."""
+        """Number of runs of a bucket until capture is complete; warm-up runs them all."""
         ...
 
     def problem(self, device: torch.device) -> str | None:
-        """Why steps on ``device`` cannot be captured here, what was expected and what was got; or None.
+        """Return why steps on ``device`` cannot be captured here, as what was expected and got; or None.
 
-        Asked once, before anything is captured: nothing falls back to another backend later.
+        Called once, before anything is captured: there is no fallback to another backend later.
         """
         ...
 
     def capture(self, fn: Callable[[Inputs], Outputs], shape: BatchShape) -> Callable[[Inputs], Outputs]:
         """Return an executable for a whole step at one shape.
 
-        The graph may be recorded here or at the executable's first call, and never again. ``fn`` takes
-        nothing that varies from step to step but the tensors of its inputs. Tensors that the executable
-        returns may be overwritten by its next call.
+        The graph may be recorded here or at the executable's first call, and never again. Nothing that ``fn``
+        reads varies from step to step, except the tensors of its inputs. Tensors that the executable returns
+        may be overwritten by its next call.
 
         Args:
             fn: the step, written for padded inputs of ``shape``.
@@ -59,10 +58,10 @@ class CaptureBackend(Protocol):
         ...
 
     def region(self, shape: BatchShape, key: Hashable, fn: Region) -> Region:
-        """Return what to call in place of ``fn`` at one shape.
+        """Return a replacement of ``fn`` at one shape.
 
-        A backend may answer a call with the callable it built for an earlier ``fn`` of equal ``shape`` and
-        ``key``, so two functions that compute differently need different keys.
+        A backend may return the callable that it built for an earlier ``fn`` of equal ``shape`` and ``key``,
+        so two functions that compute differently need different keys.
 
         Args:
             shape: the bucket that the region is private to.
@@ -75,7 +74,7 @@ class CaptureBackend(Protocol):
 _log = logging.getLogger(__name__)
 
 MOST_OPERATORS = 50_000
-"""Operators of a graph that is captured whole: 80 layers of 600, and what is around them."""
+"""Most operators of a graph that is captured whole: 80 layers of 600, and those around them."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class Recording(Generic[Outputs]):
     Attributes:
         first: result of the step's only run for the recording.
         static: the tensors that a replay writes its results to.
-        replay: launch the recorded work again, on whatever the input tensors hold now.
+        replay: launches the recorded work again, on the current content of the input tensors.
     """
 
     first: Outputs
@@ -103,7 +102,7 @@ class Recorder(Protocol):
     def record(self, run: Callable[[], Outputs]) -> Recording[Outputs]:
         """Run a step once, so that its effects happen once, and record it.
 
-        Errors of ``run`` are passed on, and end the recording.
+        Errors of ``run`` are propagated, and end the recording.
         """
         ...
 
@@ -111,14 +110,14 @@ class Recorder(Protocol):
 class WholeStepBackend:
     """Records a whole step at the first run of its executable and replays it from then on.
 
-    The replay reads the tensors that it was recorded with, hence inputs at other addresses are refused.
-    It returns the same tensors each time, overwritten.
+    The replay reads the tensors that it was recorded with, hence inputs at other addresses are an error. It
+    returns the same tensors each time, overwritten.
 
     Args:
         name: the name of the backend for ``make_backend``.
         recorder: records and replays on the device.
-        max_operators: operators of a step above which a warning names its bucket, once for each: a device may
-            take long to build such a graph, and its memory to keep it.
+        max_operators: operators of a step above which a warning names its bucket, once for each: such a graph
+            may need much time to build and much device memory.
     """
 
     num_first_runs = 1
@@ -138,7 +137,7 @@ class WholeStepBackend:
     def capture(self, fn: Callable[[Inputs], Outputs], shape: BatchShape) -> Callable[[Inputs], Outputs]:
         """Return an executable that runs and records ``fn`` at its first call.
 
-        The executable raises ValueError for inputs that lie elsewhere than those of its first call.
+        The executable raises ValueError for inputs at other addresses than those of its first call.
         """
         return _Executable(self._recorder, fn, str(shape), self._note_size)
 
@@ -219,7 +218,7 @@ def _addresses(inputs: Inputs) -> dict[str, int]:
 
 
 def tensors_of(outputs: Any) -> list[torch.Tensor]:
-    """The tensors in what a step returned: one tensor, or any nesting of tuples and lists of them."""
+    """Yield the tensors of a step's result: one tensor, or any nesting of tuples and lists of them."""
     if isinstance(outputs, torch.Tensor):
         return [outputs]
     if isinstance(outputs, tuple | list):
@@ -228,9 +227,9 @@ def tensors_of(outputs: Any) -> list[torch.Tensor]:
 
 
 class EagerBackend:
-    """Captures nothing: every step and region is the function that was given.
+    """The eager backend: returns every step and region unchanged.
 
-    Keeps no region either, so each call of ``region`` returns its own ``fn``, whatever the key.
+    Caches no region either, so each call of ``region`` returns its own ``fn``, whatever the key.
     """
 
     name = "eager"

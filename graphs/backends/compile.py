@@ -23,7 +23,7 @@ from graphs.interrupts import interrupts_deferred
 from graphs.shape import BatchShape
 
 Compiler: TypeAlias = Callable[..., Any]
-"""A backend of ``torch.compile``: takes a traced graph and its inputs, returns what runs it."""
+"""A backend of ``torch.compile``: from a traced graph and its inputs to a function that runs it."""
 
 _runs: dict[Any, Callable[..., Any]] = {}
 
@@ -33,15 +33,15 @@ def cut_at(target: Any, run: Callable[..., Any]) -> None:
 
     Args:
         target: the operator.
-        run: called with its arguments in its place.
+        run: called with its arguments instead.
     """
     _runs[target] = run
 
 
 def cutting(compiler: str | Compiler) -> Compiler:
-    """Return a compiler that passes pieces of graphs to ``compiler``; a graph without cuts is one piece.
+    """Return a backend that passes pieces of graphs to ``compiler``; a graph without cuts is one piece.
 
-    A piece is compiled when it is first run, with the tensors that it then gets.
+    A piece is compiled at its first run, for the tensors of that run.
     """
 
     def compile_pieces(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -65,7 +65,7 @@ def _cut(module: fx.GraphModule, compiler: Compiler) -> Callable[..., Any]:
             cuts.add(number)
             number += 1
         else:
-            # The items of what an operator returns belong to it: pieces pass tensors only.
+            # ``getitem`` of an operator's results stays in its piece: pieces pass tensors only.
             is_item = node.op == "call_function" and node.target is operator.getitem
             source = place.get(node.args[0], number) if is_item else number
             place[node] = source if source in cuts else number
@@ -112,7 +112,7 @@ _COMPILERS = ("g++", "clang++", "c++")
 
 
 def cpu_compile_problem() -> str | None:
-    """Why ``torch.compile`` cannot build CPU code on this machine, or None when it can."""
+    """Return why ``torch.compile`` cannot build CPU code on this machine; None if it can."""
     if not any(map(shutil.which, _COMPILERS)):
         return f"no C++ compiler is on the path ({', '.join(_COMPILERS)})"
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
@@ -128,16 +128,15 @@ class CompileBackend:
     cost seconds instead of minutes. Parameters and stores of the layer are inputs of the compiled
     function, which is why one serves all layers of a kind.
 
-    Every (bucket, region) gets a function with a code object of its own. The compiler keeps its
-    variants per code object and tries their guards one after the other; with one variant each, the
-    number of buckets costs nothing at run time and no limit on variants is ever reached.
+    Every (bucket, region) gets a function with a code object of its own. The compiler stores variants per
+    code object and checks their guards one after the other; with one variant each, the number of buckets
+    costs nothing at run time and no limit on variants is reached.
 
     Args:
-        compiler: what is behind ``torch.compile``, or its name; "eager" only traces.
-        guards: let the compiler check before each call that a region's inputs are what it was
-            compiled for; a violation is then a recompilation, which tests can see. Off, the bucket
-            and the region's key vouch for the inputs, sizes included, and a call goes straight to the
-            compiled code: the checks cost more than all the small operators of a layer.
+        compiler: backend of ``torch.compile``, or its name; "eager" only traces.
+        guards: check guards before each call; a violation is then a recompilation, which tests can detect.
+            Off, inputs are determined by the bucket and the region's key, sizes included, and compiled code
+            is called without checks, which cost more than all the small operators of a layer.
     """
 
     name = "compile"
@@ -165,7 +164,7 @@ class CompileBackend:
         return None if reason is None else f"inductor cannot build code for the CPU here: {reason}"
 
     def capture(self, fn: Callable[[Inputs], Outputs], shape: BatchShape) -> Callable[[Inputs], Outputs]:
-        """Return ``fn``, whose regions are compiled; on a CPU the rest is replayed, see ``TracedStep``.
+        """Return ``fn``, with compiled regions; on a CPU the rest is replayed, see ``TracedStep``.
 
         With guards, or with another compiler than inductor, it stays as it is.
         """
@@ -190,10 +189,10 @@ class CompileBackend:
 
 
 class _Direct:
-    """A compiled function that is entered without the compiler's checks from its second call on.
+    """A compiled function that is called without guards from its second call on.
 
-    The first call goes through ``torch.compile`` and notes the bytecode that it makes; later calls
-    run that bytecode. Should the compiler stop announcing it, every call takes the checked way.
+    The first call uses ``torch.compile`` and stores its bytecode, which later calls run. If a version of the
+    compiler does not report bytecode, every call checks guards.
     """
 
     def __init__(self, private: FunctionType, compiled: Callable[..., object]) -> None:
@@ -216,8 +215,8 @@ class _Direct:
 
 
 def _inductor(graph: torch.fx.GraphModule, inputs: list[Any], *, checks_inputs: bool) -> Callable[..., Any]:
-    # On a CPU also the calls of kernels become C++: making them from Python costs more than small kernels do.
-    # The C++ of torch 2.7 cannot call operators that return nothing.
+    # On a CPU the calls of kernels are C++ as well: from Python they cost more than small kernels do. The C++
+    # of torch 2.7 cannot call operators that return nothing.
     is_cpu = all(x.device.type == "cpu" for x in inputs if isinstance(x, torch.Tensor))
     options = {"cpp_wrapper": is_cpu and torch.__version__ >= "2.8", "size_asserts": checks_inputs}
     compiled = compile_graph(graph, inputs, options)

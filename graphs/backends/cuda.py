@@ -14,19 +14,18 @@ class CudaRecorder:
     """Records with ``torch.cuda.graph``; all graphs share one private pool of memory.
 
     A step first runs unrecorded on a side stream: libraries allocate their workspaces and choose their
-    kernels then, which is forbidden during a recording. Recording launches nothing, so this first run is
-    also the one whose results count. Anything that waits for the device ends the recording with an error.
+    kernels then, which is forbidden during a recording. Recording launches nothing, so the results are those
+    of this first run. A synchronization with the device ends the recording with an error.
 
-    Sharing the pool is safe because steps run one after the other and a result is read before the next
-    step starts; recorded from the largest to the smallest, graphs find all the memory they need in what the
-    first one took.
+    Sharing the pool is safe because steps run one after the other and a result is read before the next step
+    starts; recorded from the largest to the smallest, all graphs fit into the memory of the first one.
     """
 
     def __init__(self) -> None:
         self._pool: Any = None
 
     def problem(self, device: torch.device) -> str | None:
-        """Why the device has no CUDA graphs, or None."""
+        """Return why the device has no CUDA graphs; None if it has."""
         if device.type != "cuda":
             return f"CUDA graphs record steps on device 'cuda', got {str(device)!r}"
         return None if torch.cuda.is_available() else "torch finds no CUDA device"
@@ -48,7 +47,7 @@ def _on_side_stream(run: Callable[[], Outputs]) -> Outputs:
         outputs = run()
     main.wait_stream(side)
     for tensor in tensors_of(outputs):
-        # The allocator may not give the memory away before the main stream is done with it.
+        # The allocator must not reuse the memory before the main stream has finished with it.
         tensor.record_stream(main)
     return outputs
 

@@ -1,4 +1,4 @@
-"""Torch's dispatcher: its private names that traces and replays need, all of them here."""
+"""All uses of private names of torch's dispatcher, for traces and replays."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["DispatchMode", "decides_sizes", "direct_function", "is_random", "sha
 
 
 def direct_function(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that an operator of torch calls in the end; ``func`` itself if it is none."""
+    """Return the function behind an operator of torch; ``func`` itself if it is no operator."""
     return getattr(func, "_op", func) if isinstance(func, torch._ops.OpOverload) else func
 
 
 _COMPLETES = frozenset({"_c10d_functional::wait_tensor"})
-"""Operators that return their argument once it has been written; their schemas do not say so."""
+"""Operators that return their written argument although their schemas do not declare it."""
 
 
 def writes(func: Callable[..., Any]) -> bool | None:
@@ -40,7 +40,7 @@ def is_random(func: Callable[..., Any]) -> bool:
 
 @cache
 def decides_sizes(func: Callable[..., Any]) -> bool:
-    """Whether the contents of an operator's arguments decide about the shapes of its results."""
+    """Whether shapes of an operator's results depend on the contents of its arguments."""
     return torch.Tag.dynamic_output_shape in getattr(func, "tags", ())
 
 

@@ -1,7 +1,7 @@
-"""Gaudi's two ways to capture: its compiler in eager mode, and HPU graphs in lazy mode.
+"""Capture on Gaudi: its compiler in eager mode, and HPU graphs in lazy mode.
 
-Written from public sources (docs.habana.ai, vllm-gaudi, the open PyTorch bridge); no Gaudi has run it. The
-tests drive it with a stand-in of ``habana_frameworks``.
+Written from public sources (docs.habana.ai, vllm-gaudi, the open PyTorch bridge); not tested on a Gaudi. The
+tests use a fake ``habana_frameworks``.
 """
 
 from __future__ import annotations
@@ -37,14 +37,13 @@ def _problem(what: str, device: torch.device, needs_lazy: bool) -> str | None:
 class HpuCompileBackend(CompileBackend):
     """Regions compiled by ``torch.compile(backend="hpu_backend", fullgraph=True, dynamic=False)``.
 
-    The default way on a Gaudi, in eager mode. From the second run of a bucket on, its regions are entered
-    in torch's stance that takes most guards for granted; a region that would have to be compiled again
-    raises instead, and is compiled if the step is tried again. The stance holds for the duration of the
-    step only, so that what else the process compiles, and the first run of another bucket, is compiled as
-    usual.
+    The default on a Gaudi, in eager mode. From the second run of a bucket on, its regions run in torch's
+    stance that skips most guards; a region that would be recompiled raises instead, and is compiled if the
+    step is retried. The stance applies during the step only, so that other code of the process, and the first
+    run of another bucket, is compiled as usual.
 
     Args:
-        guards: check guards in every call, and compile again where one fails.
+        guards: check guards in every call, and recompile if one fails.
     """
 
     name = "hpu-compile"
@@ -54,7 +53,7 @@ class HpuCompileBackend(CompileBackend):
         self._trusts_guards = not guards
 
     def problem(self, device: torch.device) -> str | None:
-        """Why the vendor's compiler cannot be used on ``device``, or None."""
+        """Return why the vendor's compiler cannot be used on ``device``; None if it can."""
         return _problem("compiled regions", device, needs_lazy=False)
 
     def capture(self, fn: Callable[[Inputs], Outputs], shape: BatchShape) -> Callable[[Inputs], Outputs]:
@@ -72,7 +71,7 @@ class _CompiledStep(Generic[Outputs]):
 
     def __call__(self, inputs: Inputs) -> Outputs:
         may_compile = not self._has_run
-        # Whoever tries again after an error has been told, and gets what is missing compiled.
+        # A retry after the error compiles what is missing.
         self._has_run = False
         with nullcontext() if may_compile else no_recompilation(self._label):
             outputs = self._fn(inputs)
@@ -82,10 +81,10 @@ class _CompiledStep(Generic[Outputs]):
 
 @contextmanager
 def no_recompilation(what: str) -> Iterator[None]:
-    """Enter compiled code with the fewest possible checks; restored afterwards, whatever happens.
+    """Context manager that disables as many guards as possible.
 
     Args:
-        what: what runs inside, for the error.
+        what: description of the code inside, for the error.
 
     Raises:
         RecompileError: something would have to be compiled inside.
@@ -102,13 +101,13 @@ def no_recompilation(what: str) -> Iterator[None]:
 class HpuGraphRecorder:
     """Records with HPU graphs, one per step, through ``HPUGraph`` itself.
 
-    The vendor's ``wrap_in_hpu_graph`` would find the graph by a hash of all arguments, in which dtypes have
-    no part and 1, 1.0 and True are equal. Here the bucket is the key, and the inputs lie where the graph
-    reads them, so that nothing is hashed and nothing is copied. Recording launches the step as well.
+    The vendor's ``wrap_in_hpu_graph`` looks the graph up by a hash of all arguments, which ignores dtypes and
+    in which 1, 1.0 and True are equal. Here the bucket is the key, and inputs are at the addresses that the
+    graph reads, so nothing is hashed or copied. Recording launches the step as well.
     """
 
     def problem(self, device: torch.device) -> str | None:
-        """Why the device has no HPU graphs, or None."""
+        """Return why the device has no HPU graphs; None if it has."""
         return _problem("HPU graphs", device, needs_lazy=True)
 
     def record(self, run: Callable[[], Outputs]) -> Recording[Outputs]:
@@ -116,7 +115,7 @@ class HpuGraphRecorder:
         import habana_frameworks.torch.core as core
         import habana_frameworks.torch.hpu as hpu
 
-        # What lazy mode has collected so far belongs to no graph.
+        # Operators that lazy mode has collected so far belong to no graph.
         core.mark_step()
         graph = hpu.HPUGraph()
         with hpu.stream(hpu.default_stream()):
@@ -129,7 +128,7 @@ class HpuGraphRecorder:
 
 
 class HpuGraphBackend(WholeStepBackend):
-    """See ``WholeStepBackend`` and ``HpuGraphRecorder``; for lazy mode, which is a legacy one.
+    """See ``WholeStepBackend`` and ``HpuGraphRecorder``; for lazy mode, which is legacy.
 
     Args:
         max_operators: see ``WholeStepBackend``.

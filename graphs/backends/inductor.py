@@ -1,6 +1,6 @@
-"""Torch's compiler: its private names that the backend ``compile`` needs, all of them here.
+"""All uses of private names of torch's compiler, for the backend ``compile``.
 
-Importing the compiler takes a second, so that it is imported when it is used.
+The compiler is imported at its first use, since that needs a second.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MOST_SEARCHED = 10_000
 
 
 class Handle(Protocol):
-    """A hook that may be taken back."""
+    """A hook that can be removed."""
 
     def remove(self) -> None:
-        """Call the hook no more."""
+        """Remove the hook."""
         ...
 
 
@@ -56,11 +56,11 @@ def compile_graph(
 
 
 class DirectCode:
-    """Code of inductor, entered past the wrappers that are for views, aliases and gradients of its arguments.
+    """Code of inductor, called without the wrappers for views, aliases and gradients of its arguments.
 
-    Layers have none of that to wrap. Whether it is so shows the first call: the wrappers then pass the
-    very tensors on that they were called with, and return the very results. A trace holds it as one operator.
-    Interrupts wait for its end: C++ makes another exception of what an operator in Python raises.
+    Layers do not need these. The first call checks that: the wrappers must pass on the very tensors that they
+    were called with, and return the very results. A trace has it as one operator. Interrupts are deferred to
+    its end, since C++ replaces exceptions of operators in Python.
 
     Args:
         wrapped: what ``compile_graph`` returned.
@@ -80,7 +80,7 @@ class DirectCode:
             return call_compiled(self._code, args)
 
     def _enter_first(self, args: tuple[Any, ...]) -> tuple[Callable[[list[Any]], Any], Any]:
-        """The code to call from now on, and the results of the first call."""
+        """Return the code to call from now on, and the results of the first call."""
         found = _inside(self._wrapped)
         code = None if found is None else found.current_callable
         if code is None:
@@ -109,7 +109,7 @@ class DirectCode:
 
 
 def _inside(wrapped: Callable[..., Any]) -> Any:
-    """The one compiled graph that a function and its wrappers hold; None if there is none, or several."""
+    """Return the one compiled graph behind a function and its wrappers; None if there is none, or several."""
     from torch._inductor.output_code import CompiledFxGraph
 
     passed_by = (ModuleType, type, CodeType, torch.Tensor, str, int)
@@ -121,7 +121,7 @@ def _inside(wrapped: Callable[..., Any]) -> Any:
         if isinstance(holder, CompiledFxGraph):
             found.append(holder)
             continue
-        # All of a module hangs on the names that a function may use.
+        # Globals of a function lead to all objects of a module.
         if isinstance(holder, FunctionType):
             seen.add(id(holder.__globals__))
         for held in gc.get_referents(holder):

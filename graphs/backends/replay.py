@@ -1,4 +1,4 @@
-"""Steps on a CPU without the Python around their operators: traced once, then replayed."""
+"""Replay of steps on a CPU: operators are traced once, then called without the Python around them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _CONSTANT = (
 )
 _PLAIN = frozenset((torch.dtype, torch.device, torch.layout, torch.memory_format, NoneType, bool, int, float))
 Arrange: TypeAlias = Callable[[Sequence[Call], Any], list[Call]]
-"""Rearranges a trace: takes its calls and the nest of values that the step returns, gives new calls."""
+"""A pass over a trace: from its calls and the nest of returned values to new calls."""
 
 _current: ContextVar[_Tracer | None] = ContextVar("_current", default=None)
 
 
 def call_compiled(code: Callable[[list[Any]], Any], args: tuple[Any, ...]) -> Any:
-    """Call compiled code, which takes a list and may empty it; a trace holds it as one operator."""
+    """Call compiled code, which has a list as argument and may empty it; one operator in a trace."""
     tracer = _current.get()
     return code(list(args)) if tracer is None else tracer.run_compiled(code, args)
 
@@ -48,11 +48,11 @@ def untraced() -> Iterator[None]:
 class TracedStep(Generic[Outputs]):
     """A step whose operators are traced in one of its first runs; from the next run on the trace is replayed.
 
-    Much of a short step on a CPU is Python: modules that call modules and sort out arguments, in each
-    run alike. A step is never replayed if its inputs
-    are not on a CPU, if it reads numbers from tensors or lets sizes depend on them, if it returns other
-    things than tensors in tuples and lists, or if it calls operators with tensors that are neither inputs,
-    nor results of operators, nor alive after it. Reads that torch does not see go unnoticed: ``str(x)``.
+    Much of a short step on a CPU is Python overhead of modules, the same in each run. A step is never
+    replayed if its inputs are not on a CPU, if it reads numbers from tensors or has sizes that depend on
+    them, if it returns anything else than tensors in tuples and lists, or if it calls operators with tensors
+    that are neither inputs, nor results of operators, nor alive after it. Reads outside of torch's dispatcher
+    are not detected: ``str(x)``.
 
     Args:
         fn: the step. A replay reads the weights and stores of the traced run: their contents may change, but
@@ -80,7 +80,7 @@ class TracedStep(Generic[Outputs]):
         if self._num_runs == self._num_untraced and all(
             tensor.device.type == "cpu" for tensor in inputs.values()
         ):
-            # Half a trace would stay in the way of every later step.
+            # An incomplete trace would slow down every later step.
             with interrupts_deferred():
                 return self._trace(inputs)
         outputs = self._fn(inputs)
@@ -101,7 +101,7 @@ class TracedStep(Generic[Outputs]):
 
 
 class _Tracer(DispatchMode):
-    """Lets operators run, and keeps a trace of them."""
+    """Runs operators and records a trace of them."""
 
     def __init__(self, inputs: Inputs) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _Tracer(DispatchMode):
         for name, tensor in inputs.items():
             self._value_of[tensor] = Value.of(f"inputs[{name!r}]", tensor)
         self._num_variables = 0
-        # Tensors from elsewhere are not held, so that temporary ones are gone in the end.
+        # References to other tensors are weak, so that temporary ones are freed at the end.
         self._constants: dict[str, Callable[[], Any]] = {}
         self._made_of_numbers: list[torch.Tensor] = []
         self._is_complete = len(self._value_of) == len(inputs)
@@ -119,7 +119,7 @@ class _Tracer(DispatchMode):
         kwargs = kwargs or {}
         self._is_complete &= not _reads_numbers(func, args)
         if func is _ATEN.lift_fresh.default:
-            # Python has made a tensor of numbers, and the step may write to it: each run gets its own.
+            # A tensor created from Python numbers, which the step may write to: each run creates its own.
             func, args = _ATEN.clone.default, (args[0].clone(),)
             self._made_of_numbers += args
         result = func(*args, **kwargs)
@@ -135,7 +135,7 @@ class _Tracer(DispatchMode):
 
     @contextmanager
     def given_up(self) -> Iterator[None]:
-        """Let operators run untraced inside; the trace is then incomplete and will not be used."""
+        """Run operators untraced inside; the trace is then incomplete and not used."""
         self._is_complete = False
         with self._away():
             yield
@@ -151,7 +151,7 @@ class _Tracer(DispatchMode):
     def function(self, outputs: Any, arrange: Arrange | None) -> Callable[[Inputs], Any] | None:
         """Return the trace as a function that returns ``outputs``; None if the trace is incomplete.
 
-        To be called once the step is over, and its temporary tensors are gone.
+        To be called after the step, when its temporary tensors are freed.
         """
         constants = {name: get() for name, get in self._constants.items()}
         is_complete = self._is_complete and all(value is not _GONE for value in constants.values())
@@ -169,7 +169,7 @@ class _Tracer(DispatchMode):
         is_one = isinstance(result, torch.Tensor)
         results = [result] if is_one else [] if result is None else result
         if not isinstance(results, tuple | list) or not all(isinstance(x, torch.Tensor) for x in results):
-            self._is_complete = False  # a number, on which Python may decide something
+            self._is_complete = False  # a number, on which Python control flow may depend
             return
         named = tuple(map(self._named, args))
         named_kwargs = {name: self._named(value) for name, value in kwargs.items()}
@@ -188,7 +188,7 @@ class _Tracer(DispatchMode):
         if kind in _PLAIN:
             return item
         if kind in (tuple, list):
-            # Of shapes and strides, most often.
+            # Mostly shapes and strides.
             return kind(item if all(type(part) is int for part in item) else map(self._named, item))
         if not isinstance(item, torch.Tensor):
             self._is_complete &= isinstance(item, _CONSTANT)
@@ -220,10 +220,10 @@ def _weakly(tensor: torch.Tensor) -> Callable[[], Any]:
 
 
 def _reads_numbers(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether Python sees contents of tensors by this operator: copies of them on the host, or sizes."""
-    if func is _ATEN.resolve_neg.default:  # before lists and numpy arrays are made, unseen
+    """Whether this operator exposes contents of tensors to Python: copies on the host, or sizes."""
+    if func is _ATEN.resolve_neg.default:  # the only visible operator of ``tolist`` and ``numpy``
         return True
-    if func is _ATEN.index.Tensor:  # a mask or, by far most often, numbers
+    if func is _ATEN.index.Tensor:  # a mask or, mostly, numbers
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return decides_sizes(func)
 
@@ -237,10 +237,10 @@ def _is_of_tensors(value: Any) -> bool:
 class ReplayBackend:
     """Traces the first run of a bucket, and replays the trace from then on, see ``TracedStep``.
 
-    No request waits for a compiler, and a start costs nothing.
+    There is no compilation, neither at start nor in a request.
 
     Attributes:
-        arrange: rearranges the calls of a trace into fewer or faster ones; None = it is left as it is.
+        arrange: rewrites the calls of a trace into fewer or faster ones; None = unchanged.
     """
 
     name = "replay"
@@ -250,7 +250,7 @@ class ReplayBackend:
         self.arrange = arrange
 
     def problem(self, device: torch.device) -> str | None:
-        """Return why steps on ``device`` are not replayed, or None."""
+        """Return why steps on ``device`` are not replayed; None if they are."""
         return None if device.type == "cpu" else f"steps are replayed on device 'cpu', got {str(device)!r}"
 
     def capture(self, fn: Callable[[Inputs], Outputs], shape: BatchShape) -> Callable[[Inputs], Outputs]:

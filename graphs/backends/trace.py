@@ -1,4 +1,4 @@
-"""A trace: a step's calls of operators on named tensors, simplified, and the function made of it."""
+"""A trace: a step's calls of operators on named tensors, its simplification, and code generation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Value:
         name: of the variable, or an expression that finds it.
         shape, stride, offset, dtype: as torch has them, ``offset`` from the beginning of the memory.
         base: the value that this one is a view of; None if it has memory of its own.
-        is_variable: an operator has made it in this run; otherwise it is an input or a constant.
+        is_variable: whether it is a result of an operator; otherwise it is an input or a constant.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Value:
 
     @property
     def owner(self) -> Value:
-        """The value whose memory this is: itself, or the one that it is a view of, directly or not."""
+        """The value that owns the memory: itself, or the one that it is a view of, directly or not."""
         value = self
         while value.base is not None:
             value = value.base
@@ -58,7 +58,7 @@ class Call:
     Attributes:
         func: the function that is called.
         args, kwargs: plain values, with a ``Value`` for each tensor.
-        results: values that the call makes.
+        results: values that the call returns.
         is_one: the call returns its result itself, not a list of results.
         keeps: an object that must stay alive for the call.
         read: every value that the call reads, as often as it is read.
@@ -81,7 +81,7 @@ class Call:
 
     @property
     def writes(self) -> bool | None:
-        """Whether it writes to an argument; None of compiled code, which may."""
+        """Whether it writes to an argument; None for compiled code, which may."""
         return writes(self.func)
 
 
@@ -96,7 +96,7 @@ def values_in(item: Any) -> tuple[Value, ...]:
 
 
 def _collect(nest: Iterable[Any], found: list[Value]) -> None:
-    # Most items are numbers of shapes: no call is made for them.
+    # Most items are numbers of shapes: without a call for them.
     for part in nest:
         kind = type(part)
         if kind is Value:
@@ -108,7 +108,7 @@ def _collect(nest: Iterable[Any], found: list[Value]) -> None:
 def function_of(
     calls: Iterable[Call], outputs: Any, constants: Mapping[str, torch.Tensor]
 ) -> Callable[[Inputs], Any]:
-    """Return a function of a step's inputs that makes all calls and returns ``outputs``.
+    """Return a function of a step's inputs that runs all calls and returns ``outputs``.
 
     Variables are deleted after their last use.
 
@@ -146,7 +146,7 @@ def function_of(
 def _with_views_of_constants(
     calls: Iterable[Call], constants: Mapping[str, torch.Tensor]
 ) -> tuple[list[Call], dict[str, torch.Tensor]]:
-    """Take views of constants for constants: they are made once, and not in each run."""
+    """Evaluate views of constants once, not in each run."""
     left, found = [], dict(constants)
     for call in calls:
         is_view = call.is_view and len(call.results) == 1
@@ -159,7 +159,7 @@ def _with_views_of_constants(
 
 
 class _Names:
-    """Names of the objects that the text of a function cannot hold itself."""
+    """Names of the objects that have no literal in the text of a function."""
 
     def __init__(self, constants: dict[str, Any]) -> None:
         self.constants = constants
@@ -238,7 +238,7 @@ def _renamed(item: Any, renamed: Mapping[Value, Value]) -> Any:
 
 
 def _base(value: Value) -> Value:
-    """Follow views that show their base whole and as it is to the first value."""
+    """Replace identity views by their base, transitively."""
     while value.base is not None and _is_whole(value):
         value = value.base
     return value
@@ -264,7 +264,7 @@ def _written_memory(calls: Sequence[Call]) -> set[Value] | None:
 
 
 def _key(call: Call, written: set[Value] | None) -> Hashable | None:
-    """Return a key that is equal for calls with equal results; None if that cannot be said of this call."""
+    """Return a key that is equal for calls with equal results; None if the call has none."""
     if written is None or call.writes is not False or not call.results:
         return None
     if is_random(call.func):
@@ -287,7 +287,7 @@ def _frozen(item: Any) -> Hashable:
 
 
 def _without_chains(calls: Sequence[Call], outputs: Any) -> list[Call]:
-    """Take views of views from the memory itself, and leave out views that nobody reads."""
+    """Derive views of views from their base, and remove unused views."""
     needed = set(values_in(outputs))
     kept = []
     for call in reversed(calls):
@@ -304,7 +304,7 @@ def _from_memory(call: Call) -> Call:
     result = call.results[0]
     owner = result.owner
     is_chain = len(call.results) == 1 and result.base is not None and result.base.base is not None
-    # Only memory of the step itself begins at the same place in each run.
+    # Only memory that the step allocates has the same offset in each run.
     if not is_chain or not owner.is_variable or len(result.stride) != len(result.shape) or not owner.stride:
         return call
     if result.dtype != owner.dtype:

@@ -1,4 +1,4 @@
-"""The choice of buckets for a budget and for traffic, and a comparison with other strategies."""
+"""The planner of bucket tables for a budget and for traffic, and a comparison with other strategies."""
 
 from graphs.planner.evaluation import Blur, PaddingReport, Traffic, evaluate, mean_padding, smoothed
 from graphs.planner.plan import ASSUMED, FINE, RECORDED, GraphBudget, or_default, plan_table

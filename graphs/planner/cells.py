@@ -37,7 +37,7 @@ def to_shapes(levels: Levels) -> tuple[BatchShape, ...]:
 
 def price(cost: CostFunction, levels: Levels) -> Floats:
     """The cost of every row, float64 ``[n]``."""
-    # The class is asked, which Python remembers; asking the instance takes longer than pricing a few rows.
+    # ``isinstance`` of the class is cached by Python; of the instance it costs more than pricing a few rows.
     if not issubclass(type(cost), BroadcastCost):
         return np.array([cost(shape) for shape in to_shapes(levels)], dtype=np.float64)
     prices = np.empty(len(levels))
@@ -50,7 +50,7 @@ def price(cost: CostFunction, levels: Levels) -> Floats:
 
 
 def holds(buckets: Levels, shapes: Levels) -> Bools:
-    """Say for each bucket and shape whether the bucket holds it, bool ``[m, n]``."""
+    """Return for each bucket and shape whether the bucket holds it, bool ``[m, n]``."""
     held = _holds_sizes(buckets, shapes)
     for column in range(QUERY):
         held &= buckets[:, column, None] >= shapes[None, :, column]
@@ -58,9 +58,9 @@ def holds(buckets: Levels, shapes: Levels) -> Bools:
 
 
 def serves(buckets: Levels, shapes: Levels) -> Bools:
-    """Say for each bucket and shape whether the bucket is planned to serve it, bool ``[m, n]``.
+    """Return for each bucket and shape whether the bucket is planned to serve it, bool ``[m, n]``.
 
-    Steps without prompts are served by buckets with just their parts; see ``graphs.table``.
+    Steps without prompts are served by buckets with exactly their parts; see ``graphs.table``.
     """
     return _holds_sizes(buckets, shapes) & _PHASE_SERVES[_codes(buckets)][:, _codes(shapes)]
 
@@ -109,7 +109,7 @@ _RATIOS = (1.08, 1.1, 1.12, 1.15, 1.2, 1.25, 1.3, 1.4, 1.6, 2.0)
 
 @dataclass(frozen=True)
 class Cells:
-    """Boxes that together hold every reachable shape: ``lowest <= shape <= highest`` in one of them.
+    """Boxes that cover all reachable shapes: ``lowest <= shape <= highest`` in one of them.
 
     Attributes:
         lowest, highest: corners, int64 ``[n, 7]``; both are reachable shapes.
@@ -128,9 +128,9 @@ class Cells:
     def within(cls, limits: StepLimits, cost: CostFunction, most: int = 4000) -> Cells:
         """The finest boxes of at most about ``most`` in number.
 
-        Each phase starts as one box and is halved, along the size that changes its cost most, until no
-        box costs more at its top than a small multiple of its cost at the bottom. Cuts lie on common
-        geometric ladders, so that boxes of different parts and phases line up and one bucket serves many.
+        Each phase starts as one box and is halved, along the size that changes its cost most, until no box
+        costs more at its top than a small multiple of its cost at the bottom. Cuts are on common geometric
+        grids, so that boxes of different parts and phases align and one bucket serves many.
         """
         for ratio in _RATIOS:
             pieces: list[Cells] = []
@@ -150,10 +150,10 @@ def lowest_of(limits: StepLimits, phase: Phase) -> tuple[int, int, int, int]:
 
 
 def reachable_corners(lowest: Levels, highest: Levels, decode_len: int) -> tuple[Levels, Levels, Bools]:
-    """Pull the corners of boxes onto the reachable shapes inside.
+    """Shrink boxes to their reachable shapes.
 
     A row has at least one token, so a step with a causal part has no more logit rows than query tokens;
-    without it no row has more than ``decode_len``, and rows may be missing between them.
+    without it no row has more than ``decode_len``, and rows between them may be unused.
 
     Returns:
         ``(lowest, highest, is_reachable)``; the last is False for boxes without any reachable shape.
@@ -195,7 +195,7 @@ def _joined(pieces: list[Cells]) -> Cells:
 
 
 def _cut(limits: StepLimits, phase: Phase, cost: CostFunction, ratio: float, most: int) -> Cells | None:
-    """Halve the box of one phase until each piece keeps to ``ratio``; None when that takes too many."""
+    """Halve the box of one phase until each piece is within ``ratio``; None if there are too many."""
     root = _whole(limits, phase, cost)
     ladders = {column: _ladder(int(root.highest[0, column])) for column in _SIZES}
     done: list[Cells] = []
@@ -225,7 +225,7 @@ def _best_cuts(cells: Cells, cost: CostFunction, ladders: dict[int, Levels]) -> 
         last = np.searchsorted(ladder, cells.highest[:, column], side="left") - 1
         lowered = cells.highest.copy()
         lowered[:, column] = cells.lowest[:, column]
-        # A price that does not move still counts a little: boxes of equal cost need no cut at all.
+        # A constant price has a small weight: boxes of equal cost need no cut.
         gain = cells.ceiling / price(cost, lowered)
         is_better = (first <= last) & (gain > best)
         best[is_better] = gain[is_better]

@@ -43,10 +43,10 @@ def _halton(number: int, base: int) -> float:
 
 @dataclass(frozen=True)
 class Blur:
-    """Assumed difference between known traffic and that to come.
+    """Assumed difference between known and future traffic.
 
     Args:
-        share: part of the weight of each shape that goes to reachable shapes nearby.
+        share: part of the weight of each shape that is moved to reachable shapes nearby.
         spread: largest factor between the sizes of a shape and of those nearby, drawn for each size.
         neighbours: number of shapes nearby for each shape.
     """
@@ -57,7 +57,7 @@ class Blur:
 
 
 def smoothed(limits: StepLimits, traffic: Traffic, blur: Blur) -> Traffic:
-    """Move a share of traffic to reachable shapes nearby, so that a table does not fit it too closely."""
+    """Move a share of traffic to reachable shapes nearby, so that a table does not overfit it."""
     found = {shape: weight * (1 - blur.share) for shape, weight in traffic.items()}
     for number, (shape, weight) in enumerate(sorted(traffic.items())):
         for neighbour in range(blur.neighbours):
@@ -74,14 +74,14 @@ def _near(limits: StepLimits, shape: BatchShape, factors: list[float]) -> BatchS
     query_len, num_shared, num_unique, num_logits = (
         min(max(size, low), high) for size, low, high in zip(sizes, lowest, highest)
     )
-    # Rows of decodes stay as many as their tokens need.
+    # The rows of decodes stay consistent with their tokens.
     fewest = -(-query_len // limits.decode_len)
     num_logits = min(num_logits, query_len) if shape.phase.causal else max(num_logits, fewest)
     return BatchShape(shape.phase, query_len, num_shared, num_unique, num_logits)
 
 
 def check_within(limits: StepLimits, traffic: Traffic) -> None:
-    """Refuse traffic that a scheduler within ``limits`` cannot produce.
+    """Raise ValueError for traffic that a scheduler within ``limits`` cannot produce.
 
     Raises:
         ValueError: no shape, a weight that is not positive, or a shape beyond the limits.
@@ -99,12 +99,12 @@ def check_within(limits: StepLimits, traffic: Traffic) -> None:
 
 @dataclass(frozen=True)
 class Prototypes:
-    """Traffic in few rows: each stands for shapes that it holds and that are nearly as large.
+    """Traffic in few rows: each represents shapes that it holds and that are nearly as large.
 
     Attributes:
         levels: int64 ``[n, 7]``.
         weight: frequency, float64 ``[n]``, sum 1.
-        floor: cost of the cheapest shape that a row stands for, float64 ``[n]``.
+        floor: cost of the cheapest shape that a row represents, float64 ``[n]``.
     """
 
     levels: Levels
@@ -113,9 +113,9 @@ class Prototypes:
 
     @classmethod
     def of(cls, traffic: Traffic, cost: CostFunction, most: int = 800) -> Prototypes:
-        """Make at most about ``most`` rows: shapes whose sizes round to the same powers of a growth are one.
+        """Group traffic into about ``most`` rows of shapes whose sizes round to the same powers of a growth.
 
-        The smallest growth that gives few enough rows is taken, up to a factor of 16.
+        The growth is the smallest with few enough rows, up to a factor of 16.
         """
         levels = to_levels(traffic)
         weight = np.array(list(traffic.values()), dtype=np.float64)
@@ -163,7 +163,7 @@ def _losses(
 def _merged(every: Prototypes, growth: float) -> Prototypes:
     levels = every.levels
     rounded = np.ceil(np.log(np.maximum(levels, 1)) / np.log(growth) - 1e-9).astype(np.int64)
-    # Zero blocks and one block are different things: the part has nothing to do, or something.
+    # Zero blocks and one block stay distinct: the part has no work, or some.
     rounded[:, [SHARED, UNIQUE]] -= levels[:, [SHARED, UNIQUE]] == 0
     rounded[:, :QUERY] = levels[:, :QUERY]
     _, group = np.unique(rounded, axis=0, return_inverse=True)
@@ -181,7 +181,7 @@ class PaddingReport:
 
     Attributes:
         num_buckets: buckets of the table.
-        mean: cost of the padded traffic over its exact cost, minus 1; missed steps left out.
+        mean: cost of the padded traffic over its exact cost, minus 1; without missed steps.
         worst: the largest padding of one step of the traffic, relative to its cost.
         worst_reachable: the same over every shape that the limits make reachable and a bucket holds.
         missed: share of the steps that no bucket holds.
@@ -197,7 +197,7 @@ class PaddingReport:
 
 
 def mean_padding(table: BucketTable, traffic: Traffic) -> float:
-    """The mean cost of steps padded to a table over that of exact ones, minus 1; missed steps left out."""
+    """The mean cost of steps padded to a table over that of exact ones, minus 1, without missed steps."""
     exact, buckets = to_levels(traffic), to_levels(table.buckets)
     weight = np.array(list(traffic.values()), dtype=np.float64)
     prices = price(table.cost, buckets)
@@ -210,10 +210,10 @@ def mean_padding(table: BucketTable, traffic: Traffic) -> float:
 def evaluate(
     buckets: tuple[BatchShape, ...] | Grid, limits: StepLimits, cost: CostFunction, traffic: Traffic
 ) -> PaddingReport:
-    """Measure a table, exactly: steps go to the cheapest bucket that holds them.
+    """Measure a table exactly: steps run in the cheapest bucket that holds them.
 
-    The bucket of a shape depends only on where its sizes lie between those of the buckets. So the worst
-    reachable shape is the smallest one of some box between neighbouring sizes, and all boxes are tried.
+    The bucket of a shape depends only on the intervals of its sizes between those of the buckets. So the
+    worst reachable shape is the smallest one of some box between neighbouring sizes, and all boxes are tried.
     """
     exact = to_levels(traffic)
     weight = np.array(list(traffic.values()), dtype=np.float64)

@@ -20,7 +20,7 @@ from graphs.table import BucketTable, decode_only_buckets
 FINE = Resolution()
 
 RECORDED = Blur(share=0.2, spread=1.5, neighbours=1)
-"""Blur of recorded traffic: tomorrow's steps resemble today's, and seldom repeat them."""
+"""Blur of recorded traffic: future steps are similar to recorded ones, and seldom equal."""
 
 ASSUMED = Blur(share=0.5, spread=3.0, neighbours=4)
 """Blur of assumed traffic, which may differ more from that of the users."""
@@ -74,7 +74,7 @@ class GraphBudget:
 
     @classmethod
     def of(cls, budget: GraphBudget | int) -> GraphBudget:
-        """Return a budget as it is, or make one of a number of graphs."""
+        """Return a budget, created from a number of graphs if needed."""
         return cls(budget) if isinstance(budget, int) else budget
 
     def check_holds(self, largest: BatchShape) -> None:
@@ -107,17 +107,17 @@ def plan_table(
 ) -> BucketTable:
     """Choose the buckets that pad the traffic least, within a budget, and hold every reachable shape.
 
-    The method and what is known about its distance from the optimum: ``TableSearch``. Every reachable
-    shape lies in a cell, and every cell below some bucket; no bucket exceeds ``limits.largest``.
+    The method and bounds of its distance from the optimum: ``TableSearch``. Every reachable shape lies in a
+    cell, and every cell below some bucket; no bucket exceeds ``limits.largest``.
 
     Args:
         budget: an int is a number of graphs.
         traffic: shapes, recorded or assumed, with weights.
         cost: default ``StepCost(block_size=limits.block_size)``.
-        blur: expected difference between the traffic and tomorrow's.
-        worst_case: bound to aim at for the padding of a step, relative to its cost.
-        cover_share: share of the budget that may go into the bound for shapes that are not in the traffic.
-        resolution: finer takes longer and pads less.
+        blur: expected difference between this and future traffic.
+        worst_case: target bound for the padding of a step, relative to its cost.
+        cover_share: share of the budget for the bound of shapes that are not in the traffic.
+        resolution: finer is slower and pads less.
 
     Raises:
         ValueError: the budget does not hold the smallest table, which is one bucket that holds everything;
@@ -146,10 +146,10 @@ def plan_table(
 
 
 def _smallest(limits: StepLimits) -> tuple[BatchShape, ...]:
-    """A bucket for prompts and whatever comes with them, one for decodes alone, one for those that share.
+    """A bucket for steps with prompts, one for decodes alone, one for decodes with shared blocks.
 
-    Together they hold everything, and decodes run no part in vain; without the last one those that share
-    blocks run with prompts.
+    Together they hold every step, and decodes run no unused part; without the last one decodes with shared
+    blocks run in the first.
     """
     largest = [limits.largest_of(phase) for phase in limits.reachable_phases]
     prompts = [shape for shape in largest if shape.phase.causal]
@@ -165,14 +165,14 @@ def _with_decode_only_buckets(
     cover_share: float,
     is_draft: bool,
 ) -> tuple[BatchShape, ...]:
-    """The best table of at most so many buckets in which decode-only steps run their own parts alone."""
+    """The best table with a number of buckets in which decode-only steps run no other parts."""
     room, tries_draft = num_buckets, True
     while True:
         found = to_shapes(search.find(room, cover_share, is_draft=is_draft or tries_draft))
         twins = decode_only_buckets(found, limits, cost)
         excess = len(found) + len(twins) - num_buckets
         if excess > 0 and room > search.fewest:
-            # A draft lacks about as many twins as what it is made into.
+            # A draft lacks about as many decode-only buckets as the final table.
             room = max(search.fewest, room - excess)
         elif tries_draft and not is_draft:
             tries_draft = False
@@ -205,7 +205,7 @@ def or_default(planned: BucketTable, budget: GraphBudget, limits: StepLimits, ot
     """A planned table, or the default one where that fits the budget and costs less.
 
     Args:
-        others: traffic to compare both on; not that which was planned for.
+        others: traffic to compare both on; not the one that was planned for.
     """
     default = BucketTable.exponential(limits, cost=planned.cost)
     if len(default) > budget.most_graphs or budget.bytes_short(default.buckets):

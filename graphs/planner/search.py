@@ -1,4 +1,4 @@
-"""The search for a table: cover all cells, spend the rest on the traffic, then move buckets."""
+"""The search for a table: cover all cells, fill for the traffic, then move buckets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _BLOCKS = {1: SHARED, 2: UNIQUE}
 
 @dataclass(frozen=True, eq=False)
 class Duties:
-    """Shapes that a table has to hold whatever the traffic is.
+    """Shapes that a table has to hold, independent of the traffic.
 
     Attributes:
         tops: shapes, int64 ``[n, 7]``.
@@ -53,7 +53,7 @@ class Duties:
     ceiling: Floats
 
     def met_by(self, buckets: Levels, prices: Floats) -> Bools:
-        """Say for each bucket and duty whether the bucket does it, bool ``[m, n]``."""
+        """Return for each bucket and duty whether the bucket fulfils it, bool ``[m, n]``."""
         return serves(buckets, self.tops) & (prices[:, None] <= self.ceiling[None, :])
 
 
@@ -76,7 +76,7 @@ class Demand:
 
     @classmethod
     def of(cls, shapes: Levels, weight: Floats, own: Floats, worst_case: float, emphasis: float) -> Demand:
-        """Make the demand of steps whose own cost is ``own``, to be padded by up to ``worst_case``.
+        """Create the demand of steps of exact cost ``own``, to be padded by up to ``worst_case``.
 
         Args:
             emphasis: cost, in units of the whole traffic, of exceeding the bound for every distinct shape by
@@ -92,7 +92,7 @@ class Demand:
 
     def worth(self, spent: Floats) -> Floats:
         """Prices above which no bucket serves the shapes for less than ``spent``, float64 ``[n]``."""
-        # What exceeds the bound costs more still. The margin is for rounding.
+        # A price above the bound costs even more. The margin is for rounding.
         return spent / self.weight * (1 + 1e-9)
 
     @cached_property
@@ -109,10 +109,10 @@ class Demand:
 class Descent:
     """Improves a table by moving one size of one bucket at a time, and by replacing a few buckets at once.
 
-    A move takes the best of some sizes of the traffic that the bucket may serve, all else equal; the total
-    never rises. When no bucket moves any more, a few buckets that save little are replaced by candidates,
-    and the table around them is moved again; the better of the two is kept. The result is a local optimum
-    of all moves, as in alternating (Lloyd) and swap heuristics for k-median.
+    A move sets one size to the best of some sizes of the traffic that the bucket may serve; the total never
+    rises. When no bucket moves any more, a few buckets that save little are replaced by candidates, and the
+    table around them is moved again; the better table is retained. The result is a local optimum of all
+    moves, as in alternating (Lloyd) and swap heuristics for k-median.
 
     Args:
         demand: shapes to serve; each fits some bucket at all times.
@@ -129,14 +129,14 @@ class Descent:
     def improve(self, buckets: Levels, duties: Duties, rounds: int) -> Levels:
         """Return a table that is at least as good and no larger, int64 ``[m, 7]``.
 
-        Every bucket of it is the cheapest one of some shape, or does a duty that no other does. Every part of
-        a bucket's phase occurs in a shape that it holds.
+        Every bucket of it is the cheapest one of some shape, or fulfils a duty that no other does. Every part
+        of a bucket's phase occurs in a shape that it holds.
 
         Args:
-            buckets: hold all of the demand, and do all duties.
+            buckets: hold all of the demand, and fulfil all duties.
             duties: shapes that must stay held, within a price.
             rounds: number of times that some buckets are replaced, unless that helped little twelve times in
-                a row. The same number gives the same table.
+                a row. Deterministic for a given number.
         """
         best, chance = self._settled(buckets, duties)
         in_vain = 0
@@ -153,7 +153,7 @@ class Descent:
         return best.tidied()
 
     def _settled(self, buckets: Levels, duties: Duties) -> tuple[_Table, random.Random]:
-        """The table before anything is replaced, and chance as it is then; a draft has both already."""
+        """The table before replacements, and the state of the random generator; a draft has both."""
         key = (buckets.tobytes(), duties)
         if self._draft is None or self._draft[0] != key:
             chance, table = random.Random(0), _Table(buckets.copy(), self._demand, duties, self._cost)
@@ -162,7 +162,7 @@ class Descent:
         return self._draft[1], copy.copy(self._draft[2])
 
     def _replace(self, table: _Table, chance: random.Random) -> list[int]:
-        """Replace up to four buckets that save little; returns those whose traffic has changed."""
+        """Replace up to four buckets that save little; returns those with changed traffic."""
         served_by = table.paid.argmin(axis=0)
         loss = table.losses() * [chance.expovariate(1.0) for _ in table.buckets]
         wanted = chance.randint(1, min(_MOST_REPLACED, len(loss) - 1))
@@ -189,7 +189,7 @@ class Descent:
     def _improved(self, candidates: Levels, prices: Floats, current: Floats) -> tuple[Levels, Levels]:
         """Pairs of a candidate and a shape that it may serve for less than ``current``.
 
-        They are few: most candidates cost more than what most shapes have.
+        They are few: most candidates cost more than the buckets of most shapes.
         """
         worth = self._demand.worth(current)
         tried, rows = (serves(candidates, self._demand.shapes) & (prices[:, None] < worth)).nonzero()
@@ -197,7 +197,7 @@ class Descent:
 
 
 class _Table:
-    """Buckets while they are moved, with the cost of every shape in each."""
+    """Buckets during moves, with the cost of every shape in each."""
 
     def __init__(self, buckets: Levels, demand: Demand, duties: Duties, cost: CostFunction) -> None:
         self.buckets = buckets
@@ -256,7 +256,7 @@ class _Table:
         return kept
 
     def settle(self, numbers: Iterable[int], chance: random.Random) -> None:
-        """Move some buckets until that hardly helps."""
+        """Move some buckets until gains are small."""
         order, before = list(numbers), self.total
         for _ in range(_MAX_SWEEPS):
             chance.shuffle(order)
@@ -303,7 +303,7 @@ class _Table:
         return np.minimum(before.min(axis=0, initial=np.inf), behind.min(axis=0, initial=np.inf))
 
     def _kept(self, number: int, rest: Floats) -> tuple[Levels, float]:
-        """The least that each size of a bucket has to be, and the most that it may cost.
+        """Lower bounds of the sizes of a bucket, and its highest price.
 
         Args:
             rest: cost of each shape in the other buckets.
@@ -351,7 +351,7 @@ class _Table:
 
 
 def _fits(columns: Levels, bucket: Levels) -> Bools:
-    """Say of each size of each shape whether a bucket serves it, bool ``[7, n]``."""
+    """Return for each size of each shape whether a bucket serves it, bool ``[7, n]``."""
     fits = columns <= bucket[:, None]
     exact = QUERY if not bucket[CAUSAL] else CAUSAL + 1
     fits[:exact] = columns[:exact] == bucket[:exact, None]
@@ -391,15 +391,15 @@ class TableSearch:
 
     1. Cover: greedy set cover of all cells by buckets that cost at most ``1 + tolerance`` times the cheapest
        shape in them, or no more than their top; within ``ln(cells) + 1`` of the fewest candidates possible
-       (Chvatal 1979). If it takes more than its share of the budget, the tolerance is raised to about the
-       least that fits.
+       (Chvatal 1979). If it exceeds its share of the budget, the tolerance is raised to about the least that
+       fits.
     2. Fill: the candidate that saves the traffic most is added until the budget is spent. Candidates are the
        joins of traffic that agglomeration finds, and the tops of cells. The savings are a monotone
        submodular function, so given the cover they reach ``1 - 1/e`` of the best that the candidates
        allow (Nemhauser, Wolsey, Fisher 1978).
     3. Descent: buckets are moved and replaced (``Descent``) for all rows of the traffic, while the cover
-       keeps to its tolerance. Cells count as traffic too, with 3 % of the cost, all alike: what nobody
-       recorded should not fall into the most expensive bucket.
+      stays within its tolerance. Cells count as traffic too, with 3 % of the cost, evenly: unrecorded shapes
+      should not run in the most expensive bucket.
 
     Args:
         traffic: weighted shapes to plan for.
@@ -408,8 +408,7 @@ class TableSearch:
     Attributes:
         fewest: buckets that hold everything.
 
-    Every step takes the first of equals, and random choices start from the same seed, so the same input gives
-    the same table.
+    Deterministic: ties go to the first, and random choices have a fixed seed.
     """
 
     def __init__(
@@ -423,7 +422,7 @@ class TableSearch:
     ) -> None:
         self._cost = cost
         self._worst_case = worst_case
-        # A draft and the table that it is made into start alike.
+        # A draft and its final table start equally.
         self._start = lru_cache(maxsize=1)(self._begin)
         self._rounds = resolution.rounds
         self._cells = Cells.within(limits, cost, resolution.num_cells)
@@ -466,7 +465,7 @@ class TableSearch:
         return np.unique(self._descent.improve(chosen, duties, rounds), axis=0)
 
     def _begin(self, num_buckets: int, cover_share: float) -> tuple[Levels, Duties]:
-        """Cover and fill: at most so many buckets, and what the cover has to keep to."""
+        """Cover and fill: at most a number of buckets, and the duties of the cover."""
         room = max(self.fewest, int(num_buckets * cover_share))
         tolerance = self._least(room)
         chosen = self._tops[_greedy_cover(self._may_cover(tolerance), self._top_prices)]
@@ -486,7 +485,7 @@ class TableSearch:
         )
 
     def _least(self, room: int) -> float:
-        """The least tolerance, from the wanted one on, with which a cover takes at most ``room`` buckets."""
+        """The least tolerance, from the requested one on, for a cover of at most ``room`` buckets."""
 
         def fits(tolerance: float) -> bool:
             return len(_greedy_cover(self._may_cover(tolerance), self._top_prices, room + 1)) <= room
@@ -524,7 +523,7 @@ def _of_phases(wanted: Levels, buckets: Levels) -> Levels:
 
 
 def _greedy_cover(may_cover: Bools, prices: Floats, most: int | None = None) -> list[int]:
-    """Candidates that cover every column, or the first ``most`` of them; most new columns first."""
+    """Greedy set cover: candidates that cover every column, or the first ``most`` of them."""
     gains = may_cover.sum(axis=1)
     is_open = np.ones(may_cover.shape[1], dtype=np.bool_)
     chosen: list[int] = []

@@ -1,6 +1,6 @@
 """Bucket strategies of other projects, restated for batch shapes, for comparison.
 
-The strategies of vllm-gaudi 0.26, the unified one apart, make buckets ``(batch, query, context)`` of prompts
+The strategies of vllm-gaudi 0.26, the unified one apart, have buckets ``(batch, query, context)`` of prompts
 and of decodes; here the same rule chooses the sizes of every dimension, and the table is their product for
 each phase. Logit rows follow the query size up to ``max_num_seqs``, as in ``ExponentialRule``.
 """
@@ -138,8 +138,8 @@ def _powers(low: int, high: int) -> Levels:
 
 
 def _with_padding_limits(low: int, step: int, high: int, percent: int, most: int) -> Levels:
-    """Doubling up to ``step``, then multiples of it, of which one is kept when leaving it out would pad
-    the next by more than ``percent`` of it, or by more than ``most``."""
+    """Doubling up to ``step``, then multiples of it, without those whose absence pads the next by at most
+    ``percent`` of it and by at most ``most``."""
     points = [point for point in _powers(low, min(step, high)).tolist() if point <= high]
     multiple = (points[-1] // step + 1) * step
     while multiple < high:
