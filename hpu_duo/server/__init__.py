@@ -1,4 +1,4 @@
 """An HTTP server with the OpenAI API around an engine: ``hpu-duo serve`` (docs/server.md).
 
-``running`` needs nothing but the engine; everything that speaks HTTP needs the extra ``serve``.
+``running`` needs only the engine; all HTTP modules need the extra ``serve``.
 """

@@ -11,30 +11,31 @@ _METRIC_PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Behaviour of a server, whatever it serves and wherever it listens.
+    """Settings of a server, independent of model and address.
 
     Attributes:
-        model_names: names under which the model is served; answers have the one that was asked for.
-        api_keys: callers must have one of them; none asks for none.
-        metrics_api_keys: whoever reads metrics and statistics must have one of these; none asks for none.
-        shares_prefixes: let callers with different keys share what is cached of their prompts.
-        max_queue: samples that may wait besides those that can run; more are answered with 429.
+        model_names: names under which the model is served; answers have the requested one.
+        api_keys: keys of callers; empty = no key is needed.
+        metrics_api_keys: keys for metrics and statistics; empty = no key is needed.
+        shares_prefixes: whether callers with different keys share cached prefixes.
+        max_queue: samples that may wait besides those that can run; with more, the status is 429.
         max_body_bytes: longest body of a request.
         max_choices: most choices of one call: prompts times ``n``.
         max_logprobs: most ``logprobs`` and ``top_logprobs`` of a call; -1 is as many as there are tokens.
         max_answer_bytes: most memory of the outputs of one call, see ``running.Holding``.
         answer_memory_bytes: most memory of the outputs of all calls together, see ``running.AnswerMemory``.
-        max_behind: outputs of one stream that may lie unread, before it is ended.
-        drain_seconds: how long requests may take to end after the server got a signal to stop.
-        flush_seconds: behind that, how long slow callers may take to get the rest of their answers.
-        quiet_s: seconds of silence after which a stream gets a comment: less than proxies wait, and no more
-            often than the HTML standard advises (section 9.2.7), since not every client knows comments.
-        allowed_origins: origins whose pages may call (CORS); none for none, ``*`` for all.
-        chat_template: source of a template to take in place of the checkpoint's.
+        max_behind: most unread outputs of one stream, beyond which it is aborted.
+        drain_seconds: how long requests may run after a signal to stop.
+        flush_seconds: how long, after that, slow callers may take to read the rest of their answers.
+        quiet_s: seconds of silence after which a stream gets a comment: less than the timeouts of proxies,
+            and no more often than the HTML standard advises (section 9.2.7), since not every client supports
+            comments.
+        allowed_origins: origins whose pages may call (CORS); empty for none, ``*`` for all.
+        chat_template: source of a template that replaces the checkpoint's.
         tool_call_parser: ``auto``, ``none`` or one of ``hpu_duo.server.tools.PARSERS``.
-        uses_generation_config: take defaults of sampling from the checkpoint's generation_config.json.
-        has_page: answer ``/`` with a page to chat on.
-        metrics_namespace: prefix of the metrics that mean what vLLM's of the same name mean.
+        uses_generation_config: read defaults of sampling from the checkpoint's generation_config.json.
+        has_page: serve a chat page at ``/``.
+        metrics_namespace: prefix of the metrics that have vLLM's names and meanings.
     """
 
     model_names: tuple[str, ...]
@@ -76,7 +77,7 @@ class ServerConfig:
             raise ValueError(f"expected names to serve the model under, got {self.model_names}")
         if not _METRIC_PREFIX.fullmatch(self.metrics_namespace):
             raise ValueError(
-                "expected a metrics_namespace of letters, digits and _, and no digit at its beginning, got "
+                "expected a metrics_namespace of letters, digits and _, without a leading digit, got "
                 f"{self.metrics_namespace!r}"
             )
         if not all(self.api_keys + self.metrics_api_keys):
@@ -84,7 +85,7 @@ class ServerConfig:
 
 
 def read_api_keys(file: Path) -> tuple[str, ...]:
-    """Read keys from a file, one in each line; lines that begin with # are left out.
+    """Read keys from a file, one per line; lines that begin with # are ignored.
 
     Raises:
         ValueError: it cannot be read, or has none.

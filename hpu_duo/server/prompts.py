@@ -1,4 +1,4 @@
-"""From texts and messages to token ids, and from token ids to texts and bytes."""
+"""Encoding of texts and messages, decoding of token ids."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class ChatTemplateError(ValueError):
-    """Messages that a chat template does not take, or no template to take them.
+    """The chat template rejects the messages, or there is no template.
 
     Attributes:
-        field: what of the call is at fault.
+        field: the invalid field of the call.
     """
 
     def __init__(self, field: str, message: str) -> None:
@@ -35,12 +35,12 @@ class Chat:
     """A conversation, and how to render it.
 
     Attributes:
-        messages: as transformers' chat templates take them: contents are text, arguments of tool calls are
-            objects.
+        messages: in the format of transformers' chat templates: contents are text, arguments of tool calls
+            are objects.
         tools: functions that the model may call, in the form of the OpenAI API; None = none.
         documents: texts that the template may show; None = none.
         add_generation_prompt: end with the beginning of the assistant's turn.
-        continue_final_message: leave the last message open, for the model to continue it.
+        continue_final_message: do not end the last message, so that the model continues it.
         variables: further variables of the template.
     """
 
@@ -53,11 +53,11 @@ class Chat:
 
 
 class TemplateChoice:
-    """The template of a server: one that was given, or that of the checkpoint.
+    """The chat template of a server: a custom one, or that of the checkpoint.
 
     Args:
         tokenizer: of the checkpoint.
-        given: the source of a template to take in place of the checkpoint's.
+        given: the source of a template that replaces the checkpoint's.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, given: str | None = None) -> None:
@@ -70,7 +70,7 @@ class TemplateChoice:
 
     @property
     def source(self) -> str | None:
-        """Every template there is, as one text; None without any."""
+        """All templates of the tokenizer as one text; None without any."""
         template: Any = self._given or self._tokenizer.chat_template
         return "\n".join(template.values()) if isinstance(template, dict) else template
 
@@ -78,7 +78,7 @@ class TemplateChoice:
         """The text of a conversation, special tokens included.
 
         Raises:
-            ChatTemplateError: there is no template, or it does not take the conversation.
+            ChatTemplateError: there is no template, or it rejects the conversation.
         """
         if self.source is None:
             raise ChatTemplateError("messages", "the model has no chat template; use /v1/completions")
@@ -102,9 +102,9 @@ class TemplateChoice:
                 **chat.variables,
             )
         except Exception as error:
-            # A template is a program that sees what the caller wrote, so any error may be the caller's.
+            # A template is a program with the caller's input, so any error may be the caller's.
             raise ChatTemplateError(
-                "messages", f"the chat template does not take these messages: {error}"
+                "messages", f"the chat template rejects these messages: {error}"
             ) from error
         return str(text)
 
@@ -112,23 +112,23 @@ class TemplateChoice:
 _T = TypeVar("_T")
 
 Side = Literal["left", "right"]
-"""The side on which a prompt is cut: left keeps its last tokens."""
+"""The side on which a prompt is truncated: left keeps its last tokens."""
 
 _NUM_THREADS = 4
 _SHORT = 2048
-"""Texts of up to so many characters are encoded at once: a thread would take longer to be asked."""
+"""Texts of up to this number of characters are encoded in the event loop: a thread would cost more."""
 
 
 _SPARE = 4
-"""Of a text that is truncated, so many times the longest that can fit is encoded: tokens may change
-where a text is cut, and those that are wanted are far from there."""
+"""Of a truncated text, this multiple of the longest text that can fit is encoded: tokens may change at the
+cut, which is then far from those that remain."""
 
 
 class TextTooLongError(ValueError):
-    """A text has more characters than the longest tokens could stand for.
+    """A text is too long, however it is tokenized.
 
     Attributes:
-        num_characters, most: of the text, and those it may have.
+        num_characters, most: of the text, and the limit.
     """
 
     def __init__(self, num_characters: int, most: int) -> None:
@@ -139,25 +139,25 @@ class TextTooLongError(ValueError):
 class PromptEncoder:
     """Encodes texts and conversations, long ones in threads.
 
-    Callers who no longer wait are not worked for: to cancel a method that has not begun drops its text.
+    Cancelling a method that has not begun drops its text.
 
     Args:
-        tokenizer: of the checkpoint; a copy is made, since the engine decodes with it at the same time.
-        max_tokens: most tokens that a text may have.
-        chat_template: source of a template to take in place of the checkpoint's.
+        tokenizer: of the checkpoint; it is copied, since the engine decodes with it concurrently.
+        max_tokens: most tokens of a text.
+        chat_template: source of a template that replaces the checkpoint's.
 
     Attributes:
-        max_characters: of a text, since none of its tokens is longer than the longest of the vocabulary.
-        num_at_once: characters of texts that are encoded at once, without a thread; may be changed.
+        max_characters: most characters of a text, by the longest token of the vocabulary.
+        num_at_once: most characters of texts that are encoded without a thread; may be changed.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, max_tokens: int, chat_template: str | None = None
     ) -> None:
         self.tokenizer = copy.deepcopy(tokenizer)
-        # The first call settles truncation and padding, which threads could not change together.
+        # The first call sets truncation and padding, which is not thread-safe.
         self.tokenizer("")
-        # Characters of a token's name are characters or bytes of a text, or more than those.
+        # A token's name has at least as many characters as its text.
         self.max_characters = max_tokens * max(map(len, self.tokenizer.get_vocab()), default=1)
         self.num_at_once = _SHORT
         self.template = TemplateChoice(self.tokenizer, chat_template)
@@ -169,11 +169,11 @@ class PromptEncoder:
         """Token ids of a text.
 
         Args:
-            truncation_side: where the caller cuts tokens, so that a long text is no error, and encoded in
-                part; None for nowhere.
+            truncation_side: side on which the caller truncates, so that a long text is no error, and is
+                encoded in part; None = no truncation.
 
         Raises:
-            TextTooLongError: it cannot fit.
+            TextTooLongError: it is too long.
         """
         fitting = self._fitting(text, truncation_side)
         return await self._soon(lambda: self._ids(fitting, add_special_tokens), len(fitting))
@@ -186,16 +186,16 @@ class PromptEncoder:
         add_special_tokens: bool = False,
         truncation_side: Side | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, as the chat template writes it.
+        """Token ids of a conversation, rendered by the chat template.
 
         Args:
-            make_chat: called where it is encoded; its errors are raised here.
-            num_bytes: of the conversation, about.
+            make_chat: called in the encoding thread; its errors are raised here.
+            num_bytes: approximate size of the conversation.
             truncation_side: see ``encode``.
 
         Raises:
-            ChatTemplateError: the template does not take it.
-            TextTooLongError: it cannot fit.
+            ChatTemplateError: the template rejects it.
+            TextTooLongError: it is too long.
         """
 
         def found() -> list[int]:
@@ -210,7 +210,7 @@ class PromptEncoder:
         return await self._soon(lambda: list(self.tokenizer.convert_ids_to_tokens(ids)), len(ids))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included."""
+        """Decode tokens, special ones included."""
 
         def found() -> str:
             return str(
@@ -222,7 +222,7 @@ class PromptEncoder:
         return await self._soon(found, len(token_ids))
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -248,7 +248,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 class TokenTexts:
     """Texts and bytes of the tokens of one vocabulary.
 
-    A token that is only a part of a character has no text: it is called by its bytes, ``bytes:\\xe2\\x82``.
+    A token that is only a part of a character has no text, and is named by its bytes, ``bytes:\\xe2\\x82``.
 
     Args:
         tokenizer: of the checkpoint.
@@ -264,14 +264,14 @@ class TokenTexts:
         self.bytes = lru_cache(1 << 16)(self._bytes)
 
     def num_characters(self, token_id: int, *, has_special: bool) -> int:
-        """Characters of a text that begin with a token.
+        """Number of characters of a text that begin with a token.
 
         Args:
-            has_special: whether special tokens are a part of the text.
+            has_special: whether special tokens are part of the text.
         """
         if not has_special and token_id in self._special_ids:
             return 0
-        # Behind its first byte, a character's bytes in UTF-8 are 10xxxxxx.
+        # After its first byte, a character's bytes in UTF-8 are 10xxxxxx.
         return sum(byte & 0xC0 != 0x80 for byte in self.bytes(token_id))
 
     def _text(self, token_id: int) -> str:
@@ -284,7 +284,7 @@ class TokenTexts:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes(token_id))
 
     def _bytes(self, token_id: int) -> tuple[int, ...]:
-        """The bytes that a token stands for."""
+        """The bytes of a token."""
         name = self._tokenizer.convert_ids_to_tokens(token_id)
         if isinstance(name, str) and name not in self._special:
             if self._is_byte_level and all(character in _BYTE_OF for character in name):
@@ -298,10 +298,10 @@ class TokenTexts:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The characters by which byte-level vocabularies write bytes.
+    """The characters of bytes in byte-level vocabularies.
 
-    Source: Radford et al. 2019 (GPT-2): printable bytes stand for themselves, the others, in order, for the
-    characters from 256 on.
+    Source: Radford et al. 2019 (GPT-2): printable bytes are their own characters, the others, in order, those
+    from 256 on.
     """
     plain = [
         *range(ord("!"), ord("~") + 1),

@@ -1,4 +1,4 @@
-"""From a plan, or an error, to a response: whole, or as a stream of events."""
+"""Responses of plans and errors: whole, or as a stream of events."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def error_response(error: ApiError) -> Response:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Turn any error into one for the caller; unexpected ones are logged, and told as such."""
+    """Convert any error to one for the caller; unexpected ones are logged, and reported as internal."""
     match error:
         case ApiError():
             return error
@@ -66,17 +66,18 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 Write = Callable[[bytes], bool]
-"""Writes a piece of a body that goes on, without waiting; says whether the connection took it."""
+"""Writes a piece of a body, not the last one, without waiting; returns whether the connection was
+writable."""
 
 WRITE = "hpu_duo.write"
-"""Name of a ``Write`` among the extensions of an ASGI scope."""
+"""Key of a ``Write`` in the extensions of an ASGI scope."""
 
 
 class EventSender:
-    """Sends events: by plain calls while the connection takes them, otherwise by a task that waits for it.
+    """Sends events: synchronously while the connection is writable, otherwise in a task that waits.
 
     Args:
-        answer: writes outputs as events.
+        answer: encodes outputs as events.
         scope, send: of the connection.
         quiet_s: seconds of silence after which a comment is sent.
     """
@@ -89,7 +90,7 @@ class EventSender:
         self._told_at = time.monotonic()
 
     def take(self, batch: list[ChoiceOutput]) -> bool:
-        """Send the events of outputs at once; if the connection takes nothing, ``add`` sends them."""
+        """Send the events of outputs synchronously; if the connection is not writable, ``add`` sends them."""
         events = self._events(batch)
         if events and (self._write is None or not self._write(events)):
             self._unsent = events
@@ -97,7 +98,7 @@ class EventSender:
         return True
 
     async def add(self, batch: list[ChoiceOutput]) -> None:
-        """Send the events of outputs, behind those that could not be sent at once."""
+        """Send the events of outputs, after those that could not be sent synchronously."""
         events, self._unsent = self._unsent + self._events(batch), b""
         if events:
             await self.tell(events)
@@ -121,12 +122,12 @@ _T = TypeVar("_T")
 
 
 class CallerGoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """The caller has disconnected."""
 
 
 @asynccontextmanager
 async def watched(receive: Receive, gone: Callable[[], object]) -> AsyncIterator[None]:
-    """Call a function when the caller goes away, for as long as the context lasts."""
+    """Context manager that calls a function if the caller disconnects."""
 
     async def wait() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -141,13 +142,13 @@ async def watched(receive: Receive, gone: Callable[[], object]) -> AsyncIterator
 
 
 async def while_there(receive: Receive, work: Awaitable[_T]) -> _T:
-    """Await something for a caller, and cancel it when the caller goes away.
+    """Await something for a caller, and cancel it if the caller disconnects.
 
     Raises:
-        CallerGoneError: the caller has gone.
+        CallerGoneError: the caller has disconnected.
     """
     task, is_gone = asyncio.current_task(), False
-    assert task is not None, "calls are answered by tasks"
+    assert task is not None, "expected a task"
 
     def gone() -> None:
         nonlocal is_gone
@@ -166,21 +167,21 @@ async def while_there(receive: Receive, work: Awaitable[_T]) -> _T:
 
 
 _PIECE = 64 * 2**10
-"""Bytes of a body that are given to the connection at once."""
+"""Bytes of a body that are passed to the connection at a time."""
 _EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""Neither caches nor proxies are to hold events back."""
+"""Caches and proxies must not buffer events."""
 
 
 class PlannedResponse(Response):
-    """The answer to a plan whose requests are on their way.
+    """The response of a plan with submitted requests.
 
-    When the caller goes away, its requests are aborted, whatever has been sent.
+    If the caller disconnects, its requests are aborted.
 
     Args:
-        plan: says how to answer.
-        stream: outputs; None when nothing is generated.
+        plan: of the call.
+        stream: outputs; None if nothing is generated.
         record: of the call.
-        ended: called with the record when all is over.
+        ended: called with the record at the end.
         quiet_s: seconds of silence after which a stream gets a comment.
     """
 
@@ -197,7 +198,7 @@ class PlannedResponse(Response):
         self._plan, self._stream, self._record, self._ended = plan, stream, record, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the response."""
         record = self._record
         try:
             async with nullcontext() if self._stream is None else watched(receive, self._stream.close):
@@ -219,7 +220,7 @@ class PlannedResponse(Response):
         async for batch in self._batches():
             answer.add(batch)
         if self._stream is not None and self._stream.is_closed:
-            return  # nobody is there
+            return  # the caller has disconnected
         data = answer.body() if answer.is_short else await asyncio.to_thread(answer.body)
         holding = self._record.holding
         if holding is not None and holding.error is not None:
@@ -232,9 +233,9 @@ class PlannedResponse(Response):
                 raise
 
     def _cancel(self) -> Callable[[], object]:
-        """Return what ends the task that sends."""
+        """Return the function that cancels the sending task."""
         task = asyncio.current_task()
-        assert task is not None, "responses are sent by tasks"
+        assert task is not None, "expected a task"
         return task.cancel
 
     def _let_others_cut(self, cancel: Callable[[], object]) -> None:
@@ -242,9 +243,9 @@ class PlannedResponse(Response):
             holding.on_ended = lambda _: cancel()
 
     def _is_cut_for_others(self) -> bool:
-        """Whether the response is cancelled since its caller takes too little of it.
+        """Whether the response is cancelled because its caller reads too slowly.
 
-        The socket takes nothing, so that there is no way to tell; the server closes the connection.
+        The socket is not writable, so no error can be sent; the server closes the connection.
         """
         holding, error = self._record.holding, None if self._stream is None else self._stream.error
         if not isinstance(error, SlowReaderError):
@@ -254,7 +255,7 @@ class PlannedResponse(Response):
         return error is not None
 
     async def _send_events(self, scope: Scope, send: Send) -> None:
-        """Send events; an error behind the first of them is the last one, since the status is out."""
+        """Send events; an error after the first of them is the last event, since the status is sent."""
         answer = self._plan.answer
         start = Response(media_type="text/event-stream", headers=_EVENT_HEADERS)
         headers = [pair for pair in start.raw_headers if pair[0] != b"content-length"]
@@ -277,7 +278,7 @@ class PlannedResponse(Response):
                 raise
         except Exception as error:
             self._record.error = as_api_error(error)
-            # Without the event that ends an answer: what is cut short cannot be taken for whole.
+            # Without ``[DONE]``, so that a truncated answer cannot be mistaken for a complete one.
             await sender.tell(event(self._record.error.body), is_last=True)
 
     async def _batches(self) -> AsyncIterator[list[ChoiceOutput]]:
@@ -288,7 +289,7 @@ class PlannedResponse(Response):
 
 
 async def _send_json(data: bytes, send: Send) -> None:
-    """Send a body in pieces, each of them once the caller has taken most of what came before."""
+    """Send a body in pieces, each once the caller has read most of the previous ones."""
     start = Response(media_type="application/json", headers={"Content-Length": str(len(data))})
     await send({"type": "http.response.start", "status": 200, "headers": start.raw_headers})
     for piece in _pieces(data):

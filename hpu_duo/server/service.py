@@ -1,4 +1,4 @@
-"""A loaded model behind an API: who is let in, what is under way, and how it all ends."""
+"""The service of one model behind an API: admission, calls, and shutdown."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _log = logging.getLogger(__name__)
 
 _DRAIN_LOOK_S = 0.05
 _GONE = 499
-"""The status that nginx has for calls whose callers went away; only logs and metrics see it."""
+"""nginx's status for calls whose callers disconnected; in logs and metrics only."""
 
 Sink = Callable[[CallRecord], None]
-"""Told of each call when it is over."""
+"""Called with the record of each call at its end."""
 
 
 class Service:
@@ -41,18 +41,18 @@ class Service:
     ``start`` and ``stop`` and everything else is called in one event loop.
 
     Args:
-        model: loaded; nobody else steps its engine from now on.
-        config: how to behave.
-        sinks: told of each call when it is over, such as a log.
+        model: loaded; its engine is stepped by the service only.
+        config: settings.
+        sinks: called with each record at the end of a call, such as a log.
 
     Attributes:
-        engine: as the loop sees it.
-        served: the model, as requests see it.
+        engine: its asynchronous interface.
+        served: description of the model for requests.
         metrics: of calls and steps.
-        admission: who is let in.
-        warm_up_progress: graphs captured so far and in all; None without a warm-up.
-        memory: sizes of what is cached.
-        is_left_behind: whether it has stopped, and the engine's thread has not.
+        admission: admission control.
+        warm_up_progress: captured and total graphs; None without a warm-up.
+        memory: sizes of the KV cache.
+        is_left_behind: whether the service has stopped, but the engine's thread has not.
     """
 
     def __init__(self, model: HPUDuoModel, config: ServerConfig, sinks: tuple[Sink, ...] = ()) -> None:
@@ -79,32 +79,32 @@ class Service:
         self._sinks: tuple[Sink, ...] = (self.metrics.ended, *sinks)
         self.is_left_behind = False
 
-    # Its life
+    # Lifecycle
 
     async def start(self, warm_up: bool = False) -> None:
-        """Begin to serve; returns once the engine's thread runs, before the warm-up has ended.
+        """Start to serve; returns once the engine's thread runs, before the warm-up has ended.
 
         Args:
-            warm_up: capture every bucket first; ``stage`` is not ready before.
+            warm_up: capture all buckets first, before ``stage`` is ready.
         """
         self.engine.start()
         self._warming = asyncio.create_task(self._warm_up(warm_up))
 
     async def stop(self) -> None:
-        """End what is under way, and the engine's thread."""
+        """Abort running requests, and stop the engine's thread."""
         self.admission.stage = Stage.DRAINING
         self._warming.cancel()
         if not await self.engine.stop():
             self.is_left_behind = True
-            _log.warning("the engine's thread is in a step that does not end; it is left behind")
+            _log.warning("the engine's thread is in a step that does not end; stopping without it")
         if self.served.encoder is not None:
             self.served.encoder.close()
 
     async def drain(self) -> bool:
-        """Take nothing new, and let what is under way end.
+        """Reject new requests, and wait for running ones.
 
         Returns:
-            Whether all of it has ended within ``drain_seconds``; the rest is ended with an error.
+            Whether all have ended within ``drain_seconds``; others end with an error.
         """
         self.admission.stage = Stage.DRAINING
         deadline = time.monotonic() + self.config.drain_seconds
@@ -121,7 +121,7 @@ class Service:
 
     @property
     def stage(self) -> Stage:
-        """The stage of its life."""
+        """The stage of its lifecycle."""
         return self.admission.stage if self.engine.is_alive else Stage.FAILED
 
     async def _warm_up(self, is_wanted: bool) -> None:
@@ -149,19 +149,19 @@ class Service:
 
     @property
     def num_recompiles(self) -> int:
-        """Compilations and captures after warm-up, since there is this service."""
+        """Compilations and captures after warm-up, since the start of this service."""
         return (self._watch.snapshot() - self._before).num_recompiles
 
     # Calls
 
     async def answer(self, request: Request, planned: Callable[[], Awaitable[Plan]]) -> Response:
-        """Answer a call.
+        """Serve a call.
 
         Args:
-            planned: checks the request and says what it comes to.
+            planned: validates the request and returns its plan.
 
         Raises:
-            ApiError: it is refused; other errors say that it cannot be served now.
+            ApiError: it is invalid; other errors: it cannot be served now.
         """
         record = CallRecord(request.url.path, Timing(self.metrics), dict(request.headers))
         try:
@@ -179,7 +179,7 @@ class Service:
     async def _opened(
         self, record: CallRecord, planned: Callable[[], Awaitable[Plan]]
     ) -> tuple[Plan, OutputStream | None]:
-        """Plan a call and submit it; the stream of its outputs is None when nothing is generated."""
+        """Plan a call and submit it; its stream is None if nothing is generated."""
         self._admit(1)
         if not self.engine.is_alive:
             raise NotServingError(Stage.FAILED)
@@ -197,7 +197,7 @@ class Service:
         return plan, self.engine.open(submissions, record.timing, holding) if plan.num_samples else None
 
     async def _score(self, scoring: Scoring, num_samples: int, holding: Holding) -> None:
-        """Score prompts, and keep places for the samples that follow."""
+        """Score prompts, and reserve the samples that follow."""
         holding.keeps = True
         submissions = await asyncio.to_thread(lambda: scoring.submissions)
         self._admit(max(len(submissions), num_samples))
@@ -224,7 +224,7 @@ class Service:
 
 
 class _Draining(Exception):
-    """Ends a warm-up between two graphs."""
+    """Raised to stop a warm-up between two graphs."""
 
 
 def _served(model: HPUDuoModel, engine: AsyncEngine, config: ServerConfig) -> Served:

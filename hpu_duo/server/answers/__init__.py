@@ -1,4 +1,4 @@
-"""Answers as the OpenAI API writes them, whole or as events of a stream."""
+"""Responses of the OpenAI API, whole or as events of a stream."""
 
 from hpu_duo.server.answers.answer import DONE, KEEP_ALIVE, Answer, AnswerHead, Choice, Usage, event
 from hpu_duo.server.answers.chat import ChatAnswer

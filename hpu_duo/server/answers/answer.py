@@ -1,4 +1,4 @@
-"""Common to completions and chats: choices, usage, log-probabilities, a body or events."""
+"""Base of the responses of completions and chats: choices, usage, log-probabilities, body and events."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hpu_duo.server.running import ChoiceOutput
 
 @dataclass
 class Choice:
-    """The sum of outputs.
+    """Accumulated outputs.
 
     Attributes:
-        text: settled so far.
+        text: so far.
         token_ids, logprobs: of the tokens sampled so far.
         finish_reason, stop_reason: why it ended; None while it has not.
     """
@@ -34,12 +34,12 @@ class Choice:
 
     @classmethod
     def of(cls, output: RequestOutput) -> Choice:
-        """A choice of one output."""
+        """Create a choice from one output."""
         tokens, logprobs = list(output.token_ids), list(output.logprobs)
         return cls(output.text, tokens, logprobs, output.finish_reason, output.stop_reason)
 
     def add(self, output: RequestOutput) -> None:
-        """Append what a step added."""
+        """Append the output of a step."""
         self.text += output.text
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
@@ -48,28 +48,28 @@ class Choice:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell: a token may settle no text."""
+        """Whether it has no content: a token may complete no text."""
         return not (self.text or self.logprobs or self.finish_reason is not None)
 
 
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment, which clients pass over; it keeps a proxy from closing a connection on which nothing comes."""
+"""A comment, which clients ignore, so that proxies do not close an idle connection."""
 
 DONE = b"data: [DONE]\n\n"
 
 
 def as_json(value: Any) -> bytes:
-    """Encode plain values; pydantic's encoder takes a fifth of the time of the standard library's."""
+    """Encode plain values; pydantic's encoder needs a fifth of the time of the standard library's."""
     return to_json(value)
 
 
 def event(data: Any) -> bytes:
-    """An event that carries a JSON value."""
+    """Return an event with a JSON value."""
     return b"data: %b\n\n" % as_json(data)
 
 
 class EventFrame:
-    """Events that carry one object each, whose first members are always the same and are written once.
+    """Events of one object each, with constant first members, which are encoded once.
 
     Args:
         first: these members; at least one.
@@ -79,7 +79,7 @@ class EventFrame:
         self._beginning = b"data: %b," % as_json(first)[:-1]
 
     def event(self, rest: Mapping[str, Any]) -> bytes:
-        """An event with the other members; at least one."""
+        """Return an event with the other members; at least one."""
         return b"%b%b\n\n" % (self._beginning, as_json(rest)[1:])
 
 
@@ -88,8 +88,8 @@ class Usage:
     """Numbers of tokens of all prompts and of all answers of a call.
 
     Attributes:
-        prompt_tokens: each prompt counts once, however many answers it gets.
-        completion_tokens: those that were sampled, stop tokens included.
+        prompt_tokens: each prompt counts once, however many choices it has.
+        completion_tokens: sampled tokens, stop tokens included.
     """
 
     prompt_tokens: int
@@ -97,7 +97,7 @@ class Usage:
     _cached: dict[str, int] = field(default_factory=dict)
 
     def count(self, output: RequestOutput) -> None:
-        """Count the tokens of an output, and what its prompt took up from the prefix cache."""
+        """Count the tokens of an output, and the cached tokens of its prompt."""
         self.completion_tokens += len(output.token_ids)
         if output.sample_index == 0 and output.token_ids:
             self._cached[output.request_id] = output.num_cached_tokens
@@ -115,16 +115,16 @@ class Usage:
 _SHORT = 512
 """Tokens of an answer, and characters of echoed prompts."""
 ID_CHARACTERS = 2
-"""Characters that take about as much memory as a token id in JSON."""
+"""Number of characters of about the memory of a token id in JSON."""
 
 
 @dataclass(frozen=True)
 class AnswerHead:
-    """The beginning of every part of an answer.
+    """The common members of the body and of all events of an answer.
 
     Attributes:
         answer_id: its ``id``.
-        model: name of the model, as the caller has it.
+        model: name of the model in the request.
         created: seconds since 1970.
     """
 
@@ -133,20 +133,20 @@ class AnswerHead:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def fields(self, kind: str) -> dict[str, Any]:
-        """The JSON object, so far."""
+        """The members as a JSON object."""
         return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
 
 
 class Answer(ABC):
-    """Takes outputs in, and writes them as a body or as events.
+    """Collects outputs, and encodes them as a body or as events.
 
     Args:
-        head: who answers.
+        head: common members.
         usage: counts the tokens.
-        num_choices: how many choices there will be.
+        num_choices: number of choices.
         tells_usage: whether a stream ends with the usage.
         tells_usage_always: whether each of its events has it.
-        returned_prompts: token ids of each prompt, to be told with those of choices; None for neither.
+        returned_prompts: token ids of each prompt, to be returned with those of choices; None for neither.
     """
 
     kind: str
@@ -171,30 +171,30 @@ class Answer(ABC):
         self._frame = EventFrame(head.fields(self.part_kind))
 
     def add(self, batch: Sequence[ChoiceOutput]) -> None:
-        """Take outputs in, for the body."""
+        """Collect outputs, for the body."""
         for choice, output in batch:
             self.usage.count(output)
             self.choices[choice].add(output)
 
     @property
     def is_short(self) -> bool:
-        """Whether what is written at once is not worth a thread."""
+        """Whether encoding the body is too fast to be worth a thread."""
         return self.usage.completion_tokens + self.num_echoed < _SHORT
 
     @property
     def num_echoed(self) -> int:
-        """Characters of prompts that stand before choices."""
+        """Number of characters of echoed prompts."""
         return 0
 
     def body(self) -> bytes:
-        """The whole answer, as JSON: choice by choice, since its objects take more memory than its text."""
+        """The body as JSON, encoded choice by choice, since objects need more memory than text."""
         choices = (as_json(self._choice(index, choice)) for index, choice in enumerate(self.choices))
         head = as_json({**self.head.fields(self.kind), **self._own_fields()})
         usage = as_json(self.usage.fields())
         return b'%b,"choices":[%b],"usage":%b}' % (head[:-1], b",".join(choices), usage)
 
     def _own_fields(self) -> dict[str, Any]:
-        """Fields of a whole answer that not every kind has."""
+        """Additional members of the body."""
         return {}
 
     def beginning(self) -> bytes:
@@ -202,7 +202,7 @@ class Answer(ABC):
         return b""
 
     def events(self, batch: Sequence[ChoiceOutput]) -> bytes:
-        """Outputs as events: one for each choice, however many outputs of it have come."""
+        """Outputs as events: one for each choice, with all of its outputs."""
         fresh: dict[int, Choice] = {}
         for index, output in batch:
             self.usage.count(output)
@@ -218,14 +218,14 @@ class Answer(ABC):
         return b"".join(told)
 
     def ending(self) -> bytes:
-        """Events behind the last output, but for ``[DONE]``."""
+        """Events after the last output, except ``[DONE]``."""
         if not self._tells_usage:
             return b""
         return self._frame.event({"choices": [], "usage": self.usage.fields()})
 
     @property
     def finish_reasons(self) -> list[FinishReason]:
-        """Why choices have ended, as far as they have."""
+        """Finish reasons of the choices that have ended."""
         return [one.finish_reason for one in self.choices if one.finish_reason is not None]
 
     @abstractmethod
@@ -253,7 +253,7 @@ class Answer(ABC):
 
 
 _LEAST = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON does not have."""
 
 
 class TokenNames:
@@ -261,7 +261,7 @@ class TokenNames:
 
     Args:
         texts: of the vocabulary.
-        by_id: call tokens by their ids, as ``token_id:17``, for callers to whom texts are ambiguous.
+        by_id: name tokens by their ids, as ``token_id:17``, since texts may be ambiguous.
     """
 
     def __init__(self, texts: TokenTexts, *, by_id: bool = False) -> None:
@@ -273,7 +273,7 @@ class TokenNames:
         return list(self._texts.bytes(token_id))
 
     def num_characters(self, token_id: int, *, has_special: bool) -> int:
-        """Characters of a text that begin with a token; see ``TokenTexts``."""
+        """Number of characters of a text that begin with a token; see ``TokenTexts``."""
         return self._texts.num_characters(token_id, has_special=has_special)
 
 
@@ -298,8 +298,8 @@ class CompletionLogprobs:
         """The JSON object for the next tokens.
 
         Args:
-            entries: a token id alone is one whose log-probability is not known, as a prompt's first.
-            has_special: whether special tokens among them are a part of the text.
+            entries: a bare token id has no log-probability, such as the first of a prompt.
+            has_special: whether special tokens among them are part of the text.
         """
         found: dict[str, list[Any]] = {
             "text_offset": [],

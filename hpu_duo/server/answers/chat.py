@@ -37,12 +37,12 @@ class _Call:
 
 
 class _Reader:
-    """Takes the text of one choice apart, and keeps its calls.
+    """Splits the text of one choice into content and tool calls.
 
     Args:
-        parser: None takes all text for content.
-        only_first: leave all calls but the first out.
-        only_calls: leave content out: it is the markup of a call that was cut.
+        parser: None = all text is content.
+        only_first: drop all calls but the first.
+        only_calls: drop content, which is the markup of a truncated call.
     """
 
     def __init__(self, parser: ToolParser | None, only_first: bool, only_calls: bool) -> None:
@@ -51,7 +51,7 @@ class _Reader:
         self.has_begun = False
 
     def read(self, choice: Choice) -> list[Piece]:
-        """Take in more text, and return the pieces that it settles."""
+        """Parse more text, and return the completed pieces."""
         if self._parser is None:
             return [Content(choice.text)] if choice.text else []
         pieces = self._parser.push(choice.text)
@@ -71,7 +71,7 @@ class _Reader:
         return True
 
     def reason(self, choice: Choice) -> str | None:
-        """Why the choice ended, in the words of the API."""
+        """The finish reason of the API."""
         if choice.finish_reason is None:
             return None
         if choice.finish_reason is FinishReason.STOP and self.calls:
@@ -83,11 +83,11 @@ class ChatAnswer(Answer):
     """Messages, with the style of log-probabilities that chats have.
 
     Args:
-        names: of tokens, where log-probabilities were asked for.
-        make_parser: for the tool calls of each choice; None where none are expected.
-        only_first_call: leave all tool calls but the first out.
-        only_calls: the answers are nothing but tool calls, whole or cut.
-        echo: what each message begins with.
+        names: of tokens, if log-probabilities are requested.
+        make_parser: for the tool calls of each choice; None if none are expected.
+        only_first_call: drop all tool calls but the first.
+        only_calls: answers consist of tool calls, possibly truncated.
+        echo: prefix of each message.
         options: see ``Answer``.
     """
 
@@ -116,7 +116,7 @@ class ChatAnswer(Answer):
 
     @property
     def num_echoed(self) -> int:
-        """Characters of prompts that stand before choices."""
+        """Number of characters of echoed prompts."""
         num_ids = 0 if self._returned_prompts is None else len(self._returned_prompts[0])
         return ID_CHARACTERS * num_ids + len(self._echo) * len(self.choices)
 
@@ -158,7 +158,7 @@ class ChatAnswer(Answer):
         reader = self._readers[index]
         deltas = [self._delta(reader, piece) for piece in reader.read(fresh)]
         if not deltas:
-            # Text may be held back, and what comes with it must not be.
+            # Text may be buffered, token ids and log-probabilities must not be.
             if not (fresh.logprobs or fresh.finish_reason is not None or self._returns_token_ids):
                 return []
             deltas = [{}]

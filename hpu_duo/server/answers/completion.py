@@ -21,12 +21,12 @@ from hpu_duo.server.answers.answer import (
 
 @dataclass(frozen=True)
 class EchoedPrompt:
-    """A prompt that stands before its answers.
+    """A prompt that is echoed before its answers.
 
     Attributes:
         text: of the prompt.
-        entries: of its tokens, the first of which has no log-probability; empty when none were asked for.
-        has_special: whether special tokens are a part of the text.
+        entries: of its tokens, the first of which has no log-probability; empty if none are requested.
+        has_special: whether special tokens are part of the text.
     """
 
     text: str
@@ -38,10 +38,10 @@ class CompletionAnswer(Answer):
     """Texts, with the style of log-probabilities that completions have.
 
     Args:
-        names: of tokens, where log-probabilities were asked for.
-        echoes: what stands before each choice, one for each, or none.
-        has_special: whether special tokens are a part of the answers' texts.
-        generates: whether outputs will come; choices without any have reached their length.
+        names: of tokens, if log-probabilities are requested.
+        echoes: the echoed prompt of each choice, or none.
+        has_special: whether special tokens are part of the answers' texts.
+        generates: whether anything is generated; otherwise choices end by length.
         options: see ``Answer``.
     """
 
@@ -68,7 +68,7 @@ class CompletionAnswer(Answer):
                 choice.finish_reason = FinishReason.LENGTH
 
     def score(self, entries: Sequence[Sequence[TokenLogprob | int]]) -> None:
-        """Give the echoed prompts their log-probabilities.
+        """Set the log-probabilities of the echoed prompts.
 
         Args:
             entries: for each prompt one per token: its first token alone, which nothing precedes, then
@@ -81,13 +81,13 @@ class CompletionAnswer(Answer):
 
     @property
     def num_echoed(self) -> int:
-        """Characters of prompts that stand before choices."""
+        """Number of characters of echoed prompts."""
         prompts = self._returned_prompts or ()
         num_ids = sum(map(len, prompts)) * len(self.choices) // max(1, len(prompts))
         return ID_CHARACTERS * num_ids + sum(len(echo.text) for echo in self._echoes)
 
     def beginning(self) -> bytes:
-        """The echoed prompts, and the ends of choices that nothing is generated for."""
+        """The echoed prompts, and the ends of choices without generation."""
         told = bytearray()
         has_nothing = self._generates and (self._returned_prompts is None or self.is_short)
         nothing = () if has_nothing else (EchoedPrompt(""),) * len(self.choices)

@@ -1,4 +1,4 @@
-"""The application: routes, and what stands before them."""
+"""The ASGI application: routes and middleware."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpu_duo.server.service import Service
 
 
 def create_app(service: Service, *, warm_up: bool = False) -> FastAPI:
-    """An ASGI application that serves with a service, which starts and stops with it.
+    """Create the ASGI application of a service, which starts and stops with it.
 
     Args:
         warm_up: see ``Service.start``.

@@ -13,34 +13,34 @@ from hpu_duo.server.protocol.errors import unauthorized
 from hpu_duo.server.responding import error_response
 
 OPEN_PATHS = frozenset({"/", "/live", "/health", "/ready", "/metrics", "/version", "/stats"})
-"""Paths that need no key: nothing of any request can be read there."""
+"""Paths that need no key: they have no data of requests."""
 
 METRICS_PATHS = frozenset({"/metrics", "/stats"})
-"""Paths that may have keys of their own."""
+"""Paths with keys of their own."""
 
 PREFIX_NAMESPACE = "hpu_duo.prefix_namespace"
-"""Name in an ASGI scope: calls of different ones share no cached prefix."""
+"""Key of an ASGI scope: the namespace of cached prefixes."""
 
 LET_IN = "hpu_duo.let_in"
-"""Name, among the extensions of an ASGI scope, of a function to call with a known key of a connection."""
+"""Key of an ASGI extension: a function to call with the valid key of a connection."""
 
 
 class ApiKeys:
-    """Known keys.
+    """Valid keys.
 
     Args:
-        keys: none lets everybody in.
+        keys: empty = access without a key.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
-        # Digests have one length, so that comparing them takes the same time for every key.
+        # Digests have one length, so that comparing them needs constant time.
         self._digests = tuple(_digest(key) for key in keys)
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
     def admitted(self, authorization: str | None) -> str | None:
-        """A name for the known key in a header; None if there is none. Every known key is compared."""
+        """Return a name of the valid key in a header; None if there is none. Every valid key is compared."""
         scheme, _, key = (authorization or "").partition(" ")
         given = _digest(key.strip())
         matches = [hmac.compare_digest(given, known) for known in self._digests]
@@ -48,10 +48,10 @@ class ApiKeys:
 
 
 class StatePathMiddleware:
-    """Takes ``OPEN_PATHS`` with a slash behind them for those without.
+    """Serves ``OPEN_PATHS`` with a trailing slash too.
 
     Args:
-        app: behind it.
+        app: the next application.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -66,14 +66,14 @@ class StatePathMiddleware:
 
 
 class KeyMiddleware:
-    """Answers 401 to calls without a known key.
+    """Rejects calls without a valid key (401).
 
     Args:
-        app: behind it.
-        keys: of calls; none lets everybody call.
-        metrics_keys: of ``METRICS_PATHS``; none lets everybody read them.
-        shares_prefixes: give no call a ``PREFIX_NAMESPACE``; else each key has one of its own.
-        open_prefixes: paths below these need no key, besides ``OPEN_PATHS``.
+        app: the next application.
+        keys: of calls; empty = no key is needed.
+        metrics_keys: of ``METRICS_PATHS``; empty = no key is needed.
+        shares_prefixes: set no ``PREFIX_NAMESPACE``; else each key has one of its own.
+        open_prefixes: paths below these need no key either.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class KeyMiddleware:
         await self._app(scope, receive, send)
 
     def _asked(self, scope: Scope) -> ApiKeys | None:
-        """The keys of which a call needs one."""
+        """The keys that are valid for a call."""
         path: str = scope["path"]
-        # Browsers ask for permission without a key (CORS).
+        # CORS preflight requests have no key.
         if scope["method"] == "OPTIONS":
             return None
         if path in METRICS_PATHS:

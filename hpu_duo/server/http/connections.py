@@ -1,4 +1,4 @@
-"""Connections: how long one may be silent, how long its headers may be, and how many have no key yet."""
+"""Limits of connections: timeouts, size of headers, number of unauthenticated ones."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from hpu_duo.server.http.unsent import unsent_bytes
 from hpu_duo.server.protocol import ApiError
 
 _LOOK_S, _LOOKS = 0.1, 3
-"""A connection of TLS is cut once nothing was left to send so many times, so many seconds apart: its caller
-need not say that it has read the end."""
+"""Polls, and seconds between them, of an empty send buffer before a TLS connection is aborted: the peer need
+not confirm the end."""
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits of connections, which hold before any key is read.
+    """Limits of connections, which apply before authentication.
 
     Attributes:
-        head_s: seconds in which the next call's headers have to come, from the connection's beginning or the
-            last answer on.
-        body_rate: bytes a second at which a body has to come, behind the first ``head_s``.
-        unread_s: seconds in which a caller has to take some of an answer.
-        max_fields: header fields of a call.
-        max_head_bytes: bytes of its request line and headers.
-        max_unauthenticated: connections of one address on which no call with a key has come yet, or without
-            keys no call; with one more, the one that has waited longest is closed.
+        head_s: timeout of the next call's headers, from the start of the connection or the last answer on.
+        body_rate: minimum rate of a body in bytes per second, after the first ``head_s``.
+        unread_s: timeout for a caller that reads nothing of an answer.
+        max_fields: most header fields of a call.
+        max_head_bytes: most bytes of its request line and headers.
+        max_unauthenticated: most connections of one address without a call with a key, or without any call if
+            there are no keys; with one more, the oldest is closed.
     """
 
-    # Longer than clients keep theirs (httpx 5 s, aiohttp 15 s, vLLM's load generator 60 s), so that no call
-    # is sent on one that is being closed.
+    # Longer than clients keep connections alive (httpx 5 s, aiohttp 15 s, vLLM's load generator 60 s), so
+    # that no call is sent on one that is being closed.
     head_s: float = 75.0
     body_rate: float = 16 * 2**10
     unread_s: float = 300.0
@@ -49,11 +48,11 @@ class ConnectionLimits:
 
 
 class Connections:
-    """Makes the protocol of each connection of a server.
+    """Factory of the protocols of a server's connections.
 
     Args:
         limits: of them.
-        needs_key: whether only calls with a key make a connection known.
+        needs_key: whether only calls with a key authenticate a connection.
     """
 
     def __init__(self, limits: ConnectionLimits, *, needs_key: bool) -> None:
@@ -61,18 +60,18 @@ class Connections:
         self._unknown: defaultdict[str, OrderedDict[LimitedProtocol, None]] = defaultdict(OrderedDict)
 
     def __call__(self, **named: Any) -> LimitedProtocol:
-        """A protocol, as uvicorn makes it."""
+        """Create a protocol, for uvicorn."""
         return LimitedProtocol(self, **named)
 
     def began(self, connection: LimitedProtocol, address: str) -> None:
-        """Count a connection of which nothing is known."""
+        """Count an unauthenticated connection."""
         unknown = self._unknown[address]
         unknown[connection] = None
         if len(unknown) > self.limits.max_unauthenticated:
             next(iter(unknown)).abort()
 
     def known(self, connection: LimitedProtocol, address: str) -> None:
-        """Count a connection no more: it has a key, or has ended."""
+        """Uncount a connection that is authenticated or closed."""
         if (unknown := self._unknown.get(address)) is not None:
             unknown.pop(connection, None)
             if not unknown:
@@ -80,10 +79,10 @@ class Connections:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, with limits. Its own timer begins behind the first answer and ends with any byte.
+    """uvicorn's protocol, with limits. Its own keep-alive timer starts only after an answer.
 
     Args:
-        made_by: has the limits.
+        made_by: the factory, with the limits.
         named: see ``HttpToolsProtocol``.
     """
 
@@ -93,33 +92,33 @@ class LimitedProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._address = ""
-        # Bytes that the parser has taken since something of the call came out of it.
+        # Bytes parsed since the last callback of the parser.
         self._num_silent = 0
         self._num_fields = self._num_head_bytes = 0
         self._refusal: ApiError | None = None
         self._is_ending = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a call."""
+        """Start the timer of the first call."""
         super().connection_made(transport)
         self._address = self.client[0] if self.client else ""
         self._wait(self._limits.head_s)
         self._made_by.began(self, self._address)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Uncount the connection."""
         self._made_by.known(self, self._address)
         self._wait(None)
         self.resume_writing()
         super().connection_lost(exc)
 
     def abort(self) -> None:
-        """End the connection now."""
+        """Abort the connection."""
         self._made_by.known(self, self._address)
         self.transport.abort()
 
     def shutdown(self) -> None:
-        """End behind the answer under way; at once without one, whatever of a call has come."""
+        """Close after the current answer, or at once if there is none."""
         cycle = self.cycle
         self._is_ending = True
         if cycle is None or cycle.response_complete:
@@ -130,14 +129,14 @@ class LimitedProtocol(HttpToolsProtocol):
             super().shutdown()
 
     def _end(self) -> None:
-        """Close the connection behind what is left to send; with TLS, whether or not the caller answers."""
+        """Close the connection after its send buffer; with TLS, whether or not the peer responds."""
         self.transport.close()
         if self.scheme == "https":
             self._cut_once_sent(_LOOKS)
 
     def _cut_once_sent(self, num_looks: int) -> None:
         if self not in self.connections:
-            return  # it has ended
+            return  # the connection is closed
         num_looks = _LOOKS if unsent_bytes(self.transport) else num_looks - 1
         if num_looks:
             self.loop.call_later(_LOOK_S, self._cut_once_sent, num_looks)
@@ -147,7 +146,7 @@ class LimitedProtocol(HttpToolsProtocol):
     # Headers
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes in."""
+        """Parse received bytes."""
         self._num_silent += len(data)
         super().data_received(data)
         if self._num_silent > self._limits.max_head_bytes and not self.transport.is_closing():
@@ -155,23 +154,23 @@ class LimitedProtocol(HttpToolsProtocol):
             self.send_400_response("")
 
     def on_message_begin(self) -> None:
-        """Begin a call."""
+        """Start a call."""
         super().on_message_begin()
         self._num_fields = self._num_head_bytes = 0
 
     def on_url(self, url: bytes) -> None:
-        """Take a part of the request line."""
+        """Parse a part of the request line."""
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header field, or one behind the body."""
+        """Parse a header field, or a trailer."""
         self._num_fields += 1
         self._count(len(name) + len(value))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Begin to answer, and to wait for the body."""
+        """Start the application, and the timer of the body."""
         self._num_silent = 0
         cast(Any, self.scope)["extensions"] = {LET_IN: self._let_in}
         if not self._made_by.needs_key:
@@ -180,7 +179,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, or too long."""
+        """Reject invalid or oversized HTTP."""
         error, self._refusal = self._refusal, None
         if error is None:
             super().send_400_response(msg)
@@ -197,7 +196,7 @@ class LimitedProtocol(HttpToolsProtocol):
         limits = self._limits
         if self._num_head_bytes > limits.max_head_bytes or self._num_fields > limits.max_fields:
             self._refusal = self._too_long()
-            # The parser stops, and the refusal is sent.
+            # The parser stops, and the error is sent.
             raise ValueError(str(self._refusal))
 
     def _too_long(self) -> ApiError:
@@ -214,20 +213,20 @@ class LimitedProtocol(HttpToolsProtocol):
     # Time
 
     def on_body(self, body: bytes) -> None:
-        """Take a part of a body."""
+        """Receive a part of a body."""
         self._num_silent = 0
         if self._timer is not None:
             self._wait(self._timer.when() - self.loop.time() + len(body) / self._limits.body_rate)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Wait no more, but for the answer; behind it for the next call."""
+        """Stop the timer until the answer; after it, start that of the next call."""
         self._num_silent = 0
         self._wait(self._limits.head_s if self.cycle.response_complete else None)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Wait for the next call, unless it is there."""
+        """Start the timer of the next call, unless it is pipelined."""
         super().on_response_complete()
         self._unset_keepalive_if_required()
         if self._is_ending:
@@ -236,25 +235,25 @@ class LimitedProtocol(HttpToolsProtocol):
             self._wait(self._limits.head_s)
 
     def _wait(self, seconds: float | None) -> None:
-        """Let the caller have so many seconds from now; None is any number."""
+        """Set the timer in seconds; None stops it."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, self._timed_out)
 
     def _timed_out(self) -> None:
         if self.flow.read_paused:
-            # What the caller sends is not read now, behind an answer under way.
+            # Reading is paused during an answer.
             self._wait(self._limits.head_s)
         else:
             self.transport.abort()
 
     def pause_writing(self) -> None:
-        """Give the caller time to take what was written."""
+        """Start the timer of unread data."""
         super().pause_writing()
         self._watch_writing(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        """The caller has taken it."""
+        """Stop the timer of unread data."""
         super().resume_writing()
         if self._write_timer is not None:
             self._write_timer.cancel()

@@ -1,4 +1,4 @@
-"""A process that listens, and ends on a signal."""
+"""Serving on a socket until a signal."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ from hpu_duo.server.running.admission import Stage
 
 _BACKLOG = 4096
 _UNREAD_S = 300
-"""A caller that has not acknowledged anything for so long is taken for gone."""
+"""TCP user timeout in seconds: a peer that acknowledges nothing for this long is disconnected."""
 _FAILURE_TOLD_S = 1.0
-"""A server that has failed answers with 503 for so long, and then ends without waiting for anybody."""
+"""Seconds for which a failed server responds with 503 before it exits."""
 
 
 class Draining(Protocol):
-    """A service that a server lets end, such as ``Service``."""
+    """A service that can be drained, such as ``Service``."""
 
     @property
     def stage(self) -> Stage:
-        """The stage of its life."""
+        """The stage of its lifecycle."""
         ...
 
     async def drain(self) -> bool:
-        """Take nothing new, and let what is under way end; returns whether all of it has."""
+        """Reject new requests and wait for running ones; returns whether all have ended."""
         ...
 
 
 @dataclass(frozen=True)
 class Tls:
-    """Files of a server that is called by https.
+    """Files for TLS.
 
     Attributes:
         certificate, key: PEM files.
         key_password: of the key.
-        client_certificates: PEM file of the authorities that callers' certificates must come from; None asks
-            for none.
+        client_certificates: PEM file of the authorities of callers' certificates; None = no client
+            certificates.
     """
 
     certificate: Path
@@ -63,8 +63,8 @@ class Ending:
     """The end of a server.
 
     Attributes:
-        signal_number: what told it to; None when it ended by itself, which is a failure.
-        is_drained: whether every request under way has ended by itself.
+        signal_number: the signal; None if it ended by itself, which is a failure.
+        is_drained: whether all running requests have completed.
     """
 
     signal_number: int | None
@@ -72,7 +72,7 @@ class Ending:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that will listen there.
+    """Return a socket bound to an address.
 
     Raises:
         ValueError: it cannot.
@@ -84,7 +84,7 @@ def bind(host: str, port: int) -> socket.socket:
         bound = socket.socket(info[0], info[1], info[2])
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            # Connections have it from the socket that they were accepted from.
+            # Accepted connections inherit it.
             bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_S * 1000)
         bound.bind(info[4])
     except (OSError, UnicodeError) as error:
@@ -93,7 +93,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def bound_socket(number: int) -> socket.socket:
-    """The bound socket that a process inherited, by its number.
+    """Return the bound socket of an inherited file descriptor.
 
     Raises:
         ValueError: there is none.
@@ -115,15 +115,15 @@ def listen(
     on_listening: Callable[[], None] = lambda: None,
     flush_s: float = 5.0,
 ) -> Ending:
-    """Serve until a signal comes, then let requests end; a second signal ends them at once.
+    """Serve until a signal, then drain; a second signal aborts requests at once.
 
     Args:
         app: of ``create_app``.
-        service: what the application serves with.
+        service: of the application.
         bound: see ``bind``; closed at the end.
-        connections: makes and limits them.
+        connections: factory of protocols.
         on_listening: called once connections are accepted.
-        flush_s: seconds in which slow callers may take the rest of their answers, once all are generated.
+        flush_s: seconds for slow callers to read the rest of their answers, once all are generated.
     """
     _raise_file_limit()
     server = DrainingServer(app, service, tls, on_listening, connections, flush_s)
@@ -133,7 +133,7 @@ def listen(
 
 
 class DrainingServer(uvicorn.Server):
-    """Goes on answering while requests end: new ones with 503, so that callers turn to another server.
+    """A server that rejects new requests with 503 while draining, so that callers retry elsewhere.
 
     Args:
         app, service, tls, on_listening, connections, flush_s: see ``listen``.
@@ -170,7 +170,7 @@ class DrainingServer(uvicorn.Server):
 
     @property
     def ending(self) -> Ending:
-        """The end, once it has come."""
+        """The end, once the server has stopped."""
         is_drained = self._draining is not None and self._draining.done() and self._draining.result()
         return Ending(self._signal_number, is_drained)
 

@@ -1,4 +1,4 @@
-"""Middleware before the routes: limits, names, errors, JSON bodies."""
+"""Middleware: limits, request ids, errors, JSON bodies."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from hpu_duo.server.telemetry.metrics import Count, CountingMiddleware
 
 
 class DirectWrites:
-    """Gives responses a function that writes a piece of a body at once, where a connection takes it.
+    """Adds an ASGI extension that writes a piece of a body without waiting, if the connection is writable.
 
-    It goes by how uvicorn sends: ``send`` waits while a connection is paused, before it has written
-    anything, and then writes without waiting. So one that waits is aborted, and nothing was written.
+    It relies on uvicorn's ``send``: it waits while a connection is paused, before it has written anything,
+    and then writes without waiting. So a ``send`` that waits is cancelled, and nothing was written.
 
     Args:
-        app: behind it, served by uvicorn.
+        app: the next application, served by uvicorn.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -68,10 +68,10 @@ _MOST = 256
 
 
 class RequestIdMiddleware:
-    """Gives each call the header that its caller left out or has no proper one of, and returns it.
+    """Sets the request id header of each call, if missing or invalid, and returns it.
 
     Args:
-        app: behind it; an id that its response has is returned in place of the call's.
+        app: the next application; a request id of its response takes precedence.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -107,7 +107,7 @@ _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_long"}
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Let every error have the body of the OpenAI API."""
+    """Install handlers that give every error the body of the OpenAI API."""
 
     async def known(_: Request, error: Exception) -> Response:
         return error_response(as_api_error(error))
@@ -127,7 +127,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 def of_status(error: HTTPException, call: str = "") -> ApiError:
-    """An error that the framework has found.
+    """Convert an error of the framework.
 
     Args:
         call: method and path.
@@ -141,7 +141,7 @@ def of_status(error: HTTPException, call: str = "") -> ApiError:
 
 
 def of_validation(errors: Sequence[Any]) -> ApiError:
-    """Describe a body that is not as it should be by its first field at fault.
+    """Describe an invalid body by its first invalid field.
 
     Args:
         errors: of pydantic, for the same field one for each type that it may have.
@@ -163,13 +163,12 @@ def of_validation(errors: Sequence[Any]) -> ApiError:
 
 
 class BodyLimitMiddleware:
-    """Answers 413 to bodies of more bytes or JSON values than they may have, as soon as that is known.
+    """Rejects bodies with too many bytes or JSON values (413), as soon as that is known.
 
-    A body of a few MiB may hold more values than a process has memory for, so they are counted before any
-    is made.
+    A body of a few MiB may contain more values than fit into memory, so they are counted before parsing.
 
     Args:
-        app: behind it.
+        app: the next application.
         max_bytes: most bytes of a body.
     """
 
@@ -205,17 +204,17 @@ class BodyLimitMiddleware:
 
 
 def _refusal(message: str) -> HTTPException:
-    # What is left of the body is not read, so the connection cannot be used again.
+    # The rest of the body is not read, so the connection cannot be reused.
     return HTTPException(413, message, {"Connection": "close"})
 
 
 def add_guards(app: FastAPI, config: ServerConfig, count: Count) -> None:
-    """Add what every call goes through: its name, counting, origins, keys and the limit of its body.
+    """Add the middleware of all calls: request id, counters, CORS, keys and the limit of bodies.
 
     Args:
         count: see ``CountingMiddleware``.
     """
-    # The last one added is the first to see a call.
+    # The last one added is the outermost.
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_body_bytes)
     if config.api_keys or config.metrics_api_keys:
         app.add_middleware(
@@ -239,15 +238,15 @@ def add_guards(app: FastAPI, config: ServerConfig, count: Count) -> None:
 
 
 _SHORT = 16 * 2**10
-"""Bodies of up to so many bytes are read at once: a thread would take longer to be asked."""
+"""Bodies of up to this number of bytes are parsed in the event loop: a thread would cost more."""
 
 
 class _StrictRequest(Request):
-    """Refuses what Python's own parser takes: NaN, halves of surrogate pairs, and any depth.
+    """A parser stricter than Python's: no NaN, no lone surrogates, bounded depth.
 
     Attributes:
         model: type of the body; None for routes without one.
-        refusal: what is wrong with its fields; None while nothing is.
+        refusal: the error of its fields; None if there is none.
     """
 
     model: type[Fields] | None = None
@@ -262,14 +261,14 @@ class _StrictRequest(Request):
             self.refusal = RequestValidationError(problems)
             raise json.JSONDecodeError("see refusal", "", 0) from error
         except ValueError as error:
-            # What FastAPI turns into a refusal.
+            # FastAPI converts it to an error response.
             raise json.JSONDecodeError(str(error), "", 0) from error
 
     def _read(self, body: bytes) -> Any:
         values = from_json(body, allow_inf_nan=False)
         if self.model is None or not isinstance(values, dict):
             return values
-        # FastAPI takes what is checked already as it is.
+        # FastAPI does not validate it again.
         request = self.model.model_validate(values)
         request.set_size(len(body))
         return request

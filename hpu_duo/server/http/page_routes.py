@@ -1,4 +1,4 @@
-"""The page at ``/``: files of this package, and nothing of any other place."""
+"""The page at ``/``: files of this package only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
 
 PAGE_PREFIX = "/page/"
-"""Paths of the page's files; they need no key, since they are the same for everybody."""
+"""Paths of the page's static files, which need no key."""
 
 _MEDIA_TYPES = {
     "html": "text/html; charset=utf-8",
@@ -27,7 +27,7 @@ _POLICY = {
     "base-uri": "'none'",
     "form-action": "'none'",
     "frame-ancestors": "'none'",
-    # No script may turn a text into markup, whatever the text is.
+    # Scripts cannot convert text to markup (Trusted Types).
     "require-trusted-types-for": "'script'",
     "trusted-types": "'none'",
 }
@@ -40,20 +40,20 @@ _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
-    # A page of an older version must not go on living in a browser.
+    # A browser must not cache the page of an older version.
     "Cache-Control": "no-cache",
 }
 
 
 class _File:
-    """A file of the page, with its media type and a tag by which browsers know it again."""
+    """A file of the page, with its media type and ETag."""
 
     def __init__(self, data: bytes, media_type: str) -> None:
         self._data, self._media_type = data, media_type
         self._headers = {**_HEADERS, "ETag": f'"{hashlib.sha256(data).hexdigest()[:32]}"'}
 
     def response(self, request: Request) -> Response:
-        """The file, or only that it is still the same."""
+        """Respond with the file, or 304 if it is unchanged."""
         known = request.headers.get("if-none-match", "")
         if self._headers["ETag"] in (tag.strip().removeprefix("W/") for tag in known.split(",")):
             return Response(status_code=304, headers=self._headers)
@@ -61,7 +61,7 @@ class _File:
 
 
 def page_routes() -> APIRouter:
-    """Routes of the page and of its files, which are read here once."""
+    """Return the routes of the page and of its files, which are read once."""
     router = APIRouter(include_in_schema=False)
     found = {}
     for file in (files("hpu_duo.server") / "page").iterdir():

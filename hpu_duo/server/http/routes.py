@@ -31,7 +31,7 @@ from hpu_duo.server.service import Service
 def statistics(service: Service) -> dict[str, Any]:
     """Return the engine's statistics, its resolved settings and limits, and the state of the server.
 
-    It says nothing about single calls, because the route asks for no API key.
+    It has no data of single calls, because the route may need no API key.
     """
     found = asdict(service.engine.stats)
     limits = found["resolved"].pop("limits")
@@ -57,7 +57,7 @@ def _of_server(service: Service) -> dict[str, Any]:
 
 
 def _kv_sizes(service: Service) -> dict[str, int]:
-    """Bytes that tell what a request of any length takes up, and what it would take in full attention."""
+    """Sizes from which the KV memory of a request follows, and that with full attention."""
     memory = service.memory
     row_bytes = memory.bytes_per_request(0)
     return {
@@ -95,18 +95,18 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 BUSY: dict[int | str, dict[str, Any]] = {
-    429: _error("The queue is full; `Retry-After` says when to come again."),
+    429: _error("The queue is full; `Retry-After` has the seconds until a retry."),
     500: _error("Something failed here."),
-    503: _error("Not ready yet, or about to stop."),
+    503: _error("Not ready yet, or stopping."),
 }
 
 _Body = TypeVar("_Body", bound=GenerationRequest)
 
 
 def _named(body: _Body, request: Request) -> _Body:
-    """A call with its names: of its header, of who asks, and of its key, which its salt holds.
+    """A call with its ids: its request id, its user, and the namespace of its key, which is part of the salt.
 
-    So calls of different keys share no cached prefix.
+    So calls with different keys share no cached prefix.
     """
     own = {
         "request_id": body.request_id or request.headers[REQUEST_ID],
@@ -125,7 +125,7 @@ def _answer(model: type, events: str) -> dict[int | str, dict[str, Any]]:
 
 
 def generation_routes(service: Service) -> APIRouter:
-    """Routes that generate, and the list of what they generate with."""
+    """Return the routes that generate, and those of the model list."""
     router = APIRouter(prefix="/v1", tags=["generation"], route_class=JsonRoute)
 
     @router.post(
@@ -163,11 +163,11 @@ def generation_routes(service: Service) -> APIRouter:
 
 
 _SHORT = 4096
-"""Tokens of an answer that is written at once."""
+"""Most tokens of a response that is encoded in the event loop."""
 
 
 def token_routes(service: Service) -> APIRouter:
-    """Routes that turn text into token ids and back."""
+    """Return the routes that convert text to token ids and back."""
     router = APIRouter(tags=["tokens"], route_class=JsonRoute)
     served = service.served
 
@@ -205,16 +205,16 @@ def token_routes(service: Service) -> APIRouter:
 
 
 async def _token_answer(found: dict[str, Any], num_tokens: int) -> Response:
-    """JSON, written beside the event loop if it is long."""
+    """A JSON response, encoded in a thread if it is long."""
     data = as_json(found) if num_tokens <= _SHORT else await asyncio.to_thread(as_json, found)
     return Response(data, media_type="application/json")
 
 
 def probe_routes(stage: Callable[[], Stage]) -> APIRouter:
-    """Routes that answer 200 or 503.
+    """Return the health checks, which respond with 200 or 503.
 
     Args:
-        stage: tells the stage of the server's life.
+        stage: returns the stage of the server's lifecycle.
     """
     router = APIRouter(tags=["state"])
 
@@ -223,15 +223,15 @@ def probe_routes(stage: Callable[[], Stage]) -> APIRouter:
         return Response() if now in stages else error_response(as_api_error(NotServingError(now)))
 
     async def live() -> Response:
-        """Whether the process works, if only on its warm-up: 503 asks a supervisor to start it anew."""
+        """Liveness, warm-up included: on 503 a supervisor should restart the process."""
         return answer(Stage.WARMING_UP, Stage.READY, Stage.DRAINING)
 
     async def health() -> Response:
-        """Whether the server can serve: 503 until its first call would be taken, 200 while it drains."""
+        """Whether the server can serve: 503 until it accepts calls, 200 while it drains."""
         return answer(Stage.READY, Stage.DRAINING)
 
     async def ready() -> Response:
-        """Whether requests are taken: all is loaded and captured, and the server is not about to stop."""
+        """Readiness: all is loaded and captured, and the server is not stopping."""
         return answer(Stage.READY)
 
     for path, endpoint in (("/live", live), ("/health", health), ("/ready", ready)):
@@ -241,7 +241,7 @@ def probe_routes(stage: Callable[[], Stage]) -> APIRouter:
 
 
 def state_routes(service: Service) -> APIRouter:
-    """Routes that tell how the server is."""
+    """Return the routes of version, statistics and metrics."""
     router = APIRouter(tags=["state"])
     registry = CollectorRegistry(auto_describe=False)
     registry.register(service.metrics)
@@ -257,7 +257,7 @@ def state_routes(service: Service) -> APIRouter:
 
     @router.get("/stats")
     async def stats() -> dict[str, Any]:
-        """Statistics of the engine, as of a moment ago, and of the server around it; see docs/server.md."""
+        """Recent statistics of the engine and of the server; see docs/server.md."""
         return statistics(service)
 
     @router.get("/metrics", response_class=Response)

@@ -1,4 +1,4 @@
-"""Bytes of a connection that have not reached its caller yet."""
+"""Number of bytes of a connection that its peer has not acknowledged."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from asyncio import WriteTransport
 
 
 def unsent_bytes(transport: WriteTransport) -> int:
-    """Count bytes that the caller's system has not acknowledged; outside of Linux, those not written.
+    """Return the bytes that the peer has not acknowledged; outside of Linux, those not written.
 
-    While any are left in this process, there are some that are not acknowledged either. With TLS, event loops
-    do not tell of the former.
+    Unwritten bytes are not acknowledged either. With TLS, event loops do not report them.
     """
     if sys.platform != "linux":
         return transport.get_write_buffer_size()
@@ -20,6 +19,6 @@ def unsent_bytes(transport: WriteTransport) -> int:
 
     try:
         found = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
-    except (OSError, ValueError):  # it is closed
+    except (OSError, ValueError):  # the socket is closed
         return 0
     return int(struct.unpack("i", found)[0])

@@ -1,4 +1,4 @@
-"""From a request of the API to what the engine is asked for, or a refusal."""
+"""Validation of requests of the API, and their conversion to engine requests."""
 
 from hpu_duo.server.planning.chat import ChatPlanner
 from hpu_duo.server.planning.completions import CompletionPlanner

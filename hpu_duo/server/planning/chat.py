@@ -30,11 +30,11 @@ from hpu_duo.server.protocol.requests import MAX_VALUES, ValueCount
 from hpu_duo.server.tools import calls_grammar, make_parser
 
 _PLAIN_CALLS = "llama3_json"
-"""The format of calls that a model has to write without one of its own: nothing but JSON."""
+"""The format of tool calls for models without one of their own: plain JSON."""
 
 
 class ChatPlanner:
-    """Checks requests, and says what they come to.
+    """Validates requests and returns plans.
 
     Args:
         served: the model.
@@ -44,7 +44,7 @@ class ChatPlanner:
         self._served = served
 
     async def plan(self, request: ChatRequest) -> Plan:
-        """A plan for a request.
+        """Return the plan of a request.
 
         Raises:
             ApiError: it cannot be served.
@@ -101,7 +101,7 @@ class ChatPlanner:
         """Token ids of the conversation, by the chat template.
 
         Raises:
-            ApiError: the template does not take it, or it cannot fit.
+            ApiError: the template rejects it, or it is too long.
         """
         variables = dict(request.chat_template_kwargs or {})
         if isinstance(request, ChatRequest) and request.reasoning_effort is not None:
@@ -144,12 +144,12 @@ class ChatPlanner:
             raise unsupported(
                 "tools",
                 "tools: the model's chat template shows no tool calls of a known format; expected "
-                "a tool_choice of required or a function, which makes it write calls all the same",
+                "a tool_choice of required or a function, which force calls",
             )
         return self._served.tool_parser or _PLAIN_CALLS
 
     async def _format(self, request: ChatRequest, parser: str | None) -> StructuredOutputs | None:
-        """The format of the answer's text: that of the request, or of calls, or either of them."""
+        """Return the format of the answer's text: that of the request, of tool calls, or a choice of both."""
         wanted, is_forced = await format_of(request, self._served), _is_forced(request)
         is_free = wanted is None and not is_forced
         if parser is None or (is_free and not any(tool.function.strict for tool in request.tools or ())):
@@ -166,7 +166,7 @@ class ChatPlanner:
             calls = StructuredOutputs(grammar=grammar)
         except FieldError as error:
             raise bad_value(
-                "tools", f"tools: {error.reason}, for all their schemas and the format beside them"
+                "tools", f"tools: {error.reason}, for all their schemas and the response format"
             ) from error
         await compile_format(self._served, calls, "tools")
         return calls
@@ -174,7 +174,7 @@ class ChatPlanner:
     def _names(self, request: ChatRequest) -> TokenNames | None:
         if not request.logprobs:
             return None
-        assert self._served.texts is not None, "what can be encoded has texts"
+        assert self._served.texts is not None, "expected texts of tokens"
         return TokenNames(self._served.texts, by_id=bool(request.return_tokens_as_token_ids))
 
 
@@ -183,7 +183,7 @@ def _functions(request: ChatRequest) -> frozenset[str]:
 
 
 def _is_forced(request: ChatRequest) -> bool:
-    """Whether the answer has to be a call."""
+    """Whether the answer has to be a tool call."""
     return request.tool_choice == "required" or isinstance(request.tool_choice, ToolChoice)
 
 
@@ -191,7 +191,7 @@ def _callable(request: ChatRequest, only_strict: bool) -> list[tuple[str, dict[s
     """Functions that may be called, with the schemas of their arguments.
 
     Args:
-        only_strict: leave schemas out that are not strict.
+        only_strict: omit schemas that are not strict.
     """
     choice = request.tool_choice
     functions = [
@@ -227,7 +227,7 @@ def _num_logprobs(request: ChatRequest) -> int | None:
 
 
 def _for_template(message: ChatMessage, number: int, values: ValueCount) -> dict[str, Any]:
-    """A message as templates take it.
+    """Convert a message for chat templates.
 
     Args:
         values: of the arguments of all tool calls.
@@ -252,7 +252,7 @@ def _content(message: ChatMessage, number: int) -> str:
 
 
 def _echo(request: ChatRequest) -> str:
-    """The beginning of each answer: the last message, where the assistant has begun it."""
+    """The prefix of each answer: the last message, if it is the assistant's."""
     last = request.messages[-1]
     return _text(last) if request.echo and last.role == "assistant" else ""
 

@@ -26,7 +26,7 @@ _MAX_TOKENS = 16
 
 
 class CompletionPlanner:
-    """Checks requests, and says what they come to.
+    """Validates requests and returns plans.
 
     Args:
         served: the model.
@@ -36,7 +36,7 @@ class CompletionPlanner:
         self._served = served
 
     async def plan(self, request: CompletionRequest) -> Plan:
-        """A plan for a request.
+        """Return the plan of a request.
 
         Raises:
             ApiError: it cannot be served.
@@ -52,7 +52,7 @@ class CompletionPlanner:
         prompts = [truncated(request, await self._encode(one, request), max_tokens, served) for one in given]
         for prompt in prompts:
             check_length("prompt", len(prompt), "max_tokens", max_tokens, served)
-        # Nothing is generated for max_tokens=0, but the other fields are checked all the same.
+        # Nothing is generated for max_tokens=0, but the other fields are validated.
         params = params_of(
             request,
             served,
@@ -116,13 +116,13 @@ class CompletionPlanner:
         if request.logprobs is None:
             return None
         self._served.needs_encoder("logprobs")
-        assert self._served.texts is not None, "what can be encoded has texts"
+        assert self._served.texts is not None, "expected texts of tokens"
         return TokenNames(self._served.texts, by_id=bool(request.return_tokens_as_token_ids))
 
     async def _echoes(
         self, request: CompletionRequest, given: Sequence[str | list[int]], prompts: Sequence[Sequence[int]]
     ) -> list[EchoedPrompt]:
-        """The prompts as they stand before each choice."""
+        """Return the echoed prompt of each choice."""
         if not request.echo:
             return []
         encoder = self._served.needs_encoder("echo")

@@ -1,4 +1,4 @@
-"""The format that a request asks its answers to have, compiled beside the event loop."""
+"""The response format of a request, compiled in a thread."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _CLOSING = "additionalProperties"
 _OF_SCHEMAS = ("properties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "prefixItems")
 _COMBINED = ("allOf", "anyOf", "oneOf", "$ref")
-"""Members beside which an object is not closed, since others name more of its members."""
+"""Keywords with which an object is not closed, since they define further members."""
 
 
 def closed(schema: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """Return a schema whose objects are closed, as OpenAI wants of ``strict`` ones.
+    """Return a schema with closed objects, as OpenAI requires for ``strict``.
 
-    Schemas of ``allOf`` stay as they are: each of them names some members of the same object.
+    Schemas of ``allOf`` are unchanged: each of them defines some members of the same object.
 
     Args:
         field: of the request, for messages.
 
     Raises:
-        ApiError: an object is open by its own words.
+        ApiError: an object is explicitly open.
     """
     found = dict(schema)
     if found.get(_CLOSING) not in (None, False):
@@ -65,19 +65,19 @@ _GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-"""vLLM's older fields, and what ``StructuredOutputs`` calls them."""
+"""vLLM's older fields, and their names in ``StructuredOutputs``."""
 
 _SHORT_BYTES = 2**14
-"""Schemas of shorter requests are read in the event loop itself."""
+"""Schemas of shorter requests are read in the event loop."""
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 async def format_of(request: GenerationRequest, served: Served) -> StructuredOutputs | None:
-    """Return the format of a request, compiled; None if it asks for none.
+    """Return the compiled format of a request; None if it has none.
 
     Raises:
-        ApiError: it cannot be served; the error names the field that asks for it.
+        ApiError: it cannot be served; the error names its field.
     """
     is_short = request.num_bytes <= _SHORT_BYTES
     found = _asked(request) if is_short else await asyncio.to_thread(_asked, request)
@@ -99,7 +99,7 @@ async def compile_format(served: Served, wanted: StructuredOutputs, field: str) 
     """Compile a format for the model, in a thread.
 
     Args:
-        field: what the request calls it.
+        field: its name in the request.
 
     Raises:
         ApiError: it cannot be compiled.
@@ -111,7 +111,7 @@ async def compile_format(served: Served, wanted: StructuredOutputs, field: str) 
 
 
 def _asked(request: GenerationRequest) -> dict[str, dict[str, Any]]:
-    """Fields that ask for a format, with arguments of ``StructuredOutputs``."""
+    """Yield fields with a format, with arguments of ``StructuredOutputs``."""
     found: dict[str, dict[str, Any]] = {}
     if request.response_format is not None:
         given = _of_response_format(request.response_format)

@@ -1,4 +1,4 @@
-"""One call, checked: its requests to the engine, and the model that serves it."""
+"""A validated call: its requests to the engine, and its model."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Those of the OpenAI API, unless a checkpoint says otherwise.
+    """Those of the OpenAI API, unless a checkpoint has others.
 
-    Whether the checkpoint samples at all (``do_sample``) is not asked: the API's temperature is 1 either way.
+    ``do_sample`` of the checkpoint is ignored: the API's temperature is 1 either way.
     """
 
     temperature: float = 1.0
@@ -37,9 +37,9 @@ class SamplingDefaults:
 
     @classmethod
     def read(cls, checkpoint: str | Path) -> SamplingDefaults:
-        """Read generation_config.json; it need not say anything.
+        """Read generation_config.json, if there is one.
 
-        transformers fills in defaults of its own, so the file itself is read.
+        The file itself is read, since transformers fills in its own defaults.
         """
         file = Path(checkpoint) / "generation_config.json"
         if not file.is_file():
@@ -53,15 +53,15 @@ class Served:
     """A model and its names.
 
     Attributes:
-        names: the first one is what calls without a model get.
-        engine: what serves it.
-        encoder: of its tokenizer; None when it has none, so that prompts and answers are token ids.
+        names: the first one is used for calls without a model.
+        engine: of the model.
+        encoder: of its tokenizer; None without one, so that prompts and answers are token ids.
         texts: of its tokens; None without a tokenizer.
         defaults: of sampling parameters.
         max_model_len: tokens of prompt and output together.
         max_choices: most choices of a call.
-        max_logprobs: most of the likeliest tokens that are named beside each; -1 for no limit.
-        tool_parser: name of the parser for its tool calls; None when it makes none.
+        max_logprobs: most top log-probabilities of each token; -1 for no limit.
+        tool_parser: name of the parser for its tool calls; None without tool calls.
         created: when it was loaded, seconds since 1970.
     """
 
@@ -77,10 +77,10 @@ class Served:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def name_for(self, asked: str | None) -> str:
-        """The name that an answer has.
+        """Return the model name of an answer.
 
         Raises:
-            ApiError: another model is asked for.
+            ApiError: another model is requested.
         """
         if asked is None or asked == "":
             return self.names[0]
@@ -89,7 +89,7 @@ class Served:
         return asked
 
     def needs_encoder(self, param: str) -> PromptEncoder:
-        """The encoder.
+        """Return the encoder.
 
         Raises:
             ApiError: there is none, and a field needs it.
@@ -120,14 +120,14 @@ class Served:
 
 @dataclass(frozen=True)
 class Scoring:
-    """Each token of each prompt is scored, given those before it.
+    """Scoring of prompts: the log-probability of each token, given those before it.
 
-    They are decoded, several in a step if the engine has ``decode_len``, so every probability is one that
-    generation would have, from the same cache; see ``Engine.score``.
+    Tokens are decoded, ``decode_len`` per step, so probabilities are those of generation, from the same
+    cache; see ``Engine.score``.
 
     Attributes:
         prompts: token ids of each.
-        num_top: so many of the likeliest tokens are named beside each.
+        num_top: number of top log-probabilities of each token.
         answer: echoes the prompts.
         cache_salt: see ``SamplingParams``.
     """
@@ -139,7 +139,7 @@ class Scoring:
 
     @property
     def submissions(self) -> list[Submission]:
-        """Requests to submit, one for each prompt of more than a token; their samples are the prompts."""
+        """Return the requests to submit, one for each prompt of more than a token."""
         name = uuid.uuid4().hex
         return [
             Submission(f"{name}-{index}", prompt[:1], self._forcing(prompt[1:]), index)
@@ -148,7 +148,7 @@ class Scoring:
         ]
 
     async def read(self, stream: OutputStream) -> None:
-        """Read the outputs of the submissions to their end, and tell the answer.
+        """Read all outputs of the submissions, and pass them to the answer.
 
         Raises:
             RequestFailedError: the engine failed.
@@ -157,7 +157,7 @@ class Scoring:
         while (batch := await stream.read()) is not None:
             for choice, output in batch:
                 scored[choice].add(output)
-        # Nothing comes before the first token of a prompt, so that it stands alone.
+        # The first token of a prompt has no log-probability.
         self.answer.score([[int(one[0]), *choice.logprobs] for one, choice in zip(self.prompts, scored)])
 
     def _forcing(self, tokens: Sequence[int]) -> SamplingParams:
@@ -174,19 +174,19 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Plan:
-    """A call that has been checked.
+    """A validated call.
 
     Attributes:
         answer_id: the ``id`` of the answer.
-        model: the name that the model was asked by.
+        model: the requested name.
         prompts: token ids of each prompt.
-        params: of all of them; None when nothing is to be generated.
-        answer: takes the outputs.
+        params: of all of them; None if nothing is to be generated.
+        answer: collects the outputs.
         is_streamed: whether it is sent as events.
-        user: who asks.
+        user: of the call.
         cache_salt: see ``SamplingParams``.
-        texts: gives the prompts as text, for logs that are to have them.
-        scoring: of the prompts, before anything is generated; None where nobody asked for it.
+        texts: returns the prompts as text, for logs with prompts.
+        scoring: of the prompts, before generation; None if not requested.
     """
 
     answer_id: str
@@ -202,12 +202,12 @@ class Plan:
 
     @property
     def num_samples(self) -> int:
-        """Samples that the engine has to make."""
+        """Number of samples."""
         return 0 if self.params is None else self.params.n * len(self.prompts)
 
     @property
     def submissions(self) -> list[Submission]:
-        """Requests to submit. Their names are unique; the answer's id may be of the caller's choice."""
+        """Return the requests to submit. Their ids are unique, even if the caller chose the answer's id."""
         params = self.params
         if params is None:
             return []
@@ -219,5 +219,5 @@ class Plan:
 
 
 def new_answer_id(prefix: str, asked: str | None) -> str:
-    """The ``id`` of an answer: the caller's name for it, or a new one."""
+    """The ``id`` of an answer: that of the caller, or a new one."""
     return f"{prefix}-{uuid.uuid4().hex if asked is None else asked}"

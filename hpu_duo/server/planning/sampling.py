@@ -16,7 +16,7 @@ _SAME = (
     *("presence_penalty", "frequency_penalty", "logit_bias", "seed", "min_tokens", "ignore_eos"),
     *("stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "priority", "user"),
 )
-"""Fields that are called the same here and there, and whose defaults are those of ``SamplingParams``."""
+"""Fields with the names and defaults of ``SamplingParams``."""
 
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -30,12 +30,12 @@ def params_of(
     structured: StructuredOutputs | None = None,
     names: Mapping[str, str] | None = None,
 ) -> SamplingParams:
-    """The sampling parameters that a request comes to.
+    """Return the sampling parameters of a request.
 
     Args:
-        max_tokens: None is as many as fit.
+        max_tokens: None = as many as fit.
         logprobs, structured: see ``SamplingParams``.
-        names: what the request calls fields of ``SamplingParams`` that it has by other names.
+        names: names in the request of fields of ``SamplingParams`` that differ.
 
     Raises:
         ApiError: a value is out of range.
@@ -66,7 +66,7 @@ def params_of(
 
 
 def refusal(error: FieldError, names: Mapping[str, str] | None = None) -> Exception:
-    """The answer to a field that the engine does not take."""
+    """Convert an engine error of a field."""
     field, bracket, key = error.field.partition("[")
     field = (names or {}).get(field, field)
     return bad_value(field, f"{field}{bracket}{key}: {error.reason}")
@@ -75,13 +75,13 @@ def refusal(error: FieldError, names: Mapping[str, str] | None = None) -> Except
 def truncated(
     request: GenerationRequest, prompt: Sequence[int], max_tokens: int | None, served: Served
 ) -> Sequence[int]:
-    """The tokens of a prompt that the request wants to keep: the last ones, or the first ones.
+    """Return the truncated prompt of a request: its last tokens, or its first ones.
 
     Args:
-        max_tokens: that are to fit behind it; None is at least one.
+        max_tokens: number of tokens that have to fit after it; None = at least one.
 
     Raises:
-        ApiError: none are to be kept.
+        ApiError: none would remain.
     """
     keep = request.truncate_prompt_tokens
     if keep is None:
@@ -95,14 +95,14 @@ def truncated(
 
 
 def check_length(param: str, num_tokens: int, max_param: str, max_tokens: int | None, served: Served) -> None:
-    """Refuse what is longer than the model takes, in words of the OpenAI API by which clients know the error.
+    """Reject prompts that are too long, with the wording of the OpenAI API that clients recognise.
 
     Args:
-        param, num_tokens: field of the prompt, and its tokens.
-        max_param, max_tokens: field that says how many may be generated, and what it says.
+        param, num_tokens: field of the prompt, and its number of tokens.
+        max_param, max_tokens: field of the number of tokens to generate, and its value.
 
     Raises:
-        ApiError: naming both lengths.
+        ApiError: it is too long; the message has both lengths.
     """
     most = served.max_model_len
     if not num_tokens:
@@ -119,7 +119,7 @@ def check_length(param: str, num_tokens: int, max_param: str, max_tokens: int | 
 
 @contextmanager
 def checked_text(param: str, served: Served) -> Iterator[None]:
-    """Encode texts in this context: one that cannot fit, however it is encoded, becomes a refusal.
+    """Context manager that converts the error of a text that is too long to encode.
 
     Raises:
         ApiError: naming the field.
@@ -136,7 +136,7 @@ def checked_text(param: str, served: Served) -> Iterator[None]:
 
 
 def check_options(request: GenerationRequest, num_choices: int, served: Served) -> None:
-    """Refuse options that need another one, and more choices than are served.
+    """Reject options that need another one, and too many choices.
 
     Raises:
         ApiError: naming the field.
@@ -151,7 +151,7 @@ def check_options(request: GenerationRequest, num_choices: int, served: Served) 
 
 
 def stream_flags(request: GenerationRequest, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Options of ``Answer`` that a request sets.
+    """Return the options of ``Answer`` of a request.
 
     Args:
         prompts: token ids of each.

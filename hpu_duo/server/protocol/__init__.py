@@ -1,4 +1,4 @@
-"""Requests and errors as the OpenAI API writes them, with the fields that users of vLLM send besides."""
+"""Requests and errors of the OpenAI API, with the additional fields of vLLM."""
 
 from hpu_duo.server.protocol.errors import ApiError
 from hpu_duo.server.protocol.requests import (

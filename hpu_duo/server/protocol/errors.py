@@ -1,4 +1,4 @@
-"""Errors as the OpenAI API writes them, and fields that are refused by name."""
+"""Errors of the OpenAI API, and unsupported fields."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from hpu_duo.server.protocol.requests import ChatMessage, Fields, GenerationRequest
 
 _MOST_CHARACTERS = 2000
-"""Of a message, which may have what came in it."""
+"""Most characters of a message, which may quote the request."""
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """An error response.
 
     Args:
         status: of the HTTP response.
-        message: what was expected, and what came.
-        param: field of the request that is at fault.
+        message: what was expected and received.
+        param: the invalid field of the request.
         kind: the error's ``type``.
-        code: a word for programs.
+        code: machine-readable reason.
         headers: of the HTTP response.
     """
 
@@ -47,22 +47,22 @@ class ApiError(Exception):
 
 
 def bad_value(param: str | None, message: str) -> ApiError:
-    """A field has a value that it cannot have."""
+    """A field has an invalid value."""
     return ApiError(400, message, param=param, code="invalid_value")
 
 
 def too_long(param: str, message: str) -> ApiError:
-    """Prompt and output together are longer than the model takes."""
+    """Prompt and output together exceed the model's context length."""
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def unsupported(param: str, message: str) -> ApiError:
-    """A field asks for what this server does not do."""
+    """A field is not supported."""
     return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
 def unauthorized() -> ApiError:
-    """No key, or one that is not known."""
+    """No key, or an invalid one."""
     return ApiError(
         401,
         "expected an API key that this server knows in the header Authorization: Bearer KEY",
@@ -89,13 +89,13 @@ def too_busy(message: str, retry_after_s: int) -> ApiError:
 
 
 def unavailable(message: str, retry_after_s: int | None = None, *, code: str = "unavailable") -> ApiError:
-    """Nothing is served now: not yet, no longer, or for want of memory."""
+    """Nothing is served now: starting, stopping, or out of memory."""
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
     return ApiError(503, message, kind="service_unavailable_error", code=code, headers=headers)
 
 
 def failed(message: str) -> ApiError:
-    """Something went wrong here, and not with the call."""
+    """An internal error."""
     return ApiError(500, message, kind="server_error", code="internal_error")
 
 
@@ -133,7 +133,7 @@ REFUSED: Refused = {
     "kv_transfer_params": (({},), "keys and values are not transferred"),
     "vllm_xargs": (({},), "there are no extensions"),
 }
-"""Fields by name: the values that ask for nothing, None apart, and what to say of others."""
+"""Fields by name: values without effect, besides None, and the message for others."""
 
 _OF_STREAM_OPTIONS: Refused = {"include_obfuscation": ((False,), "events are not padded")}
 _OF_MESSAGES: Refused = {
@@ -143,10 +143,10 @@ _OF_MESSAGES: Refused = {
 
 
 def refuse_unserved(request: GenerationRequest) -> None:
-    """Refuse what a request asks for and nobody here does.
+    """Reject unsupported fields of a request.
 
     Raises:
-        ApiError: naming the field.
+        ApiError: a field is unsupported; the message names it.
     """
     _refuse(request, REFUSED)
     if request.stream_options is not None:
@@ -154,13 +154,13 @@ def refuse_unserved(request: GenerationRequest) -> None:
 
 
 def refuse_unserved_of_message(message: ChatMessage, number: int) -> None:
-    """Refuse what a message has and nobody here reads.
+    """Reject unsupported fields of a message.
 
     Args:
-        number: of the message among those of its call.
+        number: index of the message in the call.
 
     Raises:
-        ApiError: naming the message and its field.
+        ApiError: a field is unsupported; the message names it.
     """
     _refuse(message, _OF_MESSAGES, "messages", f"messages[{number}].")
 

@@ -1,4 +1,4 @@
-"""Requests as the OpenAI API writes them, and bounds of what they may hold."""
+"""Requests of the OpenAI API, and their bounds."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from pydantic_core import PydanticKnownError
 
 MAX_VALUES = 2**20
-"""JSON values of a body: numbers, strings, lists and objects, however they nest, and for each key seven more,
-since a key takes as long to read as eight numbers."""
+"""Most JSON values of a body: numbers, strings, lists and objects, nested ones included. A key counts as
+eight, by its time to parse."""
 MAX_PROMPTS = 2**14
 MAX_MESSAGES = 2**13
 MAX_PARTS = 2**13
-"""Parts of one message's content."""
+"""Most parts of one message's content."""
 MAX_CALLS = 1024
-"""Tool calls of one message."""
+"""Most tool calls of one message."""
 MAX_TOOLS = 1024
 MAX_DOCUMENTS = 1024
 MAX_VARIABLES = 64
-"""Variables of the chat template."""
+"""Most variables of the chat template."""
 MAX_STOPS = 64
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_GUIDED_CHOICES = 1024
 MAX_NAME = 512
-"""Characters of a name: of models, users, roles, functions and calls."""
+"""Most characters of a name: of models, users, roles, functions and calls."""
 
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*("|\\?\Z)', re.DOTALL)
-"""A JSON string, or the beginning of one that the piece does not end."""
+"""A JSON string, or the beginning of one that the chunk does not end."""
 
 
 class ValueCount:
-    """Counts the values of a JSON text that comes in pieces, a piece at a time; nothing is kept of them.
+    """Counts the values of a JSON text, chunk by chunk.
 
     It counts commas, opening brackets and colons outside of strings, so it is at most one too low, and too
     high only where the text is no JSON.
@@ -47,7 +47,7 @@ class ValueCount:
         self._open = b""
 
     def add(self, piece: bytes) -> int:
-        """Take a piece in; returns ``num_values``."""
+        """Count a chunk; returns ``num_values``."""
         rest = _STRING.sub(rb'"\1', self._open + piece)
         self._open = b""
         if rest.count(b'"') % 2:
@@ -67,7 +67,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 def _of_few(given: object) -> object:
-    """Refuse a map with too many entries before it is read: it would have an error for each of them."""
+    """Reject a map with too many entries before validation, which would report an error for each of them."""
     if isinstance(given, dict) and len(given) > MAX_LOGIT_BIAS:
         sizes = {"field_type": "Dictionary", "max_length": MAX_LOGIT_BIAS, "actual_length": len(given)}
         raise PydanticKnownError("too_long", sizes)
@@ -86,20 +86,20 @@ class Fields(BaseModel):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the body that this was read from; 0 where it was not read from one."""
+        """Bytes of the body that this was parsed from; 0 if there is none."""
         return self._num_bytes
 
     def set_size(self, num_bytes: int) -> None:
-        """Take note of the size of the body."""
+        """Set the size of the body."""
         self._num_bytes = num_bytes
 
 
 class StreamOptions(Fields):
-    """Things that a stream tells besides text; unknown fields are kept, for ``refuse_unserved``.
+    """Options of a stream; unknown fields are stored, for ``refuse_unserved``.
 
     Attributes:
-        include_usage: end with the numbers of tokens.
-        continuous_usage_stats: tell them in every chunk.
+        include_usage: end with the usage.
+        continuous_usage_stats: have it in every chunk.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -111,8 +111,8 @@ class StreamOptions(Fields):
 class GenerationRequest(Fields):
     """Fields that completions and chats have in common.
 
-    None, and null in JSON, is the same as leaving a field out. Attributes that are not the OpenAI API's are
-    those of vLLM. Unknown fields are kept, for ``refuse_unserved``.
+    None, and null in JSON, is the same as omitting a field. Attributes that are not the OpenAI API's are
+    those of vLLM. Unknown fields are stored, for ``refuse_unserved``.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -178,12 +178,12 @@ class GenerationRequest(Fields):
 
     @property
     def num_samples(self) -> int:
-        """Answers to each prompt."""
+        """Number of choices of each prompt."""
         return 1 if self.n is None else self.n
 
 
 class ContentPart(Fields):
-    """A part of a message. Only text is served; other types are refused by their names."""
+    """A part of a message. Only text is supported."""
 
     type: Name
     text: str | None = None
@@ -191,7 +191,7 @@ class ContentPart(Fields):
 
     @property
     def words(self) -> str | None:
-        """The text of the part, of whichever type; None if it has none."""
+        """The text of the part; None if it has none."""
         return self.refusal if self.text is None else self.text
 
 
@@ -203,7 +203,7 @@ class FunctionCall(Fields):
 
 
 class ToolCall(Fields):
-    """A call that the assistant made earlier."""
+    """An earlier tool call of the assistant."""
 
     id: Name | None = None
     type: Literal["function"] = "function"
@@ -211,7 +211,7 @@ class ToolCall(Fields):
 
 
 class ChatMessage(Fields):
-    """One message; what it has besides goes to the chat template as it is."""
+    """One message; additional fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -233,7 +233,7 @@ class FunctionSchema(Fields):
 
 
 class FunctionTool(Fields):
-    """A tool; only functions are known."""
+    """A tool; only functions are supported."""
 
     type: Literal["function"]
     function: FunctionSchema
@@ -263,7 +263,7 @@ class ChatRequest(GenerationRequest):
 
     Attributes:
         max_completion_tokens, max_tokens: two names of one field, the second one deprecated.
-        logprobs, top_logprobs: log-probabilities of each token, and of so many of the likeliest.
+        logprobs, top_logprobs: log-probabilities of each token, and the number of top ones.
         chat_template_kwargs: further variables of the chat template.
     """
 
@@ -287,7 +287,7 @@ class ChatRequest(GenerationRequest):
 
 
 def _kind_of_prompt(prompt: object) -> str:
-    """Tell what a prompt is by its first element, so that it is read once and not as each kind in turn."""
+    """Classify a prompt by its first element, so that it is validated once and not as each kind in turn."""
     if not isinstance(prompt, list):
         return "text"
     first = prompt[0] if prompt else ""
@@ -309,7 +309,7 @@ class CompletionRequest(GenerationRequest):
     Attributes:
         prompt: a text, token ids, or several of either.
         echo: begin each answer with its prompt.
-        logprobs: log-probabilities of each token, and of so many of the likeliest.
+        logprobs: log-probabilities of each token, and the number of top ones.
     """
 
     prompt: _Prompt

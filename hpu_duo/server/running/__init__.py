@@ -1,4 +1,4 @@
-"""An engine in a thread of its own, and what an event loop sees of it."""
+"""An engine in a thread of its own, and its asynchronous interface."""
 
 from hpu_duo.server.running.admission import (
     AnswerMemoryFullError,

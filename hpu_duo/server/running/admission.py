@@ -1,4 +1,4 @@
-"""Limits to what a server takes on, and prompts on their way to the engine."""
+"""Admission control, submissions to the engine, and timing of calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LONGEST_WAIT_S = 60
 
 
 class Stage(Enum):
-    """Stages of a server's life; ``ready`` alone takes requests."""
+    """Stages of a server's lifecycle; only ``ready`` accepts requests."""
 
     WARMING_UP = "warming up"
     READY = "ready"
@@ -27,10 +27,10 @@ class Stage(Enum):
 
 
 class QueueFullError(Exception):
-    """More samples are open than a server takes.
+    """Too many samples are open.
 
     Attributes:
-        retry_after_s: when there may be room again, in whole seconds.
+        retry_after_s: estimated whole seconds until there is room.
     """
 
     def __init__(self, message: str, retry_after_s: int) -> None:
@@ -39,10 +39,10 @@ class QueueFullError(Exception):
 
 
 class NotServingError(Exception):
-    """Requests are not taken now.
+    """Requests are not accepted now.
 
     Attributes:
-        stage: why.
+        stage: of the server.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -51,14 +51,14 @@ class NotServingError(Exception):
 
 
 class Admission:
-    """Takes requests while the server is ready and the queue has room.
+    """Accepts requests while the server is ready and the queue has room.
 
     Args:
         max_open: most samples that run and wait.
 
     Attributes:
         stage: set by the owner.
-        num_held: samples that calls under way have a place for, and have not opened yet.
+        num_held: reserved samples, of admitted calls that have not submitted them yet.
     """
 
     def __init__(self, max_open: int) -> None:
@@ -68,15 +68,15 @@ class Admission:
         self._ends: deque[float] = deque(maxlen=_NUM_ENDS)
 
     def admit(self, num_open: int, num_samples: int) -> None:
-        """Refuse a call if it comes at the wrong time.
+        """Raise an error if a call cannot be admitted now.
 
         Args:
             num_open: samples that run and wait.
             num_samples: of the call.
 
         Raises:
-            NotServingError: the server does not serve, or no longer.
-            QueueFullError: too many samples would be open. One call is taken while none are, however large.
+            NotServingError: the server is not ready.
+            QueueFullError: too many samples would be open. A call of any size is admitted if none are open.
         """
         if self.stage is not Stage.READY:
             raise NotServingError(self.stage)
@@ -91,7 +91,7 @@ class Admission:
 
     @contextmanager
     def held(self, num_samples: int) -> Iterator[None]:
-        """Keep places for samples of a call that was admitted, until it opens them behind the context."""
+        """Context manager that reserves samples of an admitted call, until it submits them."""
         self.num_held += num_samples
         try:
             yield
@@ -99,11 +99,11 @@ class Admission:
             self.num_held -= num_samples
 
     def ended(self, num_samples: int) -> None:
-        """Note that samples have ended, to tell how long others have to wait."""
+        """Count ended samples, to estimate waiting times."""
         self._ends.extend([time.monotonic()] * num_samples)
 
     def _wait_for(self, num_samples: int) -> int:
-        """Seconds until so many samples have ended, if they end as fast as the last ones did."""
+        """Estimated seconds until a number of samples have ended, by the rate of the last ones."""
         if len(self._ends) < 2:
             return 1
         each = (time.monotonic() - self._ends[0]) / len(self._ends)
@@ -111,23 +111,23 @@ class Admission:
 
 
 class RequestFailedError(Exception):
-    """An error ended a request that had been accepted; it is the ``__cause__``."""
+    """An accepted request ended by an error, which is the ``__cause__``."""
 
 
 class SlowReaderError(Exception):
-    """A stream was read so much slower than it was written that its requests were aborted."""
+    """A stream was read too slowly, and its requests were aborted."""
 
 
 class AnswerTooLargeError(Exception):
-    """The outputs of a call take more memory than they may."""
+    """The outputs of a call exceed their memory limit."""
 
 
 class AnswerMemoryFullError(Exception):
-    """The outputs of all calls together take as much memory as they may."""
+    """The outputs of all calls together exceed their memory limit."""
 
 
 class EngineDiedError(Exception):
-    """The engine's thread has ended, and nothing will be served any more."""
+    """The engine's thread has ended; nothing can be served any more."""
 
 
 @dataclass(frozen=True)
@@ -135,10 +135,10 @@ class Submission:
     """A prompt, and how to continue it.
 
     Attributes:
-        request_id: its name in the engine, unique among those under way.
+        request_id: its id in the engine, unique among unfinished requests.
         prompt_token_ids, params: as for ``Engine.add_request``.
-        score: of the prompt, by ``Engine.rank``; None where it was not asked.
-        first_choice: place of its first sample among the choices of the answer; the others follow.
+        score: of the prompt, by ``Engine.rank``; None if it is not computed.
+        first_choice: index of its first sample among the choices of the answer; the others follow.
     """
 
     request_id: str
@@ -149,25 +149,25 @@ class Submission:
 
 
 class TokenWatch(Protocol):
-    """A listener to how long tokens take."""
+    """A listener for token latencies."""
 
     def first_token(self, seconds: float) -> None:
-        """Since the request arrived."""
+        """Time since the request arrived."""
 
     def next_token(self, seconds: float) -> None:
-        """Since the one before of the same choice."""
+        """Time since the previous token of the same choice."""
 
 
 class Timing:
-    """Moments of one call, by ``time.perf_counter``.
+    """Timestamps of one call, by ``time.perf_counter``.
 
     Args:
-        watch: told about each token.
+        watch: notified of each token.
 
     Attributes:
-        arrived: when the call was made.
-        admitted: when the first of its prompts that has a token got a row; None before.
-        first, last: when its first and its last token came; None before.
+        arrived: of the call.
+        admitted: when the first of its prompts with a token was admitted; None before.
+        first, last: of its first and its last token; None before.
     """
 
     def __init__(self, watch: TokenWatch | None = None) -> None:
@@ -179,10 +179,10 @@ class Timing:
         self._last_of: dict[int, float] = {}
 
     def came(self, choice: int, at: float, admitted_at: float | None = None) -> None:
-        """Note that a token of a choice came.
+        """Record a token of a choice.
 
         Args:
-            admitted_at: when its prompt got a row, where that is reported.
+            admitted_at: when its prompt was admitted, if reported.
         """
         before = self._last_of.get(choice)
         self._last_of[choice] = self.last = at

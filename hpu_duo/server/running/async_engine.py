@@ -1,4 +1,4 @@
-"""An engine in a thread of its own, as an event loop sees it."""
+"""The asynchronous interface of an engine in a thread of its own."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ if TYPE_CHECKING:
     from hpu_duo.engine.stats import EngineStats
 
 Command = Callable[["Engine"], None]
-"""Something to be done between two steps; it may not raise."""
+"""A command to run between two steps; it must not raise."""
 
 _SNAPSHOT_S = 0.25
 _MOST_FAILURES = 8
-"""Failing steps without an output between them. The engine finds a request that makes steps fail in fewer."""
+"""Most successive failed steps. The engine isolates a request that makes steps fail in fewer."""
 
 
 class Listener(Protocol):
-    """A listener to steps, called in the engine's thread."""
+    """A listener for steps, called in the engine's thread."""
 
     def stepped(self, outputs: list[RequestOutput], at: float) -> None:
-        """A step, ended at ``at`` by ``time.perf_counter``, gave these."""
+        """Outputs of a step that ended at ``at``, by ``time.perf_counter``."""
 
     def keeps_failing(self, error: Exception) -> None:
-        """Steps fail one after the other, and for no request's sake that the engine could name."""
+        """Successive steps failed, not because of a request that the engine could isolate."""
 
     def died(self, error: BaseException) -> None:
-        """The thread ends with an error: nothing is served any more."""
+        """The thread ends by an error: nothing is served any more."""
 
 
 class EngineThread:
-    """Steps an engine while it has something to do, and carries out commands between steps.
+    """Steps an engine while it has unfinished requests, and runs commands between steps.
 
     Args:
-        engine: only this thread steps it; other threads may call its methods all the same.
-        listener: hears of what happens.
+        engine: only this thread steps it; other threads may call its other methods.
+        listener: notified of steps and errors.
 
     Attributes:
-        snapshot: statistics, a quarter of a second old at most while steps are short.
-        step_began: when the step that runs has begun, by ``time.perf_counter``; None between steps.
+        snapshot: statistics, at most a quarter of a second old while steps are short.
+        step_began: when the running step began, by ``time.perf_counter``; None between steps.
     """
 
     def __init__(self, engine: Engine, listener: Listener) -> None:
@@ -67,20 +67,20 @@ class EngineThread:
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._is_stopped = self._is_to_stop = False
         self._num_failures = 0
-        # A daemon, so that a step that hangs on a device cannot keep the process.
+        # A daemon, so that a step that hangs on a device does not block the exit of the process.
         self._thread = Thread(target=self._run, name="hpu-duo-engine", daemon=True)
 
     @property
     def is_alive(self) -> bool:
-        """Whether steps are made."""
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def ask(self, command: Command) -> None:
-        """Have something done between two steps, in order; returns at once."""
+        """Queue a command to run between two steps; returns at once."""
         self._commands.put(command)
 
     def stop(self, timeout_s: float | None = None) -> bool:
@@ -107,7 +107,7 @@ class EngineThread:
             self._listener.died(error)
 
     def _carry_out(self) -> None:
-        """Do what was asked for; wait for it if there is nothing else to do."""
+        """Run queued commands; wait for one if the engine is idle."""
         if self._commands.empty() and not self._engine.has_unfinished:
             self._take_snapshot()
             self._commands.get()(self._engine)
@@ -133,9 +133,9 @@ class EngineThread:
             self._take_snapshot()
 
     def _failed(self, error: Exception) -> None:
-        """Take a failing step; the engine computes it anew, and finds out whose fault it is."""
+        """Handle a failed step, which the engine retries."""
         self._num_failures += 1
-        _log.error("a step has failed, the %d. in a row: %s", self._num_failures, error, exc_info=error)
+        _log.error("step failed, number %d in a row: %s", self._num_failures, error, exc_info=error)
         if self._num_failures >= _MOST_FAILURES:
             self._num_failures = 0
             self._listener.keeps_failing(error)
@@ -154,22 +154,21 @@ ranks that nobody waits for any more."""
 _T = TypeVar("_T")
 
 _SHORT_TOKENS = 4096
-"""Prompts of up to so many tokens are checked at once: a thread would take longer to be asked."""
+"""Prompts of up to this number of tokens are validated in the event loop: a thread would cost more."""
 
 
 class AsyncEngine:
-    """Requests of an event loop, served by an engine in a thread of its own.
+    """The asynchronous interface of an engine, which runs in a thread of its own.
 
-    All methods are called in the loop that ``start`` was called in; none of them waits for a step, but for
-    those that are awaited.
+    All methods are called in the event loop of ``start``; only coroutines wait for a step.
 
     Args:
         engine: stepped by a thread of this object from ``start`` on.
-        max_behind: most outputs of a stream that nobody has read.
+        max_behind: most unread outputs of a stream.
         max_answer_bytes: most bytes of the outputs of one call, see ``Holding``.
         answer_memory_bytes: most bytes of the outputs of all calls, see ``AnswerMemory``.
-        no_news_s: every so often readers are woken without news.
-        short_tokens: requests of at most so many prompt tokens are checked in the loop itself.
+        no_news_s: interval at which readers are woken without outputs.
+        short_tokens: requests of at most this number of prompt tokens are validated in the event loop.
 
     Attributes:
         memory: of the outputs of all calls.
@@ -198,12 +197,12 @@ class AsyncEngine:
 
     @property
     def stats(self) -> EngineStats:
-        """Statistics as of a moment ago."""
+        """Recent statistics."""
         return self._thread.snapshot
 
     @property
     def num_open(self) -> int:
-        """Samples that were opened and have not ended, whether they run or wait."""
+        """Number of unfinished samples, running or waiting."""
         return self._num_open
 
     @property
@@ -213,19 +212,19 @@ class AsyncEngine:
 
     @property
     def step_began(self) -> float | None:
-        """Beginning of the step that runs, by ``time.perf_counter``."""
+        """Start of the running step, by ``time.perf_counter``."""
         return self._thread.step_began
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start to serve."""
         self._loop = asyncio.get_running_loop()
         self._no_news = self._loop.call_later(self._no_news_s, self._wake_readers)
         self._thread.start()
-        # Between steps, or in one that never ends, the thread would not notice.
+        # Between steps, or in one that never ends, the thread would not detect it.
         self._engine.when_ranks_are_lost(partial(_died, WeakMethod(self.died)))
 
     async def stop(self, timeout_s: float = 10.0) -> bool:
-        """Close every stream and end the thread; says whether it has ended in time."""
+        """Close every stream and stop the thread; returns whether it has stopped in time."""
         if self._no_news is not None:
             self._no_news.cancel()
         for stream in list(self._streams.values()):
@@ -240,7 +239,7 @@ class AsyncEngine:
         return await asyncio.to_thread(self._thread.stop, rest_s)
 
     async def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        """Refuse what the engine would refuse; see ``Engine.check_request``."""
+        """Validate a request; see ``Engine.check_request``."""
         check = partial(self._engine.check_request, prompt_token_ids, params, name="the prompt")
         if len(prompt_token_ids) * params.n <= self.short_tokens:
             check()
@@ -248,11 +247,11 @@ class AsyncEngine:
             await asyncio.to_thread(check)
 
     def prepare(self, params: SamplingParams) -> None:
-        """Compile what parameters ask for, from any thread; see ``Engine.prepare``."""
+        """Compile the grammar of parameters; thread-safe; see ``Engine.prepare``."""
         self._engine.prepare(params)
 
     async def scored(self, submissions: Sequence[Submission]) -> Sequence[Submission]:
-        """Let the engine's ranker score prompts that were checked, in another thread than the engine's."""
+        """Score validated prompts by the engine's ranker, in another thread than the engine's."""
         if not self._engine.has_ranker:
             return submissions
         prompts = [one.prompt_token_ids for one in submissions]
@@ -260,7 +259,7 @@ class AsyncEngine:
         return [replace(one, score=score) for one, score in zip(submissions, scores)]
 
     def hold(self) -> Holding:
-        """Begin to count the bytes of a call's outputs."""
+        """Create the memory account of a call's outputs."""
         return self.memory.hold(self._max_answer_bytes)
 
     def open(
@@ -269,13 +268,14 @@ class AsyncEngine:
         timing: Timing | None = None,
         holding: Holding | None = None,
     ) -> OutputStream:
-        """Submit requests whose outputs one reader gets.
+        """Submit requests; returns the stream of their outputs, for one reader.
 
-        What the engine refuses, though ``check`` did not, comes as a ``RequestFailedError`` of the stream.
+        Requests that the engine rejects, although ``check`` did not, fail with a ``RequestFailedError`` of
+        the stream.
 
         Args:
-            timing: told when tokens come.
-            holding: of the call, by ``hold``; None is one of its own.
+            timing: notified of tokens.
+            holding: of the call, by ``hold``; None creates one.
 
         Raises:
             EngineDiedError: nothing is served any more.
@@ -320,18 +320,18 @@ class AsyncEngine:
     # In the engine's thread
 
     def stepped(self, outputs: list[RequestOutput], at: float) -> None:
-        """Hand the outputs of a step to the loop."""
+        """Pass the outputs of a step to the event loop."""
         self._arrived.append((outputs, at))
         self._call_soon(self._deliver)
 
     def keeps_failing(self, error: Exception) -> None:
-        """End everything that is under way."""
+        """Fail all open streams."""
         failure = RequestFailedError(f"steps keep failing: {type(error).__name__}: {error}")
         failure.__cause__ = error
         self._call_soon(self.fail_all, failure)
 
     def died(self, error: BaseException) -> None:
-        """End everything, for good."""
+        """Fail all open streams, permanently."""
         death = EngineDiedError(f"the engine has ended: {type(error).__name__}: {error}")
         death.__cause__ = error
         self._call_soon(self._die, death)
@@ -347,13 +347,13 @@ class AsyncEngine:
 
     def _call_soon(self, function: Callable[..., object], *arguments: object) -> None:
         assert self._loop is not None, "start comes first"
-        with suppress(RuntimeError):  # the loop is closed, and nobody is left to hear of it
+        with suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
     # In the event loop
 
     def _deliver(self) -> None:
-        """Hand on all that has arrived: when the loop is late, outputs of several steps at once."""
+        """Pass all outputs to streams: of several steps at once if the loop is late."""
         reached: dict[OutputStream, None] = {}
         for _ in range(len(self._arrived)):
             self._sort(*self._arrived.popleft(), reached)
@@ -365,7 +365,7 @@ class AsyncEngine:
         for output in outputs:
             stream = streams.get(output.request_id)
             if stream is None:
-                continue  # of a request that was forgotten, or that is none of ours
+                continue  # of an aborted request, or of another user of the engine
             self._num_open -= output.finish_reason is not None
             reached[stream] = None
             if stream.push(output, at):
@@ -375,7 +375,7 @@ class AsyncEngine:
         stream = self._streams.get(failed.request_id)
         if stream is not None:
             self._forget(failed.request_id)
-            assert failed.error is not None, "only refusals come here"
+            assert failed.error is not None, "expected a rejected request"
             failure = RequestFailedError(str(failed.error))
             failure.__cause__ = failed.error
             stream.fail(failure)
@@ -403,7 +403,7 @@ class AsyncEngine:
 
 
 def _died(died: WeakMethod[Callable[[BaseException], None]], error: BaseException) -> None:
-    """Tell an engine that is still there."""
+    """Abort requests if the engine still exists."""
     if (told := died()) is not None:
         _log.critical("%s", error)
         told(error)

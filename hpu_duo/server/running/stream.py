@@ -1,4 +1,4 @@
-"""Outputs of the requests of one call, on their way to one reader, and their memory."""
+"""The stream of a call's outputs to one reader, and accounting of its memory."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from hpu_duo.server.running.admission import (
 )
 
 _OUTPUT_BYTES, _TOKEN_BYTES, _CHARACTER_BYTES, _LOGPROB_BYTES = 512, 64, 4, 512
-"""Most bytes of an unread output, of a kept token, of a character of text, and of a log-probability with its
-name and bytes in the body; CPython 3.12 takes three quarters of the first and the last."""
+"""Upper estimates of bytes of an unread output, of a stored token, of a character of text, and of a
+log-probability with its name and bytes in the body; CPython 3.12 needs three quarters of the first and the
+last."""
 
-ENDED = "the answer was ended: "
-"""Beginning of the error of a call that had run: elsewhere it would only be computed again."""
+ENDED = "the answer was aborted: "
+"""Prefix of the error of a call that has run, which should not be retried elsewhere."""
 
 
 class AnswerMemory:
-    """Memory that the outputs of all calls take together, until they are sent.
+    """Memory accounting of the outputs of all calls, until they are sent.
 
-    Once they take more than they may, the call that takes most is ended.
+    Beyond the limit, the call with the most bytes is aborted.
 
     Args:
         max_bytes: most bytes.
 
     Attributes:
-        max_bytes: see above.
-        num_bytes: taken now.
+        max_bytes: the limit.
+        num_bytes: current bytes.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -43,7 +44,7 @@ class AnswerMemory:
         self._holdings: WeakSet[Holding] = WeakSet()
 
     def hold(self, max_bytes: int) -> Holding:
-        """Begin to count the bytes of a call's outputs; its ``release`` ends that.
+        """Create the account of a call's outputs, to be ended by its ``release``.
 
         Args:
             max_bytes: most of this call.
@@ -53,7 +54,7 @@ class AnswerMemory:
         return holding
 
     def check(self) -> None:
-        """Refuse a call that comes while seven eighths of the memory are taken; the rest is for running ones.
+        """Reject a call while seven eighths of the memory are used; the rest is for running ones.
 
         Raises:
             AnswerMemoryFullError: they are.
@@ -62,14 +63,14 @@ class AnswerMemory:
             raise self._refusal()
 
     def changed(self, holding: Holding, num_bytes: int) -> None:
-        """Count bytes that a call takes from now on, or no longer takes; for ``Holding``."""
+        """Count bytes that a call allocates or, if negative, frees; for ``Holding``."""
         if not holding.is_released:
             self.num_bytes += num_bytes
             while self.num_bytes > self.max_bytes:
                 self._end_largest()
 
     def forget(self, holding: Holding) -> None:
-        """Count a call no more; for ``Holding``."""
+        """Remove the account of a call; for ``Holding``."""
         if not holding.is_released:
             holding.is_released = True
             self._holdings.discard(holding)
@@ -84,26 +85,25 @@ class AnswerMemory:
     def _refusal(self, begin: str = "") -> AnswerMemoryFullError:
         return AnswerMemoryFullError(
             f"{begin}expected answers of all calls together of at most {self.max_bytes:,} bytes in memory "
-            "(--answer-memory), which other answers take: try again, or ask for a stream, fewer choices, "
+            "(--answer-memory), which other answers use: try again, or request a stream, fewer choices, "
             "tokens or logprobs"
         )
 
 
 class Holding:
-    """Bytes of a call's outputs, estimated: those that are not sent yet, and those that are kept for a body.
+    """Estimated bytes of a call's outputs: those not sent yet, and those stored for a body.
 
     Args:
         max_bytes: most of them.
         memory: of all calls.
 
     Attributes:
-        num_bytes: held now.
-        keeps: whether outputs that were read are kept until the call ends, as for an answer that is sent
-            whole.
-        on_ended: called when the call is ended since all calls together take too much; set by whoever waits
-            for outputs, or for the caller to take them.
-        error: why that was; None if it was not.
-        is_released: whether it counts no more.
+        num_bytes: current bytes.
+        keeps: whether read outputs stay in memory until the call ends, as for an answer that is sent whole.
+        on_ended: called if the call is aborted because all calls together exceed the limit; set by the task
+            that waits for outputs, or for the caller to read.
+        error: of that abort, else None.
+        is_released: whether it is ended.
     """
 
     def __init__(self, max_bytes: int, memory: AnswerMemory) -> None:
@@ -116,19 +116,19 @@ class Holding:
 
     @property
     def is_full(self) -> bool:
-        """Whether more bytes are counted than are allowed."""
+        """Whether the limit is exceeded."""
         return self.num_bytes > self._max_bytes
 
     def echo(self, num_characters: int, times: int) -> None:
-        """Count prompts that precede their answers, and what is stored so far, once for each answer.
+        """Count echoed prompts, and what is stored so far, once for each answer.
 
         Args:
             num_characters: of all choices together.
             times: choices of each prompt.
 
         Raises:
-            AnswerTooLargeError: that is too much.
-            AnswerMemoryFullError: it is too much beside other calls.
+            AnswerTooLargeError: the limit of a call is exceeded.
+            AnswerMemoryFullError: that of all calls is.
         """
         before, wanted = self.num_bytes, self.num_bytes * times + _CHARACTER_BYTES * num_characters
         if wanted > self._max_bytes:
@@ -138,26 +138,26 @@ class Holding:
             raise self.error
 
     def came(self, output: RequestOutput) -> None:
-        """Hold an output."""
+        """Count an output."""
         self._change(_OUTPUT_BYTES + _kept_bytes(output))
 
     def passing(self, outputs: Iterable[RequestOutput]) -> int:
-        """Bytes of outputs that are not kept once they are sent."""
+        """Bytes of outputs that are freed once they are sent."""
         return sum(_OUTPUT_BYTES + (0 if self.keeps else _kept_bytes(output)) for output in outputs)
 
     def sent(self, num_bytes: int) -> None:
-        """Give bytes up."""
+        """Free bytes."""
         self._change(-num_bytes)
 
     def release(self) -> None:
-        """Give everything up, at the end of the call."""
+        """Free all bytes, at the end of the call."""
         self._memory.forget(self)
 
     def refusal(self) -> AnswerTooLargeError:
-        """The error of a call that holds too much."""
+        """The error of a call that exceeds the limit."""
         return AnswerTooLargeError(
-            f"expected an answer of at most {self._max_bytes:,} bytes in memory (--max-answer-size): ask for "
-            "fewer choices, tokens or logprobs, or for a stream"
+            f"expected an answer of at most {self._max_bytes:,} bytes in memory (--max-answer-size): request "
+            "fewer choices, tokens or logprobs, or a stream"
         )
 
     def _change(self, num_bytes: int) -> None:
@@ -172,37 +172,37 @@ def _kept_bytes(output: RequestOutput) -> int:
 
 
 class ChoiceOutput(NamedTuple):
-    """An output, and the choice of the answer that it belongs to."""
+    """An output, and its choice of the answer."""
 
     choice: int
     output: RequestOutput
 
 
 Take = Callable[[list[ChoiceOutput]], bool]
-"""Takes a batch of outputs at once, without waiting; says whether it could."""
+"""Processes a batch of outputs without waiting; returns whether it could."""
 
 
 class OutputStream:
-    """Outputs of one or several requests, for one reader of the same event loop.
+    """A bounded queue of the outputs of one or several requests, for one reader of the same event loop.
 
-    A reader that is slow gets more at a time, and the engine never waits for it: outputs lie here until they
-    are read, at most ``max_behind`` of them, or four for each sample if that is more. With one more the
-    stream fails with a ``SlowReaderError``, as it does when they take too many bytes; where read outputs are
-    kept, those fail it with an ``AnswerTooLargeError``, or an ``AnswerMemoryFullError`` when all calls
-    together take too many. What was read counts until the next read: until then it is being sent.
+    The engine never waits for a slow reader: outputs are queued until they are read, at most ``max_behind``
+    of them, or four for each sample if that is more. With one more the stream fails with a
+    ``SlowReaderError``, as it does if they have too many bytes; if read outputs stay in memory, these fail it
+    with an ``AnswerTooLargeError``, or an ``AnswerMemoryFullError`` if all calls together have too many. What
+    was read counts until the next read: until then it is being sent.
 
     Args:
         submissions: the requests.
-        max_behind: most outputs that lie here unread.
+        max_behind: most unread outputs.
         holding: counts the bytes of outputs.
-        abort: ends requests of these names in the engine.
-        timing: told when tokens come.
+        abort: aborts requests in the engine, by id.
+        timing: notified of tokens.
 
     Attributes:
-        timing: when they came.
-        error: why it failed; None unless it has.
-        on_slow: called when the stream fails for its reader's slowness; a reader that waits for something
-            else, such as a socket, does not notice by itself.
+        timing: of tokens.
+        error: of a failed stream, else None.
+        on_slow: called if the stream fails because of a slow reader, which may be waiting for something else,
+            such as a socket.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class OutputStream:
         self._holding = holding
         holding.on_ended = self._end_for_others
         self._pending: list[ChoiceOutput] = []
-        # Bytes of what was read and is being sent.
+        # Bytes read and being sent.
         self._num_sending = 0
         self.error: Exception | None = None
         self._is_closed = False
@@ -230,19 +230,19 @@ class OutputStream:
 
     @property
     def num_open(self) -> int:
-        """Samples that have not ended."""
+        """Number of samples that have not ended."""
         return sum(self._num_open.values())
 
     @property
     def is_closed(self) -> bool:
-        """Whether the reader has closed it, or is gone."""
+        """Whether the reader has closed it, or was garbage-collected."""
         return self._is_closed
 
     def push(self, output: RequestOutput, at: float) -> bool:
-        """Take in an output, for the reader to get with ``wake``; says whether its request has ended.
+        """Queue an output; ``wake`` wakes the reader. Returns whether its request has ended.
 
         Args:
-            at: when its step had ended, by ``time.perf_counter``.
+            at: end of its step, by ``time.perf_counter``.
         """
         request_id = output.request_id
         choice = self._first_choice[request_id] + output.sample_index
@@ -268,14 +268,14 @@ class OutputStream:
             num_bytes = self._holding.num_bytes
             self._fail_as_slow(
                 SlowReaderError(
-                    f"a stream was read too slowly: {len(self._pending):,} outputs wait to be sent, and the "
-                    f"answer takes {num_bytes:,} bytes in memory"
+                    f"a stream was read too slowly: {len(self._pending):,} outputs are not sent, and the "
+                    f"answer has {num_bytes:,} bytes in memory"
                 )
             )
 
     @property
     def _is_awaited(self) -> bool:
-        """Whether the reader waits for outputs: all that came before is sent."""
+        """Whether the reader waits for outputs, and all previous ones are sent."""
         return self._reader is not None and not self._reader.done()
 
     def _end_for_others(self, error: Exception) -> None:
@@ -290,7 +290,7 @@ class OutputStream:
             self.on_slow()
 
     def fail(self, error: Exception) -> None:
-        """Let the reader get an error next; what it has not read is dropped, and its requests are aborted."""
+        """Fail the stream: the next read raises, unread outputs are dropped, requests are aborted."""
         if self.error is None and not self._is_closed:
             self.error = error
             self._drop()
@@ -298,7 +298,7 @@ class OutputStream:
             self.wake()
 
     def close(self) -> None:
-        """Say that nobody reads any more: requests that run are aborted, and a read ends with nothing."""
+        """Close the stream: unfinished requests are aborted, and a pending read returns None."""
         if not self._is_closed:
             self._is_closed = True
             self._drop()
@@ -306,11 +306,11 @@ class OutputStream:
             self.wake()
 
     def forget(self, request_id: str) -> int:
-        """Expect nothing more of a request; says how many of its samples had not ended."""
+        """Remove a request; returns how many of its samples had not ended."""
         return self._num_open.pop(request_id, 0)
 
     def wake(self) -> None:
-        """Give a read that waits what has come, or let it return, with nothing if there is nothing."""
+        """Wake a pending read, even without outputs."""
         if self._reader is None or self._reader.done():
             return
         if self._take is not None and self._pending and self._num_open:
@@ -326,19 +326,19 @@ class OutputStream:
         self._reader.set_result(None)
 
     async def read(self, take: Take | None = None) -> list[ChoiceOutput] | None:
-        """Return all that has come since the last read, waiting for something; None behind the end.
+        """Return all outputs since the last read, waiting for at least one; None after the end.
 
-        An empty list is no news: it comes from time to time, so that a connection may be kept alive.
+        It returns an empty list from time to time, so that the reader may keep a connection alive.
 
         Args:
-            take: gets what comes while this waits, but for the last outputs, which are returned. That is a
-                plain call, where a return wakes the reader's task. When it returns False, this returns;
-                when it raises an error, the stream fails with that.
+            take: called with outputs that arrive while this waits, except the last ones, which are returned.
+                That saves waking the reader's task. If it returns False, this returns; if it raises an error,
+                the stream fails with that.
 
         Raises:
-            RequestFailedError: one of the requests failed; the others have been aborted.
+            RequestFailedError: one of the requests failed; the others are aborted.
             SlowReaderError, AnswerTooLargeError, AnswerMemoryFullError: see the class.
-            EngineDiedError: the engine is gone.
+            EngineDiedError: the engine's thread has ended.
         """
         self._sent()
         if not (self._pending or self._is_closed or self.error is not None) and self._num_open:
@@ -351,18 +351,18 @@ class OutputStream:
         return self._taken()
 
     def _taken(self) -> list[ChoiceOutput]:
-        """Empty what lies here, to be sent."""
+        """Return and clear queued outputs, which are being sent then."""
         pending, self._pending = self._pending, []
         self._num_sending += self._holding.passing(one.output for one in pending)
         return pending
 
     def _sent(self) -> None:
-        """Give up what was taken."""
+        """Free the bytes of outputs that were read."""
         num_bytes, self._num_sending = self._num_sending, 0
         self._holding.sent(num_bytes)
 
     def _drop(self) -> None:
-        """Give up what lies here, and what was taken."""
+        """Free the bytes of queued and of read outputs."""
         self._taken()
         self._sent()
 

@@ -1,6 +1,6 @@
 """Metrics of a server, for Prometheus.
 
-Those that mean what vLLM's mean have its names, behind a prefix of choice; see docs/server.md.
+Metrics with the meaning of vLLM's have its names, with a configurable prefix; see docs/server.md.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 class Histogram:
-    """Numbers of observations up to each of some bounds.
+    """A histogram: numbers of observations up to each of some bounds.
 
-    Only one thread adds to it; others may read, and see an observation more or less.
+    Only one thread adds to it; others may read, possibly one observation late.
 
     Args:
         bounds: upper bounds, ascending; one for all others is added.
@@ -45,7 +45,7 @@ class Histogram:
         self._sum += value
 
     def write(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        """Put what has been observed into a family of metrics."""
+        """Add the samples of the histogram to a family of metrics."""
         buckets, total = [], 0
         for bound, count in zip((*self._bounds, float("inf")), self._counts):
             total += count
@@ -188,12 +188,12 @@ METRICS = (
 
 
 class ServerMetrics(Collector):
-    """Counts what happens to calls, and reads what steps count.
+    """Counters of calls, and metrics from the engine's statistics.
 
     Args:
         model: label of all metrics.
-        stats: of the engine, as of a moment ago.
-        num_open: samples that run and wait.
+        stats: recent statistics of the engine.
+        num_open: unfinished samples.
         num_recompiles: compilations and captures after warm-up.
         answer_bytes: of outputs of calls under way.
         namespace: prefix of those that are called as vLLM's.
@@ -239,7 +239,7 @@ class ServerMetrics(Collector):
         self.num_lost_lines += 1
 
     def ended(self, record: CallRecord) -> None:
-        """Account for a call that was taken."""
+        """Count an accepted call."""
         plan = record.plan
         if not record.is_opened or plan is None or plan.params is None:
             return
@@ -308,11 +308,11 @@ _UNKNOWN = "other"
 
 
 class CountingMiddleware:
-    """Tells of each response.
+    """Middleware that counts responses.
 
     Args:
-        app: behind it.
-        count: told.
+        app: the next application.
+        count: called for each response.
     """
 
     def __init__(self, app: ASGIApp, count: Count) -> None:
@@ -326,7 +326,7 @@ class CountingMiddleware:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # Paths of callers are without number; routes are few.
+                # By route, since the number of paths is unbounded.
                 route = scope.get("route")
                 path = getattr(route, "path", _UNKNOWN)
                 method = scope["method"] if path != _UNKNOWN else _UNKNOWN

@@ -1,4 +1,4 @@
-"""One JSON line per call, written beside the event loop."""
+"""One JSON line per call, written in a thread."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ _log = logging.getLogger(__name__)
 
 _MOST_WAITING = 10_000
 _PATIENCE_S = 5.0
-"""Lines that may wait for a slow disk; more are lost, and counted."""
+"""Most queued lines, for slow disks; more are dropped and counted."""
 
 
 class RequestLog:
-    """Writes a line for each call that is over; no call waits for it, and none fails with it.
+    """Writes a line for each completed call; no call waits for it or fails because of it.
 
-    Neither prompts nor answers are in it, nor messages of errors, which may quote a call, unless prompts are
-    asked for.
+    It has no prompts (unless enabled), no answers, and no messages of errors, which may quote a call.
 
     Args:
         file: appended to; None is standard output.
         has_prompts: write the prompts as well.
-        patience_s: seconds that ``close`` waits for a file that takes nothing.
+        patience_s: timeout of ``close`` for a blocked file.
 
     Attributes:
         on_lost: called for each line that could not be written, as on a full disk.
@@ -55,14 +54,14 @@ class RequestLog:
         self._thread.start()
 
     def add(self, record: CallRecord) -> None:
-        """Write down a call."""
+        """Queue the line of a call."""
         try:
             self._lines.put_nowait((self._fields(record), record.plan if self._has_prompts else None))
         except Full:
             self.on_lost()
 
     def close(self) -> None:
-        """Write what waits, and end; writing to a file that takes nothing is aborted after some seconds."""
+        """Write queued lines and close; a blocked file is abandoned after a timeout."""
         with suppress(Full):
             self._lines.put(None, timeout=self._patience_s)
         self._thread.join(self._patience_s)
@@ -117,7 +116,7 @@ class RequestLog:
         self.on_lost()
         if not self._has_warned:
             self._has_warned = True
-            _log.warning("the log of calls cannot be written, and calls are served all the same: %s", error)
+            _log.warning("the log of calls cannot be written; calls are served nevertheless: %s", error)
 
 
 def _line(fields: dict[str, Any], plan: Plan | None) -> str:
@@ -132,18 +131,18 @@ def _between(begin: float, end: float | None) -> float | None:
 
 @dataclass
 class CallRecord:
-    """One call that wants something generated, from its arrival to its end.
+    """The record of a generating call, from its arrival to its end.
 
     Attributes:
         path: of the endpoint.
         timing: of its tokens.
-        headers: of the request that traces go by.
-        plan: what it came to; None if it was refused before that was known.
-        holding: of its outputs; None if it was refused before there could be any.
-        is_opened: whether it was taken; what is refused, such as for a full queue, has not run.
-        error: what it was answered with in place of an answer, or in the middle of one.
-        is_cut: the caller went away.
-        ended: when it was over, by ``time.perf_counter``.
+        headers: trace headers of the request.
+        plan: of the call; None if it was rejected before.
+        holding: account of its outputs; None if it was rejected before.
+        is_opened: whether it was accepted; rejected calls, as for a full queue, have not run.
+        error: error response, or error event of a stream.
+        is_cut: whether the caller disconnected.
+        ended: end of the call, by ``time.perf_counter``.
         ended_at: the same in seconds since 1970.
     """
 
@@ -159,7 +158,7 @@ class CallRecord:
     ended_at: float = 0.0
 
     def end(self) -> None:
-        """Note that it is over."""
+        """Record the end."""
         self.ended, self.ended_at = time.perf_counter(), time.time()
 
     @property
@@ -169,7 +168,7 @@ class CallRecord:
 
     @property
     def reasons(self) -> list[str]:
-        """Why its choices ended; those that did not end by themselves were aborted or failed."""
+        """Finish reasons of its choices; unfinished ones were aborted or failed."""
         if self.plan is None or not self.is_opened:
             return []
         reasons = [reason.value for reason in self.plan.answer.finish_reasons]

@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 class Tracing:
-    """Sends a span for each call that is over, in the background.
+    """Exports a span for each completed call, in the background.
 
     A call with a ``traceparent`` header (W3C Trace Context) gets a span below that one. Names of attributes
     are those of OpenTelemetry's conventions for generative models, and vLLM's where they have none.
 
     Args:
-        endpoint: URL that takes OTLP by HTTP, such as ``http://localhost:4318/v1/traces``.
-        processor: takes the spans in place of the endpoint.
+        endpoint: URL of an OTLP/HTTP collector, such as ``http://localhost:4318/v1/traces``.
+        processor: of spans, in place of the endpoint.
     """
 
     def __init__(self, endpoint: str, processor: SpanProcessor | None = None) -> None:
-        # A provider of our own: the process's global one may belong to somebody else.
+        # A separate provider: the global one may belong to other code.
         resource = Resource.create({"service.name": "hpu-duo", "service.version": __version__})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(
@@ -41,7 +41,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def add(self, record: CallRecord) -> None:
-        """Send a call as a span."""
+        """Export a call as a span."""
         end = int(record.ended_at * 1e9)
         start = end - int(record.seconds * 1e9)
         span = self._tracer.start_span(
@@ -60,7 +60,7 @@ class Tracing:
         span.end(end)
 
     def close(self) -> None:
-        """Send what waits, and end."""
+        """Export queued spans, and close."""
         self._provider.shutdown()
 
 

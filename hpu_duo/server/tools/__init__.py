@@ -1,4 +1,4 @@
-"""Tool calls in the text of a model, found as the text comes."""
+"""Incremental parsers of tool calls in the text of a model."""
 
 from hpu_duo.server.tools.calls import (
     CallArguments,

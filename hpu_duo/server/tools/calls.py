@@ -1,4 +1,4 @@
-"""Calls of tools in the text of a model, as Hermes, Qwen and Llama models write them."""
+"""Parsers of tool calls in the formats of Hermes, Qwen and Llama models."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import NamedTuple, Protocol
 
 
 class Content(NamedTuple):
-    """Text for the user."""
+    """Content of a message."""
 
     text: str
 
 
 class CallBegun(NamedTuple):
-    """A call of a function, numbered from 0 within the answer."""
+    """A function call, numbered from 0 within the answer."""
 
     number: int
     name: str
 
 
 class CallArguments(NamedTuple):
-    """More of the JSON text of a call's arguments."""
+    """A further piece of the JSON text of a call's arguments."""
 
     number: int
     text: str
@@ -32,25 +32,25 @@ Piece = Content | CallBegun | CallArguments
 
 
 class ToolParser(Protocol):
-    """Takes the text of one answer apart; how the text is cut into pushes does not change the result.
+    """Parses the text of one answer incrementally; the result is independent of how the text is split.
 
-    Text that is no call after all is content. The arguments of a call are the model's own JSON, character by
-    character, so what a stream gives joins to what a whole answer has.
+    Text that turns out to be no call is content. The arguments of a call are the model's own JSON, character
+    by character, so the pieces of a stream concatenate to the arguments of a whole answer.
     """
 
     def push(self, text: str) -> list[Piece]:
-        """Take more text; returns what it settles."""
+        """Parse more text; returns the completed pieces."""
 
     def finish(self) -> list[Piece]:
-        """Return the text not returned yet; call it once, at the end."""
+        """Return the rest of the text; to be called once, at the end."""
 
 
 ARGUMENTS = ("arguments", "parameters")
-"""Members that hold the arguments; models have the one or the other."""
+"""Names of the member with the arguments; models use the one or the other."""
 
 
 class _Place(Enum):
-    """Places of the next character, outside of strings and of members' values."""
+    """States of the parser, outside of strings and of members' values."""
 
     START = auto()
     KEY = auto()
@@ -63,16 +63,16 @@ class _Place(Enum):
 class JsonCall:
     """An object such as ``{"name": "f", "arguments": {"x": 1}}``.
 
-    The name may come before or behind the arguments. Arguments that are an object are passed on as they come
-    once the name is known; a text that holds JSON is passed on whole, and none at all are ``{}``.
+    The name may come before or after the arguments. Arguments that are an object are returned piece by piece
+    once the name is known; a string of JSON is returned whole, and missing arguments are ``{}``.
 
     Args:
         number: of the call within the answer.
         functions: names that may be called; None for any.
 
     Attributes:
-        text: all of it that has been read.
-        has_begun: whether a piece of it has been returned.
+        text: all parsed text.
+        has_begun: whether a piece of it was returned.
     """
 
     def __init__(self, number: int, functions: Collection[str] | None = None) -> None:
@@ -82,7 +82,7 @@ class JsonCall:
         self._place = _Place.START
         self._depth = 0
         self._is_string = self._is_escaped = False
-        # Characters that have been read; where the member under way begins; characters that were returned.
+        # Characters parsed; start of the current member; characters returned.
         self._at = self._start = self._num_sent = 0
         self._key = ""
         self._name: str | None = None
@@ -95,11 +95,11 @@ class JsonCall:
 
     @property
     def is_broken(self) -> bool:
-        """Whether what came is no call of a function."""
+        """Whether the text is no function call."""
         return self._place is _Place.BROKEN
 
     def push(self, text: str) -> tuple[list[Piece], str]:
-        """Take more text; returns what it settles, and what follows the object."""
+        """Parse more text; returns the completed pieces, and the text after the object."""
         self.text += text
         while self._at < len(self.text) and not (self.is_done or self.is_broken):
             character = self.text[self._at]
@@ -196,7 +196,7 @@ class JsonCall:
         self._place = _Place.DONE if self._name else _Place.BROKEN
 
     def _read(self, start: int, end: int) -> str | None:
-        """A text that stands there as JSON; None if it is something else."""
+        """The value of a JSON string; None if it is something else."""
         try:
             value = json.loads(self.text[start:end])
         except ValueError:
@@ -204,7 +204,7 @@ class JsonCall:
         return value if isinstance(value, str) else None
 
     def _pieces(self) -> list[Piece]:
-        """Pieces that have been settled since the last time."""
+        """Pieces completed since the last call."""
         if not self._name or self.is_broken:
             return []
         pieces: list[Piece] = []
@@ -228,7 +228,7 @@ class JsonCall:
         return fresh
 
     def _growing_arguments(self) -> str:
-        """More of the arguments under way, if they are an object, whose end is never white space."""
+        """More of the current arguments, if they are an object, which never ends in white space."""
         is_object = self._place is _Place.VALUE and self._start >= 0 and self.text[self._start] == "{"
         if not is_object or self._key not in ARGUMENTS:
             return ""
@@ -247,13 +247,13 @@ class HermesParser:
     Source: the Hermes function calling format (NousResearch, 2024).
 
     Args:
-        functions: names that may be called; None for any. What calls another one is content.
+        functions: names that may be called; None for any. Calls of others are content.
     """
 
     def __init__(self, functions: Collection[str] | None = None) -> None:
         self._functions = functions
         self._held = ""
-        # What is content after all if the call under way turns out to be none.
+        # Content if the current call turns out to be none.
         self._before = ""
         self._call: JsonCall | None = None
         self._closes = False
@@ -278,7 +278,7 @@ class HermesParser:
         return [Content(held)] if held else []
 
     def _advance(self, pieces: list[Piece]) -> bool:
-        """Settle some of the held text; False when more is needed."""
+        """Parse some of the buffered text; False if more is needed."""
         if self._call is not None:
             return self._advance_call(self._call, pieces)
         if self._closes:
@@ -318,7 +318,7 @@ class HermesParser:
 
 
 def _overlap(text: str, tag: str) -> int:
-    """Length of the longest beginning of the tag that the text ends in."""
+    """Length of the longest prefix of the tag that the text ends with."""
     longest = min(len(text), len(tag) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(tag[:length])), 0)
 
@@ -328,10 +328,10 @@ _SEPARATORS = " \n\t\r;,"
 
 
 class LlamaParser:
-    """Finds ``{"name": ..., "parameters": {...}}`` at the beginning of an answer, and more of them behind it.
+    """Finds ``{"name": ..., "parameters": {...}}`` at the beginning of an answer, and further ones after it.
 
     The objects may be separated by semicolons, and the first may follow ``<|python_tag|>``. An answer that
-    begins otherwise is content, and so is one whose object is no call.
+    begins otherwise is content, and so is one with an object that is no call.
 
     Source: the prompt format of Llama 3.1 and 3.2 (Meta, 2024).
 
@@ -365,7 +365,7 @@ class LlamaParser:
         return [Content(held)] if held else []
 
     def _advance(self, pieces: list[Piece]) -> bool:
-        """Settle some of the held text; False when more is needed."""
+        """Parse some of the buffered text; False if more is needed."""
         if self._is_content:
             pieces.append(Content(self._held))
             self._held = ""
@@ -373,7 +373,7 @@ class LlamaParser:
         if self._call is None and not self._begin():
             return self._is_content
         call = self._call
-        assert call is not None, "a call has begun"
+        assert call is not None, "expected a call"
         found, rest = call.push(self._held)
         pieces += found
         self._held = rest
@@ -390,7 +390,7 @@ class LlamaParser:
         return bool(self._held)
 
     def _begin(self) -> bool:
-        """Begin a call if the held text does; False if it does not, or not yet."""
+        """Start a call if the buffered text is one; False if it is not, or not yet."""
         separators = _SEPARATORS if self._num_calls else " \n\t\r"
         text = self._held.lstrip(separators)
         if not text or (len(text) < len(TAG) and TAG.startswith(text)):

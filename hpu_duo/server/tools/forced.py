@@ -1,4 +1,4 @@
-"""The parser that belongs to a model, and grammars of answers that are calls."""
+"""The choice of a model's tool parser, and grammars of forced tool calls."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hpu_duo.sampling.params import JSON_WHITESPACE, StructuredOutputs
 from hpu_duo.server.tools.calls import CLOSE, OPEN, TAG, HermesParser, LlamaParser, ToolParser
 
 Function = tuple[str, Mapping[str, Any] | None]
-"""A name, and the JSON schema of the arguments; None takes any object."""
+"""A name, and the JSON schema of the arguments; None = any object."""
 
 _AS_MODELS_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Options of llguidance's JSON: blanks where Python's ``json`` puts them, as in chat templates."""
+"""Options of llguidance's JSON: white space as in Python's ``json``, and in chat templates."""
 _FLEXIBLE = {"whitespace_pattern": JSON_WHITESPACE}
 _SLASH = re.compile(r"(\\.)|[/\n]", re.DOTALL)
-"""Characters that would end an expression between slashes, and what is escaped already."""
+"""Characters that would end an expression between slashes, and escapes."""
 
 
 def calls_grammar(
@@ -30,14 +30,14 @@ def calls_grammar(
 ) -> str:
     """Return the grammar of one or more calls, in llguidance's dialect of Lark.
 
-    The parser of the same name finds all calls that it allows.
+    The parser of the same name accepts all calls of the grammar.
 
     Args:
         parser: in ``PARSERS``.
-        functions: any of them is called, at least one.
+        functions: that may be called, at least one.
         is_one: exactly one call.
-        answer: what may be written in place of calls; None for nothing.
-        is_free: any text may be written in place of calls, and around them where they have marks.
+        answer: format allowed in place of calls; None for none.
+        is_free: any text is allowed in place of calls, and around them if they have tags.
     """
     if is_free:
         return _FREE[parser](functions, is_one)
@@ -55,7 +55,7 @@ def _hermes(functions: Sequence[Function], is_one: bool, has_answer: bool) -> st
 
 def _llama3_json(functions: Sequence[Function], is_one: bool, has_answer: bool) -> str:
     calls = "body" if is_one else 'body ("; " body)*'
-    # A call and JSON that is none begin alike, and have to be made of the same lexemes.
+    # A call and other JSON have a common prefix, and have to consist of the same lexemes.
     body = _json_body if has_answer else _body
     return f"calls: {calls}\n{body(functions, 'parameters')}"
 
@@ -68,13 +68,13 @@ def _hermes_in_text(functions: Sequence[Function], is_one: bool) -> str:
 
 
 def _llama3_json_or_text(functions: Sequence[Function], is_one: bool) -> str:
-    # Text that begins as a call does would be taken for one.
+    # Text that begins like a call would be parsed as one.
     text = rf"text: TEXT?{chr(10)}TEXT: /\s*[^{{\s](.|\n)*/ & ~/\s*{re.escape(TAG)}(.|\n)*/"
     return f"start: calls | text\n{text}\n{_llama3_json(functions, is_one, False)}"
 
 
 def _body(functions: Sequence[Function], arguments: str) -> str:
-    """Write the rules of a call's object.
+    """Return the rules of a call's object.
 
     Args:
         arguments: name of the arguments in it. Their schema is a rule of its own, since its references begin
@@ -91,10 +91,11 @@ def _body(functions: Sequence[Function], arguments: str) -> str:
 
 
 def _json_body(functions: Sequence[Function], arguments: str) -> str:
-    """Write the rules of a call's object, as one schema for each function; see ``_body``."""
+    """Return the rules of a call's object, as one schema for each function; see ``_body``."""
     rules = [_one_of(functions)]
     for number, (name, schema) in enumerate(functions):
-        # References of a schema with an ``$id`` hold within it, and this one becomes a part of another one.
+        # References of a schema with an ``$id`` are relative to it, and this one becomes a part of another
+        # one.
         own = {key: each for key, each in _object(schema).items() if key != "$id"}
         inner = _moved(own, f"#/properties/{arguments}")
         call = {
@@ -113,17 +114,17 @@ def _one_of(functions: Sequence[Function]) -> str:
 
 
 def _object(schema: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A schema of arguments is one of an object, also where its type is missing."""
+    """A schema of arguments is one of an object, also if its type is missing."""
     return {"type": "object", **(schema or {})}
 
 
 _VALUES = ("const", "enum", "default", "examples")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
-"""Keywords whose values are no schemas, and those whose members are named by the schema's author."""
+"""Keywords with values that are no schemas, and those with members named by the schema's author."""
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references hold where it is a part of another one."""
+    """Return a schema with references that are valid within another one."""
     if isinstance(schema, list):
         return [_moved(each, place) for each in schema]
     if not isinstance(schema, Mapping):
@@ -172,11 +173,11 @@ PARSERS: Mapping[str, Callable[[Collection[str] | None], ToolParser]] = {
     "hermes": HermesParser,
     "llama3_json": LlamaParser,
 }
-"""By the names that vLLM's ``--tool-call-parser`` has for these formats."""
+"""Parsers by vLLM's names for ``--tool-call-parser``."""
 
 
 def _detect_parser(chat_template: str | None) -> str | None:
-    """The parser for the calls that a chat template shows; None when it shows none that is known."""
+    """The parser for the tool calls of a chat template; None if it has none of a known format."""
     if chat_template is None or "tools" not in chat_template:
         return None
     if OPEN in chat_template:
@@ -187,11 +188,11 @@ def _detect_parser(chat_template: str | None) -> str | None:
 
 
 def resolve_parser(name: str, chat_template: str | None = None) -> str | None:
-    """The parser that a setting comes to; None for none.
+    """Resolve a setting to the name of a parser; None for none.
 
     Args:
         name: ``auto``, ``none`` or one of ``PARSERS``.
-        chat_template: what ``auto`` goes by.
+        chat_template: for ``auto``.
 
     Raises:
         ValueError: another name.
@@ -206,7 +207,7 @@ def resolve_parser(name: str, chat_template: str | None = None) -> str | None:
 
 
 def make_parser(name: str, functions: Collection[str] | None = None) -> ToolParser:
-    """A parser for one answer, by its name in ``PARSERS``.
+    """Create a parser for one answer, by its name in ``PARSERS``.
 
     Args:
         functions: names that may be called; None for any.
