@@ -116,6 +116,24 @@ def test_hpu_does_without_operators_that_fail(
     assert f"does without some of its operators: {ATTENTION}: " in caplog.text
 
 
+def test_compiled_code_of_one_kind_of_device_is_not_reused_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    fused.register()
+
+    def padded_maxima(scores: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+        return torch.ops.hpu.block_softmax(scores, torch.zeros(3, 1, 1, 1, 4), owner)[1][:, :2] + 1
+
+    scores, owner = torch.zeros(3, 2, 1, 1, 4), torch.zeros(3, dtype=torch.int32)
+    with torch.no_grad():
+        for name in ("GAUDI2", "GAUDI3"):
+            torch._dynamo.reset()
+            with fused.named(name):
+                made = torch.compile(padded_maxima)(scores, owner)
+            assert made.shape == (3, 2), name
+
+
 def test_it_is_made_for_a_gaudi(tiny: Tiny) -> None:
     with pytest.raises(ValueError, match="made of operators of a Gaudi, got device 'cpu'"):
         tiny.load(device="cpu", attention="hpu")

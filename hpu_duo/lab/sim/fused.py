@@ -35,10 +35,15 @@ def device_name() -> str:
 
 @contextmanager
 def named(name: str) -> Iterator[None]:
-    """Simulate another kind of device inside the context."""
+    """Simulate another kind of device inside the context.
+
+    Shapes of results differ between kinds. The tag keeps them apart in torch's cache of compiled code.
+    """
     _names.append(name)
+    tag = f"{torch.compiler.config.cache_key_tag}hpu-sim-{name}"
     try:
-        yield
+        with torch.compiler.config.patch(cache_key_tag=tag):
+            yield
     finally:
         _names.pop()
 
