@@ -68,8 +68,8 @@ class Request:
     ``append``), ``KVAllocations`` writes ``row``, ``region``, ``block_table`` and ``num_blocks``.
 
     Attributes:
-        tokens: int32 ``[capacity]``; prompt, then outputs, valid up to ``num_tokens``; then ``num_drafts``
-            drafts of the next tokens.
+        tokens: int32 ``[capacity]``; prompt, then outputs, valid up to ``num_tokens``; then drafts of the
+            next tokens: ``num_drafts`` forced ones, or during a step those of a drafter.
         num_prompt_tokens, num_tokens: tokens of the prompt; of prompt and outputs.
         num_computed_tokens: leading tokens whose keys and values are in the cache.
         num_cached_tokens: leading tokens that were there when the request first got a row, from others; None
@@ -83,6 +83,7 @@ class Request:
         row: ring row, ``NO_ROW`` unless running.
         region: of a prompt under way that is kept whole, else ``NO_REGION``.
         block_table: int32; valid up to ``num_blocks``.
+        stop_tokens: tokens that end the output once ``min_tokens`` have been sampled.
         parent, sample_index: for the samples of one prompt: sample 0, which is the parent of all others.
 
     Args:
@@ -151,7 +152,7 @@ class Request:
         num_forced = len(params.forced_token_ids)
         self.tokens[len(prompt) : len(prompt) + num_forced] = params.forced_token_ids
         self._num_prefilled = max(0, len(prompt) - params.decoded_prompt_tokens)
-        self._stop_tokens = stop_tokens if params.ignore_eos else stop_tokens | limits.eos_token_ids
+        self.stop_tokens = stop_tokens if params.ignore_eos else stop_tokens | limits.eos_token_ids
 
     def sibling(
         self,
@@ -244,6 +245,16 @@ class Request:
         return max(0, len(self.params.forced_token_ids) - self.num_output_tokens - 1)
 
     @property
+    def most_drafts(self) -> int:
+        """Most drafts of a drafter behind the known tokens: none while forced tokens are left.
+
+        The last token that a request may sample is sampled behind the last draft.
+        """
+        if self.params.host_sampler is not None or self.num_output_tokens < len(self.params.forced_token_ids):
+            return 0
+        return len(self.tokens) - self.num_tokens - 1
+
+    @property
     def num_prefilled_tokens(self) -> int:
         """Tokens of the prompt that are computed as a prompt; the others are decoded."""
         return self._num_prefilled
@@ -299,7 +310,7 @@ class Request:
             raise ValueError(f"request {self.request_id!r} already has all of its {len(self.tokens)} tokens")
         self.tokens[self.num_tokens] = token
         self.num_tokens += 1
-        if token in self._stop_tokens and self.num_output_tokens >= self.params.min_tokens:
+        if token in self.stop_tokens and self.num_output_tokens >= self.params.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_tokens == len(self.tokens) else None
 

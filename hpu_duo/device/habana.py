@@ -7,7 +7,7 @@ it. A stand-in of ``habana_frameworks`` exercises it in the tests.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -95,6 +95,10 @@ class HabanaRuntime:
         yield
         if self.is_lazy:
             self._core.mark_step()
+
+    def results(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing: reads wait for what has been launched."""
+        return nullcontext()
 
     def synchronize(self) -> None:
         """Wait for all streams."""

@@ -51,7 +51,11 @@ class DeviceRuntime(Protocol):
         ...
 
     def step(self) -> AbstractContextManager[None]:
-        """Context around all that one engine step does on the device."""
+        """Context around all work that one engine step puts on the device."""
+        ...
+
+    def results(self) -> AbstractContextManager[None]:
+        """Context around the reads of the last step's results."""
         ...
 
     def synchronize(self) -> None:
@@ -141,6 +145,10 @@ class CpuRuntime:
         """Return a context that does nothing."""
         return nullcontext()
 
+    def results(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
     def synchronize(self) -> None:
         """Do nothing: operators have ended when they return."""
 
@@ -191,6 +199,10 @@ class CudaRuntime:
         return "nccl"
 
     def step(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
+    def results(self) -> AbstractContextManager[None]:
         """Return a context that does nothing."""
         return nullcontext()
 

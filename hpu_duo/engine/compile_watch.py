@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from types import CodeType
@@ -220,15 +219,8 @@ class CompileWatch:
         """Read the counts of all sources."""
         return Counts({source.name: source.read() for source in self.sources})
 
-    @contextmanager
-    def forbidding(self) -> Iterator[None]:
-        """Forbid compilations, and fallbacks to the host's CPU, inside the context.
-
-        Raises:
-            RecompileError: at the end of the context, if there were any; the error names them.
-        """
-        before = self.snapshot()
-        yield
+    def forbid_since(self, before: Counts) -> None:
+        """Raise RecompileError if there was a compilation, or a fallback, since a snapshot."""
         findings = (self.snapshot() - before).findings
         if findings:
             raise RecompileError(findings)

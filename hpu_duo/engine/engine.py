@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from graphs.bucket_file import ShapeRecorder
     from hpu_duo.device.ranks import RankError
+    from hpu_duo.engine.drafts import Drafter
     from hpu_duo.engine.telemetry import StepListener, StepSink
     from hpu_duo.heads import HeadPattern
     from hpu_duo.prefix_hold import PrefixHold
@@ -119,6 +120,21 @@ class Engine(NotPicklable):
     def profiler(self, profiler: StepListener | None) -> None:
         """Notify it of every step from now on."""
         self._stepper.telemetry.profiler = profiler
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """Proposes tokens that decodes verify, up to ``decode_len - 1`` in a step; None for nobody."""
+        return self._stepper.drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Drafter | None) -> None:
+        """Draft with it from the next step on; outputs stay what they are.
+
+        Raises:
+            ValueError: ``decode_len`` is 1.
+        """
+        with interrupts_deferred(), self._turns:
+            self._stepper.drafter = drafter
 
     @property
     def has_unfinished(self) -> bool:

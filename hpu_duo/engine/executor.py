@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,7 +18,7 @@ from hpu_duo.device import DeviceRuntime
 from hpu_duo.device.exchange import gather_from_ranks
 from hpu_duo.device.ranks import Ranks, WorkerRanks
 from hpu_duo.engine.batch import RowCounts, StepGeometry
-from hpu_duo.engine.compile_watch import CompileWatch
+from hpu_duo.engine.compile_watch import CompileWatch, Counts
 from hpu_duo.engine.orders import Capture, Execute, FinishWarmUp, Order, SetTable, Touch
 from hpu_duo.engine.step_input import (
     BLOCK_COPIES,
@@ -171,6 +171,22 @@ def _preparing(
     return prepare
 
 
+class LaunchedStep(NamedTuple):
+    """A message that is on its way through the device; nothing of it has been read.
+
+    Attributes:
+        message: the step.
+        tokens: what ``packed`` made of the sampled tokens, on the device; None where nothing is sampled.
+        logits: of all rows, float ``[N * M, V]``, on the device, if the message has rows for the host.
+        compiled: counts of compilations before it, where none may be added.
+    """
+
+    message: StepInput
+    tokens: torch.Tensor | None
+    logits: torch.Tensor | None
+    compiled: Counts | None
+
+
 class StepOutput(NamedTuple):
     """Results of a step, on the host.
 
@@ -232,9 +248,7 @@ class Executor(NotPicklable):
         # No part of an executor refers back to it, so its memory is freed with the last reference.
         this = weakref.proxy(self)
         self.watch = CompileWatch.of(lambda: this.graphs, runtime)
-        self._watching: Callable[[], AbstractContextManager[None]] = (
-            self.watch.forbidding if fail_on_recompile else nullcontext
-        )
+        self._fails_on_recompile = fail_on_recompile
         self.inputs = DeviceInputs(partial(message_fields, geometry), largest, device)
         self.bytes_copied = 0
         self._run_in(use_table)
@@ -274,25 +288,54 @@ class Executor(NotPicklable):
         self.graphs = self.graphs.with_table(table, policy)
         self._run_in(True)
 
-    @torch.inference_mode()
     def execute(self, message: StepInput) -> StepOutput:
-        """Execute one step.
+        """Launch a message and wait for its results; see ``launch`` and ``finish``."""
+        return self.finish(self.launch(message))
+
+    @torch.inference_mode()
+    def launch(self, message: StepInput) -> LaunchedStep:
+        """Put all work of a message on the device, sampling included; nothing is read back.
 
         Raises:
-            RecompileError: the step compiled something although ``fail_on_recompile`` is set.
-            RankError: other ranks are lost.
+            RankError: other ranks do not follow.
         """
-        with self.leading(Execute(message)), self._watching(), self.runtime.step():
+        compiled = self.watch.snapshot() if self._fails_on_recompile else None
+        tokens = on_device = None
+        with self.leading(Execute(message)), self.runtime.step():
             logits = self._forward(message)
-            if message.sampling is None:
-                return _NOTHING
-            self.bytes_copied += message.sampling.num_bytes
-            tokens = read(self.sample(logits, message.sampling))
-            on_host = self.whole(logits).cpu() if message.host_sampled else None
-        sampled, logprobs = message.sampled, tokens.logprobs
-        if logprobs is not None:
-            logprobs = TokenLogprobs(*(each[sampled] for each in logprobs))
-        return StepOutput(tokens.token_ids.numpy()[sampled], logprobs, on_host)
+            if message.sampling is not None:
+                self.bytes_copied += message.sampling.num_bytes
+                found = self.sample(logits, message.sampling)
+                tokens = (
+                    found.token_ids if found.logprobs is None else packed(found.token_ids, found.logprobs)
+                )
+                on_device = self.whole(logits) if message.host_sampled else None
+        return LaunchedStep(message, tokens, on_device, compiled)
+
+    @torch.inference_mode()
+    def finish(self, launched: LaunchedStep) -> StepOutput:
+        """Read the results of a launched message, in one copy, and one more for logits.
+
+        Raises:
+            RecompileError: the step has compiled something, and may not.
+            RankError: the same, or a failure of the device, where other ranks follow.
+        """
+        message, tokens, logits, compiled = launched
+        try:
+            output = _NOTHING
+            if tokens is not None:
+                with self.runtime.results():
+                    table = tokens.cpu()
+                    on_host = None if logits is None else logits.cpu()
+                token_ids, logprobs = (table, None) if table.ndim == 1 else unpacked(table, message.sampled)
+                output = StepOutput(token_ids.numpy()[message.sampled], logprobs, on_host)
+            if compiled is not None:
+                self.watch.forbid_since(compiled)
+        except Exception as error:
+            if self.followers is None:
+                raise
+            raise self.followers.failed(error) from error
+        return output
 
     @torch.inference_mode()
     def logits(self, message: StepInput) -> torch.Tensor:
@@ -391,18 +434,26 @@ def bucket_step(
     return step
 
 
-def read(tokens: SampledTokens) -> SampledTokens:
-    """Copy sampled tokens to the host, in one device-to-host copy."""
-    if tokens.logprobs is None:
-        return SampledTokens(tokens.token_ids.cpu(), None)
-    sampled, rank, top_ids, top = tokens.logprobs
+def packed(token_ids: torch.Tensor, logprobs: TokenLogprobs) -> torch.Tensor:
+    """Bring sampled tokens and log-probabilities into one tensor, to be read in one copy.
+
+    Returns:
+        float32 ``[N * M, 3 + 2 * L]`` for L likeliest tokens.
+    """
+    sampled, rank, top_ids, top = logprobs
     # Token ids and ranks are exact in float32: both are at most the vocabulary's size.
-    columns = (tokens.token_ids[:, None], rank[:, None], sampled[:, None], top_ids, top)
-    table = torch.cat([column.float() for column in columns], dim=1).cpu()
+    columns = (token_ids[:, None], rank[:, None], sampled[:, None], top_ids, top)
+    return torch.cat([column.float() for column in columns], dim=1)
+
+
+def unpacked(table: torch.Tensor, rows: npt.NDArray[np.int32]) -> tuple[torch.Tensor, TokenLogprobs]:
+    """Return the tokens that ``packed`` has brought together, ``[N * M]``, and log-probabilities of rows."""
+    num_top = (table.shape[1] - 3) // 2
     ids, rank, top_ids = (
-        part.to(torch.int32) for part in (table[:, 0], table[:, 1], table[:, 3 : 3 + top_ids.shape[1]])
+        part.to(torch.int32) for part in (table[:, 0], table[:, 1], table[:, 3 : 3 + num_top])
     )
-    return SampledTokens(ids, TokenLogprobs(table[:, 2], rank, top_ids, table[:, 3 + top_ids.shape[1] :]))
+    logprobs = (table[:, 2], rank, top_ids, table[:, 3 + num_top :])
+    return ids, TokenLogprobs(*(each[rows] for each in logprobs))
 
 
 class StepWarmUp:
@@ -463,7 +514,8 @@ class StepWarmUp:
         for bucket in buckets:
             logits = executor.graphs.run_uncounted(bucket, executor.step_of(bucket), self._padding(bucket))
             for route in self.routes(bucket):
-                read(executor.sample(logits, SamplingBatch.padding(route)))
+                found = executor.sample(logits, SamplingBatch.padding(route))
+                (found.token_ids if found.logprobs is None else packed(found.token_ids, found.logprobs)).cpu()
 
     def _padding(self, bucket: BatchShape) -> Mapping[str, torch.Tensor]:
         """Inputs of a step of padding: only null units are read and written."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +15,7 @@ import torch
 from graphs import BatchShape, BucketTable, GraphCache, MissPolicy
 from hpu_duo.device import DeviceRuntime
 from hpu_duo.engine.compile_watch import CompileWatch
-from hpu_duo.engine.executor import Executor, StepWarmUp
+from hpu_duo.engine.executor import Executor, LaunchedStep, StepWarmUp
 from hpu_duo.engine.step_input import BuiltStep, StepBuilder, StepInput
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.copies import Copy
@@ -21,6 +23,26 @@ from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.not_picklable import NotPicklable
 from hpu_duo.sampling import SamplingRow, TokenLogprobs, choose_on_host
+
+NO_ERRORS: Mapping[int, Exception] = MappingProxyType({})
+
+
+class StepHandle(NamedTuple):
+    """A step between its two phases: all that is needed to finish it.
+
+    Attributes:
+        plan: the planned step.
+        built: its message, and what of it stays on the host.
+        launched: its results on the device.
+        device_s: seconds that the launch has taken on the device, or to enqueue it there.
+        errors: errors of rows without sampling parameters, by ring row.
+    """
+
+    plan: StepPlan
+    built: BuiltStep
+    launched: LaunchedStep
+    device_s: float
+    errors: Mapping[int, Exception]
 
 
 @dataclass(frozen=True)
@@ -31,15 +53,16 @@ class StepResult:
         message: the step.
         token_ids: int32 ``[plan.num_samples]``, row after row.
         logprobs: CPU tensors with one entry per ``token_ids``, if some request has them enabled.
-        build_s: seconds spent on the host to build the message.
-        errors: errors of rows that could not be sampled, by ring row; their tokens are undefined.
+        device_s: seconds that the device has taken, both phases together.
+        errors: errors of rows that could not be sampled, by ring row, each with the number of its first
+            token that is undefined: 0, or more behind drafts.
     """
 
     message: StepInput
     token_ids: npt.NDArray[np.int32]
     logprobs: TokenLogprobs | None
-    build_s: float
-    errors: Mapping[int, Exception] = field(default_factory=dict)
+    device_s: float
+    errors: Mapping[int, tuple[int, Exception]] = field(default_factory=dict)
 
     @property
     def shape(self) -> BatchShape:
@@ -76,27 +99,44 @@ class Runner(NotPicklable):
         )
         self.warmup = StepWarmUp(self.builder, executor, vocab_size, max_model_len)
 
-    @torch.inference_mode()
-    def run(self, plan: StepPlan, sampling: Mapping[int, Sequence[SamplingRow]]) -> StepResult:
-        """Run one plan.
+    def launch(
+        self,
+        plan: StepPlan,
+        sampling: Mapping[int, Sequence[SamplingRow]],
+        errors: Mapping[int, Exception] = NO_ERRORS,
+    ) -> StepHandle:
+        """Build the message of a plan, and put its work on the device.
 
         Args:
             sampling: see ``StepBuilder.build``.
+            errors: errors of rows that are not in ``sampling``, by ring row.
 
         Raises:
             GraphMissError: no bucket holds the step, and that is an error.
-            RecompileError: the step compiled something although ``fail_on_recompile`` is set.
         """
-        began = time.perf_counter()
         built = self.builder.build(plan, sampling)
-        build_s = time.perf_counter() - began
-        output = self.executor.execute(built.message)
-        token_ids, errors = output.token_ids, built.errors
+        began = time.perf_counter()
+        launched = self.executor.launch(built.message)
+        return StepHandle(plan, built, launched, time.perf_counter() - began, errors)
+
+    def finish(self, handle: StepHandle) -> StepResult:
+        """Wait for a launched step, and choose the tokens of rows that are sampled on the host.
+
+        Raises:
+            RecompileError: the step has compiled something, and may not.
+        """
+        built = handle.built
+        began = time.perf_counter()
+        output = self.executor.finish(handle.launched)
+        token_ids, failed = output.token_ids, built.errors
         if output.logits is not None:
-            token_ids, errors = _choose_on_host(built, output.token_ids, output.logits)
-        decode_len = self.executor.geometry.decode_len
-        by_ring_row = {row // decode_len: error for row, error in errors.items()}
-        return StepResult(built.message, token_ids, output.logprobs, build_s, by_ring_row)
+            token_ids, failed = _choose_on_host(built, output.token_ids, output.logits)
+        device_s = handle.device_s + time.perf_counter() - began
+        errors = {row: (0, error) for row, error in handle.errors.items()}
+        for index in sorted(failed, reverse=True):
+            ring_row, number = divmod(index, self.executor.geometry.decode_len)
+            errors[ring_row] = number, failed[index]
+        return StepResult(built.message, token_ids, output.logprobs, device_s, errors)
 
     @torch.inference_mode()
     def carry_out(self, copies: Sequence[Copy]) -> None:
@@ -142,6 +182,7 @@ class Runner(NotPicklable):
         return self.executor.device
 
 
+@torch.inference_mode()
 def _choose_on_host(
     built: BuiltStep, token_ids: npt.NDArray[np.int32], logits: torch.Tensor
 ) -> tuple[npt.NDArray[np.int32], dict[int, Exception]]:

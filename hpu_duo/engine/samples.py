@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -60,26 +61,14 @@ class SampleState:
                 tokenizer, params.skip_special_tokens, context, special_ids, byte_of
             )
 
-    def sampling_row(self, number: int = 0) -> SamplingRow:
-        """Return the sampling of the next token, or of the one behind ``number`` drafts.
-
-        After drafts it must be a forced token, because penalties count committed tokens only, and those of
-        this step are not committed yet.
-
-        Raises:
-            ValueError: the token after drafts is not forced.
-        """
+    def sampling_row(self) -> SamplingRow:
+        """Return the sampling of the next token."""
         request, choose = self.request, None
         if self._host is not None and self._host.chooses:
             choose = partial(self._host.choose, request.output_token_ids)
-        place = request.num_output_tokens + number
+        place = request.num_output_tokens
         # Forced tokens were checked against the grammar when the request was added.
-        num_forced = len(request.params.forced_token_ids)
-        is_forced = place < num_forced
-        if number and not is_forced:
-            raise ValueError(
-                f"expected drafts before one of {num_forced} forced tokens, got {number} at place {place}"
-            )
+        is_forced = place < len(request.params.forced_token_ids)
         return SamplingRow(
             request.params,
             request.sampling_seed,
@@ -89,6 +78,53 @@ class SampleState:
             choose,
             None if is_forced else self._grammar,
         )
+
+    def sampling_rows(self, num_samples: int) -> list[SamplingRow]:
+        """Return the sampling of the next token, and of those behind each of ``num_samples - 1`` drafts.
+
+        Each is what it would be if the drafts in front of it had been taken. Forced tokens need no more than
+        the number of their draw, since no penalty weighs them.
+        """
+        request, rows = self.request, [self.sampling_row()]
+        params, place, grammar = request.params, request.num_output_tokens, rows[0].grammar
+        is_forced = place < len(params.forced_token_ids)
+        counts = None if self.penalties is None or is_forced else self.penalties.counts
+        drafts = request.tokens[request.num_tokens : request.num_tokens + num_samples - 1].tolist()
+        for number, token in enumerate(drafts, place + 1):
+            if counts is not None:
+                counts = counts.behind(token)
+            if grammar is not None:
+                grammar = grammar.fork()
+                grammar.accept(token)
+            penalties = self.penalties if counts is None else counts
+            rows.append(rows[0]._replace(num_output_tokens=number, penalties=penalties, grammar=grammar))
+        return rows
+
+    def cut_drafts(self, drafts: list[int]) -> list[int]:
+        """Return the leading drafts that the output may go on with, and that do not end it.
+
+        The token that ends it is sampled behind them in the same step, so it is never in front of another.
+        """
+        request, place = self.request, self.request.num_output_tokens
+        grammar = None if self._grammar is None else self._grammar.fork()
+        ahead = None if self._stop is None else self._fork_text()
+        for number, token in enumerate(drafts):
+            num_tokens = place + number + 1
+            ends = token in request.stop_tokens and num_tokens >= request.params.min_tokens
+            if ends or (grammar is not None and not _goes_on(grammar, token)):
+                return drafts[:number]
+            if ahead is not None and ahead._push(token, num_tokens, None, shows=True)[1] is not None:
+                return drafts[:number]
+        return drafts
+
+    def _fork_text(self) -> SampleState:
+        """Return a state whose text goes on from here."""
+        ahead = copy(self)
+        ahead._text = None if self._text is None else self._text.fork()
+        ahead._stop = None if self._stop is None else self._stop.fork()
+        ahead._ahead = None if self._ahead is None else self._ahead.fork()
+        ahead._within = [*self._within]
+        return ahead
 
     def take(self, committed: CommittedToken, logprob: TokenLogprob | None) -> RequestOutput:
         """Process a sampled token; the output has the finish reason, by token or by text."""
@@ -228,6 +264,15 @@ class LiveSamples:
 
     def __iter__(self) -> Iterator[SampleState]:
         return iter(self._states.values())
+
+
+def _goes_on(grammar: GrammarState, token: int) -> bool:
+    """Let a grammar go on by a token; returns whether it allows the token, and others behind it."""
+    try:
+        grammar.accept(token)
+    except ValueError:
+        return False
+    return not grammar.is_complete
 
 
 def _text_before(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> str:

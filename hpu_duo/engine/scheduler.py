@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from graphs import BatchShape, BucketTable, Miss, Phase, StepLimits
 from hpu_duo.engine.batch import exact_shape
-from hpu_duo.engine.committing import append_tokens
+from hpu_duo.engine.drafts import Propose, append_tokens
 from hpu_duo.engine.prefixes import PrefixHolding, PrefixSharing
 from hpu_duo.engine.siblings import ParallelSamples
 from hpu_duo.engine.step_plan import CommittedToken, StepDraft, StepPlan
@@ -152,6 +152,9 @@ class Scheduler:
         num_postponed: returns how many tokens of its last row a plan should postpone to the next step, such
             as ``ChunkTrimming.num_postponed``; None = always 0. Not called while a request waits.
         policy: this scheduler's own; None = first come, first served.
+
+    Attributes:
+        propose: returns the drafts of a decode; None where nobody drafts.
     """
 
     def __init__(
@@ -172,6 +175,7 @@ class Scheduler:
         self._num_arrived = 0
         self._admission = Admission(self.allocations, self._running, self.policy)
         self._plan_in_flight: StepPlan | None = None
+        self.propose: Propose | None = None
 
     @property
     def trims_chunks(self) -> bool:
@@ -254,6 +258,8 @@ class Scheduler:
         self._schedule_running(step, are_decodes=False)
         if alone is None:
             self._admit(step)
+        if self.propose is not None:
+            self._add_drafts(step, self.propose)
         if step.is_empty:  # those with a share were preempted for one that did not fit after all
             self._schedule_running(step, are_decodes=False)
             if step.is_empty:
@@ -293,6 +299,10 @@ class Scheduler:
         self._plan_in_flight = None
 
         committed = append_tokens(plan, token_ids, accepted, self.policy)
+        if plan.num_samples > len(accepted):
+            for row in plan.sampled_rows:
+                if row.request.status is RequestStatus.RUNNING:
+                    self.allocations.shrink(row.request)
         self._prefixes.keep(plan)
         ended = [(done.request, done.finish_reason) for done in committed if done.finish_reason is not None]
         forking = self._parallel_samples.parents_prefilled_by(plan) if self._parallel_samples.waiting else []
@@ -405,6 +415,18 @@ class Scheduler:
             self._open(request, begin.hit)
             self._schedule(request, step)
             self._admission.admitted(request)
+
+    def _add_drafts(self, step: StepDraft, propose: Propose) -> None:
+        """Let decodes verify drafts with tokens of the step and free blocks that nobody else has taken.
+
+        What is rejected is given back when the step is committed, so nobody waits, is preempted, or loses
+        what is cached for a draft.
+        """
+        for request in self._running:
+            most = min(step.num_draftable(request), self.allocations.num_free_slots(request))
+            if most > 0 and len(drafts := propose(request, most)):
+                step.add_drafts(request, drafts)
+                self.allocations.grow(request, request.num_tokens + len(drafts))
 
     def _trim(self, step: StepDraft, plan: StepPlan) -> StepPlan:
         # Waiting requests would get the postponed tokens of the budget.

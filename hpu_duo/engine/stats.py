@@ -108,7 +108,8 @@ class EngineStats:
     Attributes:
         steps: number of steps by phase string of the exact shape.
         num_prompt_tokens, num_output_tokens: tokens computed for prompts (again after a preemption), and
-            tokens sampled.
+            tokens sampled, without rejected drafts.
+        num_drafted_tokens, num_accepted_tokens: draft tokens that were verified, and those that were taken.
         num_padded_tokens, num_query_tokens: query tokens that were padding, and all that ran.
         num_preemptions: preemptions of requests for lack of blocks.
         num_graph_misses: steps with a shape that fits no bucket.
@@ -136,6 +137,8 @@ class EngineStats:
     steps: dict[str, int]
     num_prompt_tokens: int
     num_output_tokens: int
+    num_drafted_tokens: int
+    num_accepted_tokens: int
     num_padded_tokens: int
     num_query_tokens: int
     num_preemptions: int
@@ -183,6 +186,8 @@ class EngineStats:
             steps=dict(counters.steps),
             num_prompt_tokens=counters.num_prompt_tokens,
             num_output_tokens=counters.num_output_tokens,
+            num_drafted_tokens=counters.num_drafted_tokens,
+            num_accepted_tokens=counters.num_accepted_tokens,
             num_padded_tokens=counters.num_padded_tokens,
             num_query_tokens=counters.num_query_tokens,
             num_preemptions=counters.num_preemptions,

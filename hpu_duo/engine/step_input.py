@@ -113,6 +113,7 @@ class StepBuilder:
         is_static: the device compiles each route of sampling; see ``static_route``.
 
     Attributes:
+        vocab_size: as given.
         class_of: class of each token of the vocabulary, for heads that prefer to store some classes; to be
             set before the first step of such a model.
     """
@@ -127,7 +128,7 @@ class StepBuilder:
         is_static: bool,
     ) -> None:
         self._geometry, self._bucket_of = geometry, bucket_of
-        self._vocab_size, self._is_static = vocab_size, is_static
+        self.vocab_size, self._is_static = vocab_size, is_static
         self.class_of: np.ndarray | None = None
         self._host = HostInputs(partial(message_fields, geometry), largest)
 
@@ -200,6 +201,6 @@ class StepBuilder:
         errors = dict[int, Exception]()
         while True:
             try:
-                return SamplingBatch.build(rows, self._vocab_size, is_static=self._is_static), errors
+                return SamplingBatch.build(rows, self.vocab_size, is_static=self._is_static), errors
             except RowError as error:
                 rows[error.row], errors[error.row] = None, error.cause

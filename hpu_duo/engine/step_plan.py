@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from graphs import StepLimits
 from hpu_duo.kv.copies import Copy
@@ -240,6 +241,18 @@ class StepDraft:
         self.num_free_tokens -= num_new_tokens
         if num_new_tokens > self._decode_len and (start or self._grid):
             self._chunks.add(request)
+
+    def num_draftable(self, request: Request) -> int:
+        """Most drafts that a request may compute besides: of a decode, as many tokens as are left over."""
+        if self._shares.get(request) != 1 or request.num_uncomputed_tokens != 1:
+            return 0
+        return min(self._decode_len - 1, self.num_free_tokens, request.most_drafts)
+
+    def add_drafts(self, request: Request, drafts: Sequence[int] | NDArray[np.integer]) -> None:
+        """Schedule drafts behind the last known token of a decode, and write them there."""
+        self._shares[request] += len(drafts)
+        self.num_free_tokens -= len(drafts)
+        request.tokens[request.num_tokens : request.num_tokens + len(drafts)] = drafts
 
     def preempt(self, request: Request) -> None:
         """Mark the request as preempted, and remove its share, if any.

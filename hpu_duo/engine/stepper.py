@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from graphs import GraphMissError, RecompileError
 from graphs.interrupts import Deferral
 from hpu_duo.device.ranks import RankError
+from hpu_duo.engine.drafts import Drafter, Drafting
 from hpu_duo.engine.outputs import OutputQueue, TokenLogprob, logprobs_of
-from hpu_duo.engine.runner import Runner, StepResult
+from hpu_duo.engine.runner import Runner, StepHandle
 from hpu_duo.engine.samples import LiveSamples
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.step_plan import CommittedToken, StepPlan
@@ -32,11 +33,12 @@ class FailureIsolation:
 
     Attributes:
         last_failed: requests of the last step, if it failed.
+        num_failures: failing steps of each suspect.
     """
 
     def __init__(self) -> None:
         self.last_failed: tuple[Request, ...] = ()
-        self._num_failures: dict[Request, int] = {}
+        self.num_failures: dict[Request, int] = {}
         self._queue: deque[Request] = deque()
 
     @property
@@ -51,30 +53,32 @@ class FailureIsolation:
         if requests == (self.alone,):
             return requests[0]
         for request in requests:
-            self._num_failures[request] = self._num_failures.get(request, 0) + 1
-        self._queue.extend(r for r in requests if is_miss or self._num_failures[r] >= _MOST_FAILURES)
+            self.num_failures[request] = self.num_failures.get(request, 0) + 1
+        self._queue.extend(r for r in requests if is_miss or self.num_failures[r] >= _MOST_FAILURES)
         return None
 
     def forget(self, request: Request) -> None:
         """Remove an ended request."""
         self.last_failed = tuple(each for each in self.last_failed if each is not request)
-        self._num_failures.pop(request, None)
+        self.num_failures.pop(request, None)
         if request in self._queue:
             self._queue.remove(request)
 
     def clear(self, plan: StepPlan) -> None:
         """Record a step that succeeded: requests with a new token are no longer suspect."""
-        if not self._num_failures:
-            return
         alone = self.alone
         for row in plan.sampled_rows:
-            self._num_failures.pop(row.request, None)
+            self.num_failures.pop(row.request, None)
             if row.request is alone:
                 self._queue.popleft()
 
 
 class Stepper:
-    """Runs steps, one at a time.
+    """Runs steps, each in two phases, one after the other.
+
+    ``launch`` puts a planned step on the device, and ``finish`` waits for it and commits its tokens. All that
+    the second phase needs lies in the handle between them, so another step may be launched meanwhile once the
+    scheduler plans on the assumption of what this one will give.
 
     All methods are called with interrupts deferred, by one thread at a time.
 
@@ -95,8 +99,31 @@ class Stepper:
         self._runner, self._scheduler = runner, scheduler
         self._isolation = FailureIsolation()
         self._uncollected: deque[tuple[CommittedToken, TokenLogprob | None]] = deque()
+        self._drafting: Drafting | None = None
         self._is_stepping = False
         self._aborted_meanwhile: list[str] = []
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """Proposes tokens that decodes verify; None for nobody."""
+        return None if self._drafting is None else self._drafting.drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Drafter | None) -> None:
+        """Draft with it from the next step on.
+
+        Raises:
+            ValueError: rows decode one token in a step.
+        """
+        decode_len, vocab_size = self._scheduler.limits.decode_len, self._runner.builder.vocab_size
+        if drafter is not None and decode_len == 1:
+            raise ValueError(
+                "expected decode_len of 2 or more to verify drafts of a drafter, got decode_len=1: a step "
+                "verifies decode_len - 1 drafts of a request"
+            )
+        counters = self.telemetry.counters
+        self._drafting = None if drafter is None else Drafting(drafter, self.samples, vocab_size, counters)
+        self._scheduler.propose = None if self._drafting is None else self._drafting.propose
 
     @property
     def has_uncollected(self) -> bool:
@@ -159,52 +186,76 @@ class Stepper:
         plan = self._scheduler.plan(self._isolation.alone)
         if plan is None:
             return
-        sampling, errors = self._sampling_rows(plan)
-        planned = time.perf_counter()
-        try:
-            with deferral.lifted():
-                result = self._runner.run(plan, sampling)
-        except (RecompileError, RankError):
-            raise  # caused by no request
-        except Exception as error:
-            culprit = self._isolation.culprit(plan, error)
-            if culprit is None:
-                raise
-            self._fail(culprit, error)
-            return
-        ran = time.perf_counter()
-        self._isolation.clear(plan)
-        self._take(plan, result, {**errors, **result.errors})
-        self._collect()
-        self.telemetry.counters.host_s += time.perf_counter() - began - (ran - planned) + result.build_s
-        self.telemetry.counters.device_s += ran - planned - result.build_s
+        counters = self.telemetry.counters
+        device_s = counters.device_s
+        if (handle := self.launch(plan, deferral)) is not None:
+            self.finish(handle, deferral)
+            self._collect()
+        counters.host_s += time.perf_counter() - began - (counters.device_s - device_s)
 
-    def _sampling_rows(
-        self, plan: StepPlan
-    ) -> tuple[dict[int, tuple[SamplingRow, ...]], dict[int, Exception]]:
-        """Return the sampling parameters of each token by ring row, and the errors of rows without them."""
-        rows, errors = dict[int, tuple[SamplingRow, ...]](), dict[int, Exception]()
+    def launch(self, plan: StepPlan, deferral: Deferral) -> StepHandle | None:
+        """Put a planned step on the device; None if that has failed, and its request has ended for it.
+
+        Raises:
+            Exception: it has failed, and no request is known to be at fault.
+        """
+        sampling, errors = dict[int, Sequence[SamplingRow]](), dict[int, Exception]()
         for row in plan.sampled_rows:
             try:
                 state = self.samples[row.request.request_id]
-                rows[row.ring_row] = tuple(map(state.sampling_row, range(row.num_samples)))
+                sampling[row.ring_row] = (
+                    (state.sampling_row(),) if row.num_samples == 1 else state.sampling_rows(row.num_samples)
+                )
             except Exception as error:
                 errors[row.ring_row] = error
-        return rows, errors
+        try:
+            with deferral.lifted():
+                return self._runner.launch(plan, sampling, errors)
+        except Exception as error:
+            self._blame(plan, error)
+            return None
 
-    def _take(self, plan: StepPlan, result: StepResult, errors: Mapping[int, Exception]) -> None:
-        """Commit a completed step; its tokens are output by ``_collect``.
+    def finish(self, handle: StepHandle, deferral: Deferral) -> list[CommittedToken]:
+        """Wait for a launched step, and commit its tokens; they wait for ``_collect``.
 
-        Args:
-            errors: errors by ring row; these requests end.
+        Returns:
+            What it adds to requests; nothing if it has failed, and its request has ended for it.
+
+        Raises:
+            Exception: it has failed, and no request is known to be at fault.
         """
+        plan = handle.plan
+        try:
+            with deferral.lifted():
+                result = self._runner.finish(handle)
+        except Exception as error:
+            self._blame(plan, error)
+            return []
+        if self._isolation.num_failures:
+            self._isolation.clear(plan)
         logprobs = {} if result.logprobs is None else logprobs_of(plan, result.token_ids, result.logprobs)
         self.telemetry.note(plan, result, self._scheduler.allocations, self._runner.executor.store.plan)
-        for row in plan.sampled_rows:
-            if row.ring_row in errors:
-                self._fail(row.request, errors[row.ring_row])
-        for committed in self._scheduler.commit(plan, result.token_ids):
-            self._uncollected.append((committed, logprobs.get(committed.sample)))
+        if result.errors:
+            for row in plan.sampled_rows:
+                first, error = result.errors.get(row.ring_row, (1, None))
+                if error is not None and not first:
+                    self._fail(row.request, error)
+        accepted = None
+        if self._drafting is not None and plan.num_samples > len(plan.sampled_rows):
+            accepted = self._drafting.verify(plan, result.token_ids, result.errors)
+        committed = self._scheduler.commit(plan, result.token_ids, accepted)
+        self.telemetry.counters.num_output_tokens += len(committed)
+        self._uncollected.extend((each, logprobs.get(each.sample)) for each in committed)
+        return committed
+
+    def _blame(self, plan: StepPlan, error: Exception) -> None:
+        """End the request that is at fault for a step that failed; raise the error if none is known."""
+        if isinstance(error, RecompileError | RankError):
+            raise error  # the fault of no request
+        culprit = self._isolation.culprit(plan, error)
+        if culprit is None:
+            raise error
+        self._fail(culprit, error)
 
     def _collect(self) -> None:
         """Turn sampled tokens into outputs, one by one, so that an interrupt loses no other token."""

@@ -40,6 +40,8 @@ class StepCounters:
     steps: Counter[str] = field(default_factory=Counter)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_padded_tokens: int = 0
     num_query_tokens: int = 0
     num_preemptions: int = 0
@@ -67,10 +69,10 @@ class StepCounters:
             known = row.request.num_prompt_tokens
             if row.start < known:
                 self.num_prompt_tokens += min(end, known) - row.start
-        self.num_output_tokens += len(result.token_ids)
         self.num_query_tokens += bucket.query_len
         self.num_padded_tokens += bucket.query_len - shape.query_len
         self.num_preemptions += len(plan.preempted)
+        self.device_s += result.device_s
         if memory.budgets:
             self.num_evicted_tokens.update(num_evicted_tokens(plan, memory))
         if memory.sparse_heads:

@@ -191,6 +191,21 @@ class KVAllocations:
                 request.region = self.regions.acquire(request)
         return True
 
+    def num_free_slots(self, request: Request) -> int:
+        """Tokens behind the known ones for which the request has blocks, or free ones are left.
+
+        Idle blocks of the prefix cache are not counted.
+        """
+        if not self.uses_blocks:
+            return len(request.tokens)
+        return (request.num_blocks + self.blocks.num_free) * self.block_size - request.num_tokens
+
+    def shrink(self, request: Request) -> None:
+        """Give back the blocks behind the tokens of the request that are in the cache."""
+        num_blocks = self.num_blocks_for(request.num_computed_tokens)
+        self.blocks.release(request.block_table[num_blocks : request.num_blocks].tolist())
+        request.num_blocks = min(request.num_blocks, num_blocks)
+
     def _release_region(self, request: Request) -> None:
         if self.regions is not None and request.region != NO_REGION:
             self.regions.release(request.region)

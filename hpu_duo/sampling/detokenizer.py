@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -166,6 +167,14 @@ class IncrementalDetokenizer:
         elif is_overdue:
             del self._window[self._num_settled :]
         return piece
+
+    def fork(self) -> IncrementalDetokenizer:
+        """Return a detokenizer that goes on from here, to try tokens that are not certain."""
+        ahead = copy.copy(self)
+        ahead._window = [*self._window]
+        ahead._utf8 = codecs.getincrementaldecoder("utf-8")()
+        ahead._utf8.setstate(self._utf8.getstate())
+        return ahead
 
     def skipped_text(self, token_id: int) -> str:
         """Return the text of a token that ``push`` leaves out, and nothing for any other."""

@@ -61,6 +61,10 @@ class GrammarState:
         self._matcher.consume_token(token)
         self._check()
 
+    def fork(self) -> GrammarState:
+        """Return a state that goes on from here, to try tokens that are not certain."""
+        return GrammarState(self._matcher.deep_copy(), self._field)
+
     def num_accepted_of(self, tokens: Sequence[int]) -> int:
         """Count the leading tokens that could be accepted one after the other; nothing changes."""
         return self._matcher.validate_tokens(list(tokens))

@@ -4,11 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hpu_duo.sampling.params import SamplingParams
+
+
+class TokenCounts(NamedTuple):
+    """The distinct tokens of one request and how often each occurs in its output.
+
+    Attributes:
+        token_ids: int32 [M].
+        codes: float32 [M], exact integers: ``2 * occurrences in the output + 1``.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    codes: npt.NDArray[np.float32]
+
+    def behind(self, token_id: int) -> TokenCounts:
+        """Return the counts after one more generated token; these stay as they are."""
+        token_ids, codes = self.token_ids, self.codes.copy()
+        places = np.flatnonzero(token_ids == token_id)
+        if not len(places):
+            token_ids, codes = np.append(token_ids, np.int32(token_id)), np.append(codes, np.float32(1))
+        codes[places if len(places) else -1] += 2.0
+        return TokenCounts(token_ids, codes)
 
 
 @dataclass
@@ -64,6 +86,11 @@ class PenaltyState:
     def codes(self) -> npt.NDArray[np.float32]:
         """float32 [M], exact integers: ``2 * occurrences in the output + 1``."""
         return self._codes[: self._size]
+
+    @property
+    def counts(self) -> TokenCounts:
+        """Both, valid up to the next ``append``."""
+        return TokenCounts(self.token_ids, self.codes)
 
     def _extend(self, new_ids: npt.NDArray[np.int32]) -> None:
         start, end = self._size, self._size + len(new_ids)

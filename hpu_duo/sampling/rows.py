@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpu_duo.sampling.params import HostChoice, SamplingParams
-from hpu_duo.sampling.penalties import PenaltyState
+from hpu_duo.sampling.penalties import PenaltyState, TokenCounts
 
 if TYPE_CHECKING:
     from hpu_duo.sampling.guidance import GrammarState
@@ -38,7 +38,7 @@ class SamplingRow(NamedTuple):
     params: SamplingParams
     seed: int = 0
     num_output_tokens: int = 0
-    penalties: PenaltyState | None = None
+    penalties: PenaltyState | TokenCounts | None = None
     eos_token_ids: Sequence[int] = ()
     choose: HostChoice | None = None
     grammar: GrammarState | None = None

@@ -173,7 +173,7 @@ def test_a_bug_in_a_step_keeps_its_traceback(
     def fail(*_: object) -> None:
         raise ValueError("operands could not be broadcast together")
 
-    monkeypatch.setattr(Runner, "run", fail)
+    monkeypatch.setattr(Runner, "launch", fail)
     done = hpu_duo("eval", command, *arguments)
     assert done.exit_code == 1
     assert isinstance(done.exception, ValueError)
@@ -184,7 +184,7 @@ def test_an_interrupted_evaluation_ends_with_one_word(hpu_duo: Run, monkeypatch:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Runner, "run", interrupt)
+    monkeypatch.setattr(Runner, "launch", interrupt)
     done = hpu_duo("eval", "passkey", "--num-tokens", "200", "--num-passkeys", "1", *SMALL)
     assert (done.exit_code, done.stderr) == (130, "hpu-duo: interrupted\n")
 

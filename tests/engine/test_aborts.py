@@ -72,7 +72,7 @@ def test_an_abort_while_a_step_runs_leaves_the_others_unchanged(
     prompts = prompts_of([5, 7, 9])
     expected = tokens_of(serve(tiny.load(), prompts, params))
     served = tiny.load()
-    engine, run = served.engine, served.engine.runner.run
+    engine, launch = served.engine, served.engine.runner.launch
     names = [engine.add_request(prompt, params) for prompt in prompts]
     tokens: dict[str, list[int]] = {name: [] for name in names}
     num_steps = 0
@@ -82,9 +82,9 @@ def test_an_abort_while_a_step_runs_leaves_the_others_unchanged(
         num_steps += 1
         if num_steps == 4:
             assert engine.abort(names[0])
-        return run(*args)
+        return launch(*args)
 
-    monkeypatch.setattr(engine.runner, "run", aborting)
+    monkeypatch.setattr(engine.runner, "launch", aborting)
     while engine.has_unfinished:
         for output in engine.step():
             tokens[output.request_id] += output.token_ids

@@ -159,14 +159,14 @@ def test_a_call_within_a_step_is_refused_and_leaves_nothing_behind(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, ask: Callable[..., None]
 ) -> None:
     served = tiny.load()
-    engine, run = served.engine, served.engine.runner.run
+    engine, launch = served.engine, served.engine.runner.launch
 
     def run_and_ask(*args: object) -> object:
         with pytest.raises(RuntimeError, match="step"):
             ask(engine)
-        return run(*args)  # type: ignore[arg-type]
+        return launch(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(engine.runner, "run", run_and_ask)
+    monkeypatch.setattr(engine.runner, "launch", run_and_ask)
     [[done]] = engine.generate([OUTER], PARAMS)
     assert len(done.token_ids) == 8
     assert not engine.has_unfinished
@@ -178,7 +178,7 @@ def test_a_step_within_a_step_is_refused_and_costs_nobody_a_token(
 ) -> None:
     expected = tokens_of(serve(tiny.load(), [OUTER], PARAMS))
     served = tiny.load()
-    engine, run = served.engine, served.engine.runner.run
+    engine, launch = served.engine, served.engine.runner.launch
     num_refused = 0
 
     def run_and_step(*args: object) -> object:
@@ -186,9 +186,9 @@ def test_a_step_within_a_step_is_refused_and_costs_nobody_a_token(
         with pytest.raises(RuntimeError, match="step"):
             engine.step()
         num_refused += 1
-        return run(*args)  # type: ignore[arg-type]
+        return launch(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(engine.runner, "run", run_and_step)
+    monkeypatch.setattr(engine.runner, "launch", run_and_step)
     assert tokens_of(engine.generate([OUTER], PARAMS)) == expected
     assert num_refused == 8
     assert_holds_nothing(served)

@@ -27,14 +27,15 @@ class Interrupt(KeyboardInterrupt):
     """An interrupt, told apart from a real Ctrl-C."""
 
 
+@pytest.mark.parametrize("phase", ["launch", "finish"])
 @pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
 def test_interrupted_steps_are_computed_anew(
-    tiny: Tiny, pattern: HeadPattern | None, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, pattern: HeadPattern | None, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = prompts_of([30, 9, 1, 22])
     expected = tokens_of(serve(tiny.load(pattern=pattern), prompts, PARAMS))
     served = tiny.load(pattern=pattern)
-    engine, run = served.engine, served.engine.runner.run
+    engine, run = served.engine, getattr(served.engine.runner, phase)
     num_calls = 0
 
     def interrupted_after_the_fact(*args: Any) -> Any:
@@ -46,7 +47,7 @@ def test_interrupted_steps_are_computed_anew(
             raise Interrupt
         return result
 
-    monkeypatch.setattr(engine.runner, "run", interrupted_after_the_fact)
+    monkeypatch.setattr(engine.runner, phase, interrupted_after_the_fact)
     tokens: dict[str, list[int]] = {engine.add_request(prompt, PARAMS): [] for prompt in prompts}
     while engine.has_unfinished:
         try:
@@ -73,7 +74,7 @@ def test_an_abort_is_still_reported_when_the_step_that_would_report_it_fails(
         def fail(*_: Any) -> None:
             raise Interrupt
 
-        patched.setattr(engine.runner, "run", fail)
+        patched.setattr(engine.runner, "launch", fail)
         with pytest.raises(Interrupt):
             engine.step()
     reported = [output.request_id for output in engine.step() if output.is_finished]

@@ -279,15 +279,21 @@ def test_a_step_that_is_computed_again_leaves_one_score_per_token(
         Questions(PROMPTS, PROMPTS, PROMPTS),
         Hooks.read(None, None, None),
     )
-    run, num_runs = served.engine.runner.run, 0
+    runner, num_runs = served.engine.runner, 0
+    launch, finish = runner.launch, runner.finish
 
-    def twice(*args: Any) -> Any:
+    def launch_twice(*args: Any) -> Any:
         nonlocal num_runs
         num_runs += 1
-        run(*args)
-        return run(*args)
+        launch(*args)
+        return launch(*args)
 
-    monkeypatch.setattr(served.engine.runner, "run", twice)
+    def finish_twice(handle: Any) -> Any:
+        finish(handle)
+        return finish(handle)
+
+    monkeypatch.setattr(runner, "launch", launch_twice)
+    monkeypatch.setattr(runner, "finish", finish_twice)
     done: Any = call.run(served.engine)
     assert num_runs >= 5
     assert done.sequences.tolist() == expected.sequences.tolist()

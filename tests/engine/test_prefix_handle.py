@@ -184,7 +184,7 @@ def test_what_a_failed_step_lost_is_read_again(tiny: Tiny, monkeypatch: pytest.M
     [[expected]] = answers(cold(tiny, PATTERN), [[*DOCUMENT, 5]])
     with served.prefill(DOCUMENT) as context:
         with monkeypatch.context() as patch:
-            patch.setattr(served.engine.runner, "run", lambda *_: 1 / 0)
+            patch.setattr(served.engine.runner, "launch", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 served.generate([[5]], context=context)
         served.engine.generate([[5]], GREEDY)

@@ -18,7 +18,9 @@ from graphs import BatchShape, BucketTable, GraphMissError, StepCost
 from graphs.bucket_file import ShapeRecorder, read_shapes
 from hpu_duo import HPUDuoModel
 from hpu_duo.engine.outputs import RequestOutput
+from hpu_duo.engine.runner import StepHandle
 from hpu_duo.engine.samples import SampleState
+from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import Tiny, assert_holds_nothing, serve, tokens_of
@@ -148,28 +150,30 @@ def test_code_of_the_caller_that_fails_ends_its_request_only(
     assert_holds_nothing(model)
 
 
-def poison(model: HPUDuoModel, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every step with a row of this request fail once it has three tokens."""
-    run = model.engine.runner.run
+def poison(model: HPUDuoModel, name: str, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every step with a row of this request fail in one of its phases once it has three tokens."""
+    run = getattr(model.engine.runner, phase)
 
-    def failing(plan: Any, *args: Any) -> Any:
+    def failing(step: StepPlan | StepHandle, *args: Any) -> Any:
+        plan = step if isinstance(step, StepPlan) else step.plan
         for row in plan.rows:
             if row.request.request_id.startswith(f"{name}#") and row.request.num_output_tokens >= 3:
                 raise Failure
-        return run(plan, *args)
+        return run(step, *args)
 
-    monkeypatch.setattr(model.engine.runner, "run", failing)
+    monkeypatch.setattr(model.engine.runner, phase, failing)
 
 
+@pytest.mark.parametrize("phase", ["launch", "finish"])
 @pytest.mark.parametrize("num_samples", [1, 2])
 @pytest.mark.parametrize("num_blocks", [16, None])
 def test_who_makes_steps_fail_is_found(
-    tiny: Tiny, num_samples: int, num_blocks: int | None, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, num_samples: int, num_blocks: int | None, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(temperature=1.2, seed=4, max_tokens=7, ignore_eos=True, n=num_samples)
     tokens = tokens_of(serve(tiny.load(), list(PROMPTS.values()), params))
     model = tiny.load(num_blocks=num_blocks, max_model_len=48)
-    poison(model, "c", monkeypatch)
+    poison(model, "c", phase, monkeypatch)
     served = Served(model, params)
     served.loop()
     served.assert_only_one_failed("c", tokens, Failure)
@@ -183,16 +187,16 @@ def test_one_failure_ends_nobody(
     tiny: Tiny, expected: Sequence[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny.load()
-    run, num_calls = model.engine.runner.run, 0
+    launch, num_calls = model.engine.runner.launch, 0
 
     def fails_now_and_then(*args: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
         if num_calls in (2, 9):
             raise Failure
-        return run(*args)
+        return launch(*args)
 
-    monkeypatch.setattr(model.engine.runner, "run", fails_now_and_then)
+    monkeypatch.setattr(model.engine.runner, "launch", fails_now_and_then)
     served = Served(model)
     served.loop()
     assert len(served.raised) == 2
@@ -209,7 +213,7 @@ def test_where_every_step_fails_every_request_ends_with_the_error(
         raise Failure
 
     with monkeypatch.context() as patched:
-        patched.setattr(model.engine.runner, "run", fail)
+        patched.setattr(model.engine.runner, "launch", fail)
         served = Served(model)
         served.loop()
     assert {name: type(served.last[name].error) for name in NAMES} == dict.fromkeys(NAMES, Failure)
@@ -224,7 +228,7 @@ def test_a_request_of_a_failed_step_is_let_go_when_it_ends(
     tiny: Tiny, num_failures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny.load()
-    monkeypatch.setattr(model.engine.runner, "run", _fail)
+    monkeypatch.setattr(model.engine.runner, "launch", _fail)
     served = Served(model)
     kept = [weakref.ref(model.engine.scheduler.get(f"{name}#0")) for name in NAMES]
     assert all(each() is not None for each in kept)
@@ -284,7 +288,7 @@ def test_generate_is_not_ended_by_the_request_of_somebody_else(
     tiny: Tiny, expected: Sequence[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny.load()
-    poison(model, "b", monkeypatch)
+    poison(model, "b", "launch", monkeypatch)
     model.engine.add_request(PROMPTS["b"], PARAMS, request_id="b")
     assert tokens_of(model.engine.generate([PROMPTS["c"]], PARAMS)) == [expected[2]]
     *_, last = model.engine.step()

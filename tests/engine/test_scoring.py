@@ -198,17 +198,6 @@ def test_penalties_count_forced_tokens_of_one_step_and_do_not_weigh_them(
     assert [one.logprob for one in done.logprobs[: len(forced)]] == pytest.approx(logprobs, abs=TOLERANCE)
 
 
-def test_a_draft_that_is_not_forced_has_no_sampling_row(tiny: Tiny) -> None:
-    """Its penalties would have to count the drafts before it."""
-    served = tiny.load(decode_len=8, **ROOM)
-    served.engine.add_request([5], SamplingParams(forced_token_ids=(5, 9), repetition_penalty=1.2), "a")
-    state = served.engine._samples["a#0"]
-    assert [state.sampling_row(number).num_output_tokens for number in (0, 1)] == [0, 1]
-    with pytest.raises(ValueError, match="expected drafts before one of 2 forced tokens, got 2 at place 2"):
-        state.sampling_row(2)
-    served.engine.abort("a")
-
-
 def test_forced_tokens_hold_for_requests_that_draw_and_for_ends_of_text(tiny: Tiny) -> None:
     params = SamplingParams(
         temperature=1e-4, top_k=2, max_tokens=4, min_tokens=3, forced_token_ids=(2, 1, 2, 9), ignore_eos=True

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hpu_duo import HPUDuoModel
-from hpu_duo.engine.executor import StepOutput
+from hpu_duo.engine.executor import LaunchedStep, StepOutput
 from hpu_duo.engine.step_input import StepInput
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, serve
@@ -32,14 +32,14 @@ OPTIONS: dict[str, Any] = {"pattern": PATTERN, "num_blocks": 8, "max_model_len":
 def overheard(served: HPUDuoModel) -> list[tuple[bytes, StepOutput]]:
     """Pickled messages of everything that is served from now on, and what they gave."""
     executor, heard = served.engine.runner.executor, list[tuple[bytes, StepOutput]]()
-    execute: Callable[[StepInput], StepOutput] = executor.execute
+    finish: Callable[[LaunchedStep], StepOutput] = executor.finish
 
-    def execute_and_keep(message: StepInput) -> StepOutput:
-        data = pickle.dumps(message)
-        heard.append((data, output := execute(message)))
+    def finish_and_keep(launched: LaunchedStep) -> StepOutput:
+        output = finish(launched)
+        heard.append((pickle.dumps(launched.message), output))
         return output
 
-    executor.execute = execute_and_keep  # type: ignore[method-assign]
+    executor.finish = finish_and_keep  # type: ignore[method-assign]
     return heard
 
 

@@ -200,17 +200,17 @@ def test_a_failed_step_changes_no_output(ending: Tiny, monkeypatch: pytest.Monke
     params = [asked("regex", temperature=1.2, seed=seed) for seed in range(4)]
     served = ending.load()
     expected = tokens_of(serve(served, PROMPTS, params))
-    run, num_runs = served.engine.runner.run, 0
+    launch, num_runs = served.engine.runner.launch, 0
 
     def fail_behind_every_ninth(*args: Any) -> Any:
         nonlocal num_runs
         num_runs += 1
-        result = run(*args)
+        result = launch(*args)
         if num_runs % 9 == 0:
             raise Interrupt
         return result
 
-    monkeypatch.setattr(served.engine.runner, "run", fail_behind_every_ninth)
+    monkeypatch.setattr(served.engine.runner, "launch", fail_behind_every_ninth)
     names = [served.engine.add_request(prompt, each) for prompt, each in zip(PROMPTS, params)]
     tokens: dict[str, list[int]] = {name: [] for name in names}
     num_failed = 0

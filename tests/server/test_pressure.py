@@ -26,13 +26,13 @@ LONG = {"model": "tiny", "prompt": "Once", "max_tokens": 80, "temperature": 0, "
 def slowed(server: Live, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each step take a while, as on a large model."""
     runner = server.model.engine.runner
-    run = runner.run
+    launch = runner.launch
 
     def slowly(*arguments: Any) -> Any:
         time.sleep(seconds)
-        return run(*arguments)
+        return launch(*arguments)
 
-    monkeypatch.setattr(runner, "run", slowly)
+    monkeypatch.setattr(runner, "launch", slowly)
 
 
 def raw_post(server: Live, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
@@ -117,14 +117,14 @@ def test_a_failing_step_ends_the_call_that_caused_it(tiny: TinyChat, monkeypatch
         client = server.client()
         [expected] = client.completions.create(**_plain(LONG)).choices
         runner = server.model.engine.runner
-        run = runner.run
+        launch = runner.launch
 
-        def failing(plan: Any, sampling: Any) -> Any:
+        def failing(plan: Any, *args: Any) -> Any:
             if any(_is_bad(row.request) for row in plan.rows):
                 raise RuntimeError("the device does not like it")
-            return run(plan, sampling)
+            return launch(plan, *args)
 
-        monkeypatch.setattr(runner, "run", failing)
+        monkeypatch.setattr(runner, "launch", failing)
         others = [pool.submit(client.completions.create, **_plain(LONG)) for _ in range(3)]
         with pytest.raises(openai.InternalServerError, match="does not like it"):
             client.completions.create(**_plain({**LONG, "prompt": "bad!"}))
@@ -148,7 +148,7 @@ def test_steps_that_all_fail_end_every_call_and_the_next_ones_are_served(
         client = server.client()
         runner = server.model.engine.runner
         with monkeypatch.context() as broken:
-            broken.setattr(runner, "run", _raise)
+            broken.setattr(runner, "launch", _raise)
             calls = [pool.submit(client.completions.create, **_plain(LONG)) for _ in range(4)]
             for one in calls:
                 with pytest.raises(openai.InternalServerError, match="gone"):

@@ -49,9 +49,10 @@ class Watch:
         """Count a broken rule that is allowed."""
         self._excused[rule] += 1
 
-    def begin_step(self) -> None:
-        """Begin a step: counts since the last step are outside of steps."""
-        self._between, self._now = _sum(self._between, self._now), StepTraffic()
+    def begin_step(self, *, goes_on: bool = False) -> None:
+        """Begin a step, or go on with the last one: counts since the last step are outside of steps."""
+        self._between = _sum(self._between, self._now)
+        self._now = self._steps.pop() if goes_on and self._steps else StepTraffic()
 
     def end_step(self) -> None:
         """Close the step under way."""

@@ -48,6 +48,10 @@ class SimRuntime:
         """Return a context in which the counts of one step are taken."""
         return self._device.step(self._model_dtype)
 
+    def results(self) -> AbstractContextManager[None]:
+        """Return a context in which counts are those of the last step."""
+        return self._device.step(self._model_dtype, goes_on=True)
+
     def synchronize(self) -> None:
         """Do nothing: operators have ended when they return."""
 

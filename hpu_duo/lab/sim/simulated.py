@@ -64,14 +64,15 @@ class SimulatedHpu:
             self._allowed = before
 
     @contextmanager
-    def step(self, model_dtype: torch.dtype | None = None) -> Iterator[None]:
+    def step(self, model_dtype: torch.dtype | None = None, *, goes_on: bool = False) -> Iterator[None]:
         """Count what happens inside as one step of an engine.
 
         Args:
             model_dtype: float type of its model, which float types inside are compared with.
+            goes_on: it is the last step, whose results are read.
         """
         for watch in self.journal.watches:
-            watch.begin_step()
+            watch.begin_step(goes_on=goes_on)
         before, self._checks.model_dtype = self._checks.model_dtype, model_dtype
         try:
             yield

@@ -116,15 +116,15 @@ def test_an_answer_that_breaks_off_says_why(
     with live(tiny.load()) as server:
         seen = visit(server)
         runner = server.model.engine.runner
-        run = runner.run
+        launch = runner.launch
 
-        def failing(plan: Any, sampling: Any) -> Any:
+        def failing(plan: Any, *args: Any) -> Any:
             if any(row.request.num_tokens > 20 for row in plan.rows):
                 raise RuntimeError("the device does not like it")
-            return run(plan, sampling)
+            return launch(plan, *args)
 
         slowed(server, 0.02, monkeypatch)
-        monkeypatch.setattr(runner, "run", failing)
+        monkeypatch.setattr(runner, "launch", failing)
         seen.say("Once")
         assert seen.error().startswith("The answer broke off: ")
         assert "the device does not like it" in seen.error()

@@ -1,0 +1,138 @@
+"""Draft tokens: proposed for decodes, verified by the step's own sampling, taken or rolled back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpu_duo.engine.samples import LiveSamples
+from hpu_duo.engine.step_plan import CommittedToken, StepPlan
+from hpu_duo.engine.telemetry import StepCounters
+from hpu_duo.request import Request, RequestStatus
+from hpu_duo.scheduling import SchedulingPolicy
+
+_log = logging.getLogger(__name__)
+
+Propose: TypeAlias = Callable[[Request, int], Sequence[int]]
+"""Returns the drafts of a decode, at most so many."""
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of requests that decode.
+
+    Outputs do not depend on it: a draft is taken only where it is the token that is sampled there anyway.
+    """
+
+    def propose(self, request: Request, most: int) -> Sequence[int] | NDArray[np.integer]:
+        """Return the likely next tokens of a request, at most ``most`` of them, or none.
+
+        Called between steps, for each decode that a step has room for. ``request.tokens`` up to
+        ``request.num_tokens`` are its prompt and output; nothing of the request may be changed.
+        """
+        ...
+
+
+class Drafting:
+    """Drafts of a drafter.
+
+    Args:
+        drafter: guesses tokens; one that raises an error is not asked again.
+        samples: the samples of all requests.
+        vocab_size: tokens lie below it.
+        counters: counts drafts.
+    """
+
+    def __init__(
+        self, drafter: Drafter, samples: LiveSamples, vocab_size: int, counters: StepCounters
+    ) -> None:
+        self.drafter, self._samples = drafter, samples
+        self._vocab_size, self._counters = vocab_size, counters
+        self._has_failed = False
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        """Return drafts of a request that its output may begin with and that do not end it."""
+        state = self._samples.get(request.request_id)
+        if self._has_failed or state is None:
+            return ()
+        try:
+            drafts = np.asarray(self.drafter.propose(request, most), np.int64)[:most].tolist()
+        except Exception:
+            self._has_failed = True
+            _log.exception("the drafter has failed: tokens are decoded one by one from now on")
+            return ()
+        is_token = [0 <= token < self._vocab_size for token in drafts]
+        return state.cut_drafts(drafts[: is_token.index(False)] if False in is_token else drafts)
+
+    def verify(
+        self,
+        plan: StepPlan,
+        token_ids: NDArray[np.int32],
+        errors: Mapping[int, tuple[int, Exception]],
+    ) -> list[int]:
+        """Return the number of tokens that each of ``plan.sampled_rows`` takes.
+
+        A row takes sampled tokens up to the first one that differs from its draft: what is sampled behind
+        that is sampled behind a wrong token.
+
+        Args:
+            token_ids: ``num_samples`` for each of these rows, row after row.
+            errors: first of these that is undefined, by ring row.
+        """
+        accepted, end = [], 0
+        for row in plan.sampled_rows:
+            begin, end = end, end + row.num_samples
+            num_drafts, num_taken = row.num_samples - 1, 1
+            if num_drafts:
+                differs = row.request.tokens[row.end - num_drafts : row.end] != token_ids[begin : end - 1]
+                num_taken += int(differs.argmax()) if differs.any() else num_drafts
+                if row.ring_row in errors:
+                    num_taken = max(1, min(num_taken, errors[row.ring_row][0]))
+                if row.request.num_output_tokens >= len(row.request.params.forced_token_ids):
+                    self._counters.num_drafted_tokens += num_drafts
+                    self._counters.num_accepted_tokens += num_taken - 1
+            accepted.append(num_taken)
+        return accepted
+
+
+def append_tokens(
+    plan: StepPlan,
+    token_ids: Sequence[int] | NDArray[np.integer],
+    num_accepted: Sequence[int],
+    policy: SchedulingPolicy,
+) -> list[CommittedToken]:
+    """Note what a step has computed, and append what it has sampled; requests that do not run are left out.
+
+    This is the one place where computed tokens are rolled back: by counting, since the next step writes its
+    keys and values over those of tokens that were not taken.
+
+    Args:
+        token_ids: ``num_samples`` for each row of ``plan.sampled_rows``, row after row.
+        num_accepted: number of its tokens that each of these rows takes.
+        policy: gets what each request has had, without what is rolled back.
+    """
+    accepted = iter(num_accepted)
+    committed = []
+    sample = 0
+    for row in plan.rows:
+        request, first, num_samples = row.request, sample, row.num_samples
+        sample += num_samples
+        num_taken = next(accepted) if num_samples else 0
+        if request.status is not RequestStatus.RUNNING:
+            continue
+        num_appended = 0
+        for place in range(first, first + num_taken):
+            token, number = int(token_ids[place]), request.num_output_tokens
+            reason = request.append(token)
+            committed.append(CommittedToken(request, token, reason, number, place))
+            num_appended += 1
+            if reason is not None:
+                break
+        # What lies behind the token that ends a request is none of its text: not to be cached or paid for.
+        num_rejected = num_samples - num_appended
+        request.num_computed_tokens = row.end - num_rejected
+        policy.charge(request, row.num_new_tokens - num_rejected, num_appended)
+    return committed
