@@ -8,6 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from hpu_duo.cli.arguments.options import Only, grouped
+from hpu_duo.config.overrides import EngineOverrides
 
 
 @dataclass(frozen=True)
@@ -73,4 +74,33 @@ def test_fields_that_are_no_options_are_refused(name: str) -> None:
     with pytest.raises(
         TypeError, match=f"Window.{name}: expected a field that is an option and has a default"
     ):
+        grouped(command)
+
+
+def test_settings_arrive_by_name_with_sizes_in_bytes_and_without_what_is_left_open() -> None:
+    got: list[EngineOverrides] = []
+
+    @grouped
+    def command(
+        *,
+        engine: Annotated[
+            EngineOverrides, Only("kv_cache_bytes", "sink", "rank_timeout_s", max_num_seqs=None, decode_len=8)
+        ],
+    ) -> None:
+        """Does nothing."""
+        got.append(engine)
+
+    assert run(command, "--kv-cache-bytes", "2MiB", "--rank-timeout-seconds", "3")[0] == 0
+    assert got == [{"kv_cache_bytes": 2 << 20, "sink": None, "rank_timeout_s": 3.0, "decode_len": 8}]
+    code, text = run(command, "--kv-cache-bytes", "many")
+    assert code == 2
+    assert "many" in text
+    assert run(command, "--sparsity", "0.5")[0] == 2
+
+
+def test_settings_that_are_for_python_alone_are_no_options() -> None:
+    def command(*, engine: Annotated[EngineOverrides, Only("score_bytes")]) -> None:
+        """Does nothing."""
+
+    with pytest.raises(TypeError, match="score_bytes: expected a setting that is an option"):
         grouped(command)

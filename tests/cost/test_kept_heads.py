@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from graphs import BatchShape, Phase
 from hpu_duo import HPUDuoModel
 from hpu_duo.cli.app import app
-from hpu_duo.cli.arguments.options import KVOptions
 from hpu_duo.cli.planning.hardware import HardwareOptions
 from hpu_duo.config.kv_plan import Keep, KVPlan
 from hpu_duo.config.limits import SchedulerConfig
@@ -54,7 +53,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def deployed(model: Path, scheduler: SchedulerConfig, hardware: dict[str, Any], **kept: Any) -> Deployment:
     options = HardwareOptions(kv_cache_dtype=["bf16"], **hardware)
-    serving = options.on("gaudi3", scheduler, BLOCK, KVOptions(**kept))
+    serving = options.on("gaudi3", scheduler, BLOCK, kept)
     return options.deployment(read_model(model), serving, MAX_LEN)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
-from hpu_duo.cli.arguments.options import EngineOptions, HeadOptions
-from hpu_duo.cli.terminal.sizes import parse_bytes
+from hpu_duo.cli.arguments.options import CUT, is_cut
 from hpu_duo.config.limits import SchedulerConfig
+from hpu_duo.config.overrides import EngineOverrides
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
@@ -19,39 +19,36 @@ if TYPE_CHECKING:
 
 def load_model(
     path: Path | None,
-    heads: HeadOptions | HeadPattern,
-    options: EngineOptions,
-    num_requests: int,
+    given: EngineOverrides,
+    num_requests: int = SchedulerConfig.max_num_seqs,
     seed: int = 0,
 ) -> HPUDuoModel:
     """Load the model that the options describe, and warm it up if nothing may be compiled afterwards.
 
     Args:
-        path, heads, options, num_requests, seed: see ``load_cold``.
+        path, given, num_requests, seed: see ``load_cold``.
 
     Raises:
         ValueError: see ``load_cold``.
     """
-    loaded = load_cold(path, heads, options, num_requests, seed)
-    if options.fail_on_recompile:
+    loaded = load_cold(path, given, num_requests, seed)
+    if given.get("fail_on_recompile"):
         loaded.warmup()
     return loaded
 
 
 def load_cold(
     path: Path | None,
-    heads: HeadOptions | HeadPattern,
-    options: EngineOptions,
-    num_requests: int,
+    given: EngineOverrides,
+    num_requests: int = SchedulerConfig.max_num_seqs,
     seed: int = 0,
 ) -> HPUDuoModel:
-    """Load the model that the options describe.
+    """Load the model that the options describe, and keep other libraries from the terminal.
 
     Args:
         path: None is the built-in model, whose own pattern is used when sparsity or threshold are given
             without a pattern.
-        heads: options, or a pattern to take as it is.
-        options: of the engine.
+        given: settings of the engine.
         num_requests: expected requests, the default of ``max_num_seqs`` unless the buckets are a manifest,
             which has its own.
         seed: for requests without a seed.
@@ -59,70 +56,15 @@ def load_cold(
     Raises:
         ValueError: the files or the options do not fit together; see ``HPUDuoModel.from_pretrained``.
     """
-    kv_cache_bytes, graph_memory_bytes = (
-        None if size is None else parse_bytes(size)
-        for size in (options.kv_cache_bytes, options.graph_memory_bytes)
-    )
     for name, file in (
-        ("--record-shapes", options.record_shapes),
-        ("--record-steps", options.record_steps),
+        ("--record-shapes", given.get("record_shapes")),
+        ("--record-steps", given.get("record_steps")),
     ):
         if file is not None:
-            check_file(name, file)
-    return load_with(
-        path,
-        **head_arguments(path, heads),
-        device=options.device,
-        dtype=options.dtype,
-        attention=options.attention,
-        softmax=options.softmax,
-        max_model_len=options.max_model_len,
-        max_num_seqs=_max_num_seqs(options, num_requests),
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        max_chunk_rows=options.max_chunk_rows,
-        decode_len=options.decode_len,
-        scheduling_policy=options.scheduling_policy,
-        ranker=options.ranker,
-        block_size=options.block_size,
-        num_blocks=options.num_blocks,
-        kv_cache_bytes=kv_cache_bytes,
-        device_memory_utilization=options.device_memory_utilization,
-        enable_prefix_caching=options.enable_prefix_caching,
-        num_prefix_snapshots=options.num_prefix_snapshots,
-        kv_policy=options.kv_policy,
-        kv_budget=options.kv_budget,
-        kv_plan=options.kv_plan,
-        kv_prompt=options.kv_prompt,
-        kv_chunk=options.kv_chunk,
-        attention_rule=options.attention_rule,
-        max_ring_window=options.max_ring_window,
-        tensor_parallel_size=options.tensor_parallel_size,
-        expert_parallel=options.expert_parallel,
-        retrieval_parallel=options.retrieval_parallel,
-        retrieval_parallel_context=options.retrieval_parallel_context,
-        rank_timeout_s=options.rank_timeout_s,
-        rank_launcher=options.rank_launcher,
-        graphs=options.graphs,
-        buckets=options.buckets,
-        max_captured_tokens=options.max_captured_tokens,
-        graph_memory_bytes=graph_memory_bytes,
-        fail_on_recompile=options.fail_on_recompile,
-        trim_chunks=options.trim_chunks,
-        record_shapes=options.record_shapes,
-        record_steps=options.record_steps,
-        seed=seed,
-    )
-
-
-def load_with(path: Path | None, **arguments: Any) -> HPUDuoModel:
-    """Load with arguments of ``HPUDuoModel.from_pretrained``, and keep other libraries from the terminal.
-
-    Args:
-        path: None is the built-in model.
-
-    Raises:
-        ValueError: see ``HPUDuoModel.from_pretrained``.
-    """
+            check_file(name, Path(file))
+    settings: EngineOverrides = {**with_own_pattern(path, given), "seed": seed}
+    if "max_num_seqs" not in settings:
+        settings["max_num_seqs"] = _max_num_seqs(settings, num_requests)
     # Everything that needs torch comes after what can be refused without it.
     from transformers.utils import logging
 
@@ -132,28 +74,29 @@ def load_with(path: Path | None, **arguments: Any) -> HPUDuoModel:
     warnings.filterwarnings("ignore", message=".* is in beta and the API may change", category=UserWarning)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return HPUDuoModel.from_pretrained(MODEL_DIR if path is None else path, **arguments)
+    return HPUDuoModel.from_pretrained(MODEL_DIR if path is None else path, **settings)
 
 
-def head_arguments(path: Path | None, heads: HeadOptions | HeadPattern) -> dict[str, Any]:
-    """Arguments of ``HPUDuoModel.from_pretrained`` that say which heads stream.
-
-    Args:
-        path, heads: see ``load_model``.
-    """
-    if not isinstance(heads, HeadOptions):
-        return {"pattern": heads, "max_layer_kinds": heads.num_layers}
-    own = PATTERN_DIR if path is None and heads.is_cut else None
-    return {**vars(heads), "pattern": own if heads.pattern is None else heads.pattern}
+def with_own_pattern(path: Path | None, given: EngineOverrides) -> EngineOverrides:
+    """Return settings with the built-in model's pattern, where its heads are cut and none is given."""
+    if path is None and is_cut(given) and given.get("pattern") is None:
+        return {**given, "pattern": PATTERN_DIR}
+    return {**given}
 
 
-def _max_num_seqs(options: EngineOptions, num_requests: int) -> int:
-    if options.max_num_seqs is not None:
-        return options.max_num_seqs
+def with_pattern(given: EngineOverrides, pattern: HeadPattern | None) -> EngineOverrides:
+    """Return settings with a pattern to take as it is, or none, whatever the options say of heads."""
+    others = {name: value for name, value in given.items() if name not in CUT}
+    own = {} if pattern is None else {"pattern": pattern, "max_layer_kinds": pattern.num_layers}
+    return cast(EngineOverrides, {**others, **own})
+
+
+def _max_num_seqs(given: EngineOverrides, num_requests: int) -> int:
     from graphs.manifest import is_manifest, read_manifest
 
-    if options.buckets is not None and is_manifest(options.buckets):
-        limit = read_manifest(options.buckets).configuration.get("limits.max_num_seqs")
+    buckets = given.get("buckets")
+    if isinstance(buckets, str | Path) and is_manifest(buckets):
+        limit = read_manifest(buckets).configuration.get("limits.max_num_seqs")
         if isinstance(limit, int):
             return limit
     return min(num_requests, SchedulerConfig.max_num_seqs)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import csv
 import io
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
 
 from hpu_duo.cli.arguments import options as opt
-from hpu_duo.cli.arguments.loading import load_model
-from hpu_duo.cli.arguments.options import Only, grouped
+from hpu_duo.cli.arguments.loading import load_model, with_pattern
+from hpu_duo.cli.arguments.options import grouped
 from hpu_duo.cli.evaluation import options as eopt
 from hpu_duo.cli.evaluation.report import (
     KV_COLUMNS,
@@ -28,6 +28,7 @@ from hpu_duo.cli.evaluation.report import (
 from hpu_duo.cli.terminal.drawing import check_matplotlib
 from hpu_duo.cli.terminal.errors import user_errors
 from hpu_duo.cli.terminal.waiting import Waiting
+from hpu_duo.config.overrides import EngineOverrides
 
 if TYPE_CHECKING:
     from hpu_duo.heads import HeadPattern
@@ -154,12 +155,12 @@ class PolicyCurve:
 
         with user_errors():
             arguments = point.loading(self.pattern, self.task.num_tokens)
-            heads = arguments.pop("pattern", None) or opt.HeadOptions()
+            engine = with_pattern(self.choice.engine, arguments.pop("pattern", None))
             if arguments:
                 # Heads with a budget decode one token at a time.
                 arguments["decode_len"] = 1
-            engine = replace(self.choice.engine, **arguments)
-            subject = Subject(load_model(self.choice.model, heads, engine, eopt.MAX_NUM_SEQS))
+            engine = cast(EngineOverrides, {**engine, **arguments})
+            subject = Subject(load_model(self.choice.model, engine, eopt.MAX_NUM_SEQS))
             self.task.check(subject)
             return subject
 
@@ -221,8 +222,7 @@ def curve(
     model: opt.Model = None,
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
-    heads: Annotated[opt.HeadOptions, Only("sink", "recent")],
-    engine: eopt.Scoring,
+    engine: eopt.WithoutHeads,
 ) -> None:
     """Accuracy against KV budget, of choices of heads or, with --policies, of what the cache keeps."""
     with user_errors():
@@ -242,10 +242,12 @@ def curve(
         named: list[tuple[str, Path | None]] = [_named(one) for one in patterns or []]
         if not named and model is not None:
             raise ValueError("expected --patterns LABEL=DIR for a model that has none of its own, got none")
-        read = tuple((label, eopt.read_pattern(path, heads)) for label, path in named or [("built-in", None)])
-        if engine.kv_policy is not None:
-            raise ValueError(f"expected --policies {engine.kv_policy} for curves, got --kv-policy")
-        choice = eopt.Choice(model, heads, engine)
+        read = tuple(
+            (label, eopt.read_pattern(path, engine)) for label, path in named or [("built-in", None)]
+        )
+        if engine.get("kv_policy") is not None:
+            raise ValueError(f"expected --policies {engine['kv_policy']} for curves, got --kv-policy")
+        choice = eopt.Choice(model, engine)
         choice.check_patterns(pattern for _, pattern in read)
         task = PasskeyTask(
             num_tokens,

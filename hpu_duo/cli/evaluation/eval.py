@@ -54,7 +54,6 @@ def passkey(
     model: opt.Model = None,
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
-    heads: opt.HeadOptions,
     engine: eopt.Scoring,
 ) -> None:
     """Share of passkeys that are found word for word."""
@@ -72,7 +71,7 @@ def passkey(
             rehearsals=eopt.rehearsed(rehearsals),
             num_decoded=simulated_decodes,
         )
-        choice = eopt.Choice(model, heads, engine)
+        choice = eopt.Choice(model, engine)
         subject = choice.load()
         questions = PasskeyQuestions.write(subject, task)
     with user_errors(()):
@@ -106,7 +105,6 @@ def niah(
     model: opt.Model = None,
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
-    heads: opt.HeadOptions,
     engine: eopt.Scoring,
 ) -> None:
     """Find one needle at every depth of every length; draws a heat map and can be resumed."""
@@ -125,7 +123,7 @@ def niah(
             text.read(model),
             simulated_decodes,
         )
-        choice = eopt.Choice(model, heads, engine)
+        choice = eopt.Choice(model, engine)
         png, report = out / "heatmap.png", out / "report.json"
         check_outputs(out / RESULTS, [png, report])
         settings = {"num_documents": num_documents, "passkey_words": passkey_words, "seed": seed}
@@ -164,8 +162,7 @@ def perplexity(
     model: opt.Model = None,
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
-    heads: opt.HeadOptions,
-    engine: eopt.OneRequestEngine,
+    engine: eopt.OneText,
 ) -> None:
     """Perplexity of a text, every token scored by decoding it from the cache."""
     with user_errors():
@@ -175,7 +172,7 @@ def perplexity(
         from hpu_duo.lab.eval import check_stream, stream_perplexity
         from hpu_duo.lab.tasks.passkeys import document
 
-        choice = eopt.Choice(model, heads, engine)
+        choice = eopt.Choice(model, engine)
         subject = choice.load(1)
         # A text longer than the model is refused, not cut, unless the user says where to cut.
         if file is None:

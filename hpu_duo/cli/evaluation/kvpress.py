@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -95,7 +95,8 @@ def kvpress(
             **ruler.fields,
         )
         points = policy_points(["full", *policies], budgets)
-        comparison = _Comparison(points, task, tuple(prompts), eopt.Choice(model, opt.HeadOptions(), engine))
+        choice = eopt.Choice(model, {**engine, "decode_len": eopt.SCORED_LEN})
+        comparison = _Comparison(points, task, tuple(prompts), choice)
         comparison.check()
         check_outputs(out / RESULTS, [out / TABLE, out / REPORT])
     comparison.run(kvpress_python, out, as_json)
@@ -136,7 +137,7 @@ class _Comparison:
 
             settings = {**self.choice.settings(), **task_settings(self.task)}
             tokenizer = self._tokenizer()
-            device, dtype = self.choice.engine.device, self.choice.engine.dtype
+            device, dtype = str(self.choice.engine.get("device")), str(self.choice.engine.get("dtype"))
             with user_errors(KVPressError):
                 process = KVPressProcess(python, self.directory, dtype, device)
         records: list[dict[str, Any]] = []
@@ -207,16 +208,20 @@ class _Comparison:
         if prompts is not None:
             budget = float(point.num_kept(self.task.num_tokens))
             # Heads with a budget decode one token at a time.
-            engine = replace(
-                engine, kv_policy=point.policy, kv_budget=budget, decode_len=1, kv_prompt=prompts
-            )
+            engine = {
+                **engine,
+                "kv_policy": point.policy,
+                "kv_budget": budget,
+                "decode_len": 1,
+                "kv_prompt": prompts,
+            }
         if prompts == "whole":
             # A step holds the longest prompt and a token of each other request.
             longest = min(self._max_len(), self.task.num_tokens + _ANSWER_TOKENS)
-            width = engine.max_num_seqs or eopt.MAX_NUM_SEQS
-            engine = replace(engine, max_model_len=longest, max_num_batched_tokens=longest + width)
+            width = engine.get("max_num_seqs", eopt.MAX_NUM_SEQS)
+            engine = {**engine, "max_model_len": longest, "max_num_batched_tokens": longest + width}
         with user_errors():
-            subject = Subject(load_model(self.choice.model, opt.HeadOptions(), engine, eopt.MAX_NUM_SEQS))
+            subject = Subject(load_model(self.choice.model, engine, eopt.MAX_NUM_SEQS))
             self.task.check(subject)
             return subject
 

@@ -55,7 +55,6 @@ def longbench(
     out: eopt.Out = None,
     model: opt.Model = None,
     as_json: opt.Json = False,
-    heads: opt.HeadOptions,
     engine: eopt.Engine,
 ) -> None:
     """Questions over long contexts from LongBench files, each with the metric of its data set."""
@@ -79,7 +78,7 @@ def longbench(
             for path in file
             for item in limited(read_longbench(path, dataset or path.stem, protocol.source), limit)
         ]
-        choice = eopt.Choice(model, heads, engine)
+        choice = eopt.Choice(model, engine)
         settings = {
             "files": [eopt.digest(path) for path in file],
             "prompts": protocol.templates,
@@ -112,7 +111,6 @@ def longbench_v2(
     out: eopt.Out = None,
     model: opt.Model = None,
     as_json: opt.Json = False,
-    heads: opt.HeadOptions,
     engine: eopt.Engine,
 ) -> None:
     """Questions with four choices over long contexts, as LongBench v2 asks and judges them."""
@@ -132,7 +130,7 @@ def longbench_v2(
         protocol = LongBenchProtocol(MetricSource.OFFICIAL, None, max_length, chat_template)
         template = PROMPT if prompt is None else read_prompt(prompt)
         items = limited(read_longbench_v2(file), limit)
-        choice = eopt.Choice(model, heads, engine)
+        choice = eopt.Choice(model, engine)
         settings = {
             "files": [eopt.digest(file)],
             "prompt": template,

@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
 from hpu_duo.cli.arguments import options as opt
-from hpu_duo.cli.arguments.loading import load_model
+from hpu_duo.cli.arguments.loading import load_model, with_pattern
 from hpu_duo.cli.arguments.options import Only
+from hpu_duo.config.engine import SETTINGS
+from hpu_duo.config.overrides import EngineOverrides
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -102,67 +104,39 @@ def rehearsed(num_rehearsals: int | None) -> Rehearsals | None:
     return None if num_rehearsals is None else Rehearsals(num_rehearsals)
 
 
-_Cached = Annotated[
-    bool,
-    typer.Option(help="Let texts take up what texts before them have computed.", rich_help_panel=opt.ENGINE),
+_HELD = ("max_num_batched_tokens", "block_size", "device_memory_utilization")
+_SIZES = (*_HELD, "max_model_len", *opt.KEPT, "attention_rule", "max_ring_window")
+# Texts do not depend on those before them: nothing is cached. Prompts are long: few at a time.
+_EVALUATED: dict[str, Any] = {"enable_prefix_caching": False, "max_num_seqs": MAX_NUM_SEQS}
+SCORED_LEN = 8
+"""Tokens of an answer that are scored together."""
+Engine = Annotated[EngineOverrides, Only(*opt.CUT, *opt.STEP, *_SIZES, **_EVALUATED)]
+Scoring = Annotated[EngineOverrides, Only(*opt.CUT, *opt.STEP, *_SIZES, **_EVALUATED, decode_len=SCORED_LEN)]
+"""Of evaluations that score given texts."""
+WithoutHeads = Annotated[
+    EngineOverrides, Only("sink", "recent", *opt.STEP, *_SIZES, **_EVALUATED, decode_len=SCORED_LEN)
 ]
-"""Off in evaluations: what one text is given does not depend on those before it."""
-
-
-@dataclass(frozen=True)
-class EvaluationEngine(opt.EngineOptions):
-    """Engine of evaluations: a few requests at a time, because prompts are long, each computed anew."""
-
-    enable_prefix_caching: _Cached = False
-    max_num_seqs: Annotated[
-        int | None, typer.Option(help="Requests that run at the same time.", rich_help_panel=opt.ENGINE)
-    ] = MAX_NUM_SEQS
-
-
-_SCORED_LEN = 8
-_Scored = Annotated[
-    int,
-    typer.Option(
-        help="Tokens of an answer that are scored together; 1 with --kv-policy or top_blocks.",
-        rich_help_panel=opt.ENGINE,
-    ),
+"""Of evaluations that choose heads themselves."""
+Compared = Annotated[EngineOverrides, Only(*opt.STEP, *_HELD, **_EVALUATED)]
+OneText = Annotated[
+    EngineOverrides,
+    Only(*opt.CUT, *opt.STEP, *_SIZES, enable_prefix_caching=False, decode_len=SCORED_LEN),
 ]
 
 
-@dataclass(frozen=True)
-class ScoringEngine(EvaluationEngine):
-    """Engine of evaluations that score given texts."""
-
-    decode_len: _Scored = _SCORED_LEN
-
-
-@dataclass(frozen=True)
-class OneScoringEngine(opt.EngineOptions):
-    """Engine that scores one text."""
-
-    enable_prefix_caching: _Cached = False
-    decode_len: _Scored = _SCORED_LEN
-
-
-_STEP = ("device", "dtype", "graphs", "attention", "softmax")
-_HELD = ("max_num_batched_tokens", "block_size", "device_memory_utilization", "enable_prefix_caching")
-_SIZES = (
-    *(*_HELD, "max_model_len"),
-    *("kv_policy", "kv_budget", "kv_plan", "kv_prompt", "kv_chunk", "attention_rule", "max_ring_window"),
+_DECISIVE = (
+    *("sparsity", "threshold", "sink", "recent", "max_layer_kinds", "dtype", "block_size", "kv_policy"),
+    *("kv_budget", "kv_prompt", "kv_chunk", "max_model_len", "attention_rule", "max_ring_window"),
 )
-Engine = Annotated[EvaluationEngine, Only(*_STEP, "max_num_seqs", *_SIZES)]
-Scoring = Annotated[ScoringEngine, Only(*_STEP, "max_num_seqs", *_SIZES, "decode_len")]
-Compared = Annotated[ScoringEngine, Only(*_STEP, "max_num_seqs", *_HELD)]
-OneRequestEngine = Annotated[OneScoringEngine, Only(*_STEP, *_SIZES, "decode_len")]
+"""Settings, besides files, that results depend on."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Model, heads and engine of an evaluation."""
+    """Model and engine of an evaluation."""
 
     model: Path | None
-    heads: opt.HeadOptions
-    engine: opt.EngineOptions
+    engine: EngineOverrides
 
     def settings(self) -> dict[str, object]:
         """Return the settings that the results depend on, for the first line of their file.
@@ -179,24 +153,10 @@ class Choice:
         return {
             "model": "built-in" if self.model is None else str(self.model.resolve()),
             FINGERPRINT: model_fingerprint(directory),
-            "pattern": None if self.heads.pattern is None else _digests(self.heads.pattern),
-            "sparsity": self.heads.sparsity,
-            "threshold": self.heads.threshold,
-            "sink": self.heads.sink,
-            "recent": self.heads.recent,
-            "max_layer_kinds": self.heads.max_layer_kinds,
-            "dtype": self.engine.dtype,
-            # Bytes kept are whole blocks.
-            "block_size": self.engine.block_size,
-            "kv_policy": self.engine.kv_policy,
-            "kv_budget": self.engine.kv_budget,
-            "kv_plan": None if self.engine.kv_plan is None else self.engine.kv_plan.name,
-            "kv_prompt": self.engine.kv_prompt,
-            "kv_chunk": self.engine.kv_chunk,
-            # A budget may be a share of it.
-            "max_model_len": self.engine.max_model_len,
-            "attention_rule": self.engine.attention_rule,
-            "max_ring_window": self.engine.max_ring_window,
+            "pattern": None if self._given("pattern") is None else _digests(Path(self._given("pattern"))),
+            "kv_plan": None if self._given("kv_plan") is None else Path(self._given("kv_plan")).name,
+            # Bytes kept are whole blocks, and a budget may be a share of the longest text.
+            **{name: self._given(name) for name in _DECISIVE},
         }
 
     def load(self, num_requests: int = MAX_NUM_SEQS) -> Subject:
@@ -204,12 +164,13 @@ class Choice:
         from hpu_duo.config.attention_rules import chooses_blocks
         from hpu_duo.lab.eval import Subject
 
-        engine, rule = self.engine, self.engine.attention_rule
+        engine, rule = self.engine, self.engine.get("attention_rule")
         chooses = rule is not None and chooses_blocks(rule)
-        if (chooses or (engine.kv_policy, engine.kv_plan) != (None, None)) and engine.decode_len > 1:
+        has_budget = (engine.get("kv_policy"), engine.get("kv_plan")) != (None, None)
+        if (chooses or has_budget) and engine.get("decode_len", 1) > 1:
             _tell(["heads with a KV budget or top_blocks decode one token at a time: --decode-len is 1"])
-            engine = replace(engine, decode_len=1)
-        loaded = load_model(self.model, self.heads, engine, num_requests)
+            engine = {**engine, "decode_len": 1}
+        loaded = load_model(self.model, engine, num_requests)
         _tell(loaded.engine.notes)
         return Subject(loaded)
 
@@ -228,20 +189,21 @@ class Choice:
     @property
     def load_full(self) -> Callable[[], Subject] | None:
         """Return a loader of the same model with full attention; None if no option lets heads stream."""
-        kept = opt.EngineOptions.kv_prompt
-        engine = replace(
-            self.engine, kv_policy=None, kv_budget=None, kv_plan=None, kv_chunk=None, kv_prompt=kept
-        )
-        engine = replace(engine, attention_rule=None)
-        if self.heads.pattern is None and not self.heads.is_cut and engine == self.engine:
+        alike = (*opt.CUT, *opt.KEPT, "attention_rule")
+        streams = opt.is_cut(self.engine) or self._given("pattern") is not None
+        if not streams and not opt.changed({name: self._given(name) for name in alike[len(opt.CUT) :]}):
             return None
-        return replace(self, heads=opt.HeadOptions(), engine=engine).load
+        others = {name: value for name, value in self.engine.items() if name not in alike}
+        return replace(self, engine=cast(EngineOverrides, others)).load
 
     def load_with(self, pattern: HeadPattern) -> Subject:
         """Load the same model with a binarised pattern."""
         from hpu_duo.lab.eval import Subject
 
-        return Subject(load_model(self.model, pattern, self.engine, MAX_NUM_SEQS))
+        return Subject(load_model(self.model, with_pattern(self.engine, pattern), MAX_NUM_SEQS))
+
+    def _given(self, name: str) -> Any:
+        return self.engine.get(name, SETTINGS[name].default)
 
 
 def _tell(notes: Iterable[str]) -> None:
@@ -274,13 +236,14 @@ def _digests(pattern: Path) -> dict[str, str]:
     return {name: digest(pattern / name) for name in (SCORES_FILE, CONFIG_FILE, *optional)}
 
 
-def read_pattern(path: Path | None, heads: opt.HeadOptions) -> HeadPattern:
+def read_pattern(path: Path | None, heads: EngineOverrides) -> HeadPattern:
     """Read the pattern in a directory, with the window of the options; None is the built-in model's."""
     from hpu_duo.heads import HeadPattern
 
     pattern = HeadPattern.load(PATTERN_DIR if path is None else path)
+    sink, recent = heads.get("sink"), heads.get("recent")
     return replace(
         pattern,
-        sink=pattern.sink if heads.sink is None else heads.sink,
-        recent=pattern.recent if heads.recent is None else heads.recent,
+        sink=pattern.sink if sink is None else sink,
+        recent=pattern.recent if recent is None else recent,
     )

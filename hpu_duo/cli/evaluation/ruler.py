@@ -104,7 +104,6 @@ def ruler(
     model: opt.Model = None,
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
-    heads: opt.HeadOptions,
     engine: eopt.Engine,
 ) -> None:
     """RULER's synthetic tasks, written for the model's tokenizer, with their average."""
@@ -121,7 +120,7 @@ def ruler(
         for task in chosen:
             if task not in RULER_TASKS:
                 raise ValueError(f"expected --tasks among {', '.join(RULER_TASKS)}, got {task!r}")
-        choice = eopt.Choice(model, heads, engine)
+        choice = eopt.Choice(model, engine)
         settings = {
             "num_tokens": num_tokens,
             "limit": limit,

@@ -5,34 +5,31 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from hpu_duo.cli.arguments.options import (
-    LIMITS,
-    Buckets,
-    DeviceMemoryUtilization,
-    Dtype,
-    EnablePrefixCaching,
-    HeadOptions,
-    Json,
-    KVOptions,
-    LimitOptions,
-    NumPrefixSnapshots,
-    grouped,
-)
+from hpu_duo.cli.arguments.options import CUT, KEPT, Json, Only, grouped
 from hpu_duo.cli.arguments.values import model_option
 from hpu_duo.cli.terminal.errors import user_errors
-from hpu_duo.cli.terminal.sizes import parse_bytes, show_bytes
-from hpu_duo.config.limits import CacheConfig, SchedulerConfig
+from hpu_duo.cli.terminal.sizes import show_bytes
+from hpu_duo.config.overrides import EngineOverrides
 
 if TYPE_CHECKING:
     from hpu_duo.lab.audit import AuditReport, Finding, LayerRecipe, OperatorUse, StepAudit, Structure
 
 FOUND_FORBIDDEN = 1
+_Offered = Annotated[
+    EngineOverrides,
+    Only(
+        *(*CUT, *KEPT, "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_chunk_rows"),
+        *("block_size", "num_blocks", "kv_cache_bytes", "device_memory_utilization"),
+        *("enable_prefix_caching", "num_prefix_snapshots", "buckets"),
+        attention="reference",
+    ),
+]
 
 
 @grouped
@@ -44,29 +41,7 @@ def audit(
     hardware: Annotated[
         str, typer.Option(help="gaudi2 or gaudi3: how many KV blocks fit, unless they are given.")
     ] = "gaudi3",
-    heads: HeadOptions,
-    kept: KVOptions,
-    dtype: Dtype = "auto",
-    attention: Annotated[
-        str, typer.Option(help="Attention kernels: reference, or hpu for the fused operators.")
-    ] = "reference",
-    limits: LimitOptions,
-    num_blocks: Annotated[
-        int | None,
-        typer.Option(help="KV blocks to hold.", show_default="what fits", rich_help_panel=LIMITS),
-    ] = None,
-    kv_cache_bytes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory of the KV cache instead of a number of blocks, such as 4GiB.",
-            rich_help_panel=LIMITS,
-        ),
-    ] = None,
-    device_memory_utilization: DeviceMemoryUtilization = CacheConfig.device_memory_utilization,
-    enable_prefix_caching: EnablePrefixCaching = CacheConfig.enable_prefix_caching,
-    num_prefix_snapshots: NumPrefixSnapshots = None,
-    buckets: Buckets = None,
+    asked: _Offered,
     bucket: Annotated[
         list[str] | None,
         typer.Option(
@@ -85,40 +60,19 @@ def audit(
     compilers or speed.
     """
     with user_errors():
+        buckets = cast(Path | None, asked.pop("buckets"))
         if buckets is not None and bucket:
             raise ValueError("expected --buckets or --bucket, got both")
-        cache_bytes = None if kv_cache_bytes is None else parse_bytes(kv_cache_bytes)
         # torch is slow to import: everything that can be refused without it comes first.
         from graphs import BucketTable
         from graphs.bucket_file import read_table
-        from hpu_duo.config.engine import EngineConfig, GraphConfig, HeadConfig, ModelConfig
+        from hpu_duo.config.engine import EngineConfig
         from hpu_duo.lab.audit import build_structure
         from hpu_duo.planning import find_hardware
 
-        table = None if buckets is None else read_table(buckets)
-        structure = build_structure(
-            EngineConfig(
-                model=ModelConfig(path=model, dtype=dtype, attention=attention),
-                heads=HeadConfig(**vars(heads)),
-                cache=CacheConfig(
-                    block_size=limits.block_size,
-                    num_blocks=num_blocks,
-                    kv_cache_bytes=cache_bytes,
-                    enable_prefix_caching=enable_prefix_caching,
-                    num_prefix_snapshots=num_prefix_snapshots,
-                    device_memory_utilization=device_memory_utilization,
-                    **vars(kept),
-                ),
-                scheduler=SchedulerConfig(
-                    max_num_seqs=limits.max_num_seqs,
-                    max_num_batched_tokens=limits.max_num_batched_tokens,
-                    max_model_len=limits.max_model_len,
-                    max_chunk_rows=limits.max_chunk_rows,
-                ),
-                graph=GraphConfig(table=BucketTable.from_strings(bucket) if bucket else table),
-            ),
-            find_hardware(hardware),
-        )
+        table = BucketTable.from_strings(bucket) if bucket else read_table(buckets) if buckets else None
+        config = EngineConfig.of(model, **asked).override(buckets=table)
+        structure = build_structure(config, find_hardware(hardware))
     report = _traced(structure, shows_progress=not as_json)
     if as_json:
         typer.echo(json.dumps(report_fields(report), indent=2))

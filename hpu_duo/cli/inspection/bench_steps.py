@@ -17,18 +17,22 @@ from hpu_duo.cli.arguments import options as opt
 from hpu_duo.cli.arguments.loading import load_model
 from hpu_duo.cli.arguments.options import Only, grouped
 from hpu_duo.cli.terminal.errors import user_errors
-from hpu_duo.config.limits import SchedulerConfig
+from hpu_duo.config.overrides import EngineOverrides
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
     from hpu_duo.lab.simulate.step_times import StepTimes
     from hpu_duo.llm import HPUDuoModel
 
-_OFFERED = Only(
-    *("device", "dtype", "graphs", "attention", "softmax", "max_model_len", "max_num_seqs"),
-    *("max_num_batched_tokens", "max_chunk_rows", "block_size", "num_blocks", "kv_cache_bytes", "buckets"),
-    *("max_captured_tokens", "graph_memory_bytes", "device_memory_utilization"),
-)
+_Offered = Annotated[
+    EngineOverrides,
+    Only(
+        *(*opt.CUT, *opt.STEP, "max_model_len", "max_num_batched_tokens", "max_chunk_rows", "block_size"),
+        *("num_blocks", "kv_cache_bytes", "buckets", "max_captured_tokens", "graph_memory_bytes"),
+        "device_memory_utilization",
+        max_num_seqs=None,
+    ),
+]
 
 
 @grouped
@@ -36,8 +40,7 @@ def bench_steps(
     *,
     out: Annotated[Path, typer.Option(metavar="FILE", help="File to write, for simulate --step-times.")],
     model: opt.Model = None,
-    heads: opt.HeadOptions,
-    engine: Annotated[opt.EngineOptions, _OFFERED],
+    engine: _Offered,
     max_seconds: Annotated[float, typer.Option(help="Time to measure for, behind the warm-up.")] = 120.0,
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
@@ -53,7 +56,7 @@ def bench_steps(
         check_file("--out", out)
         from hpu_duo.lab.simulate.measuring import measure_steps
 
-        loaded = load_model(model, heads, engine, SchedulerConfig.max_num_seqs, seed)
+        loaded = load_model(model, engine, seed=seed)
     with user_errors(()):
         loaded.warmup()
         times = measure_steps(

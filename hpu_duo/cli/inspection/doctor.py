@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from hpu_duo.cli.arguments.loading import load_model
-from hpu_duo.cli.arguments.options import EngineOptions, HeadOptions, Json, grouped
+from hpu_duo.cli.arguments.options import Engine, Json, grouped
 from hpu_duo.cli.arguments.values import model_option
 from hpu_duo.cli.terminal.errors import user_errors
 from hpu_duo.cli.terminal.sizes import show_bytes
 from hpu_duo.cli.terminal.streams import mark
 from hpu_duo.cli.terminal.waiting import Waiting
-from hpu_duo.config.limits import SchedulerConfig
+from hpu_duo.config.overrides import EngineOverrides
 from hpu_duo.lab.selftest.facts import Fact, machine_facts
 
 
@@ -33,8 +33,7 @@ def doctor(
             show_default="none is loaded",
         ),
     ] = None,
-    heads: HeadOptions,
-    engine: EngineOptions,
+    engine: Engine,
     collectives: Annotated[
         int | None,
         typer.Option(
@@ -54,10 +53,10 @@ def doctor(
     facts = list(machine_facts())
     if collectives is not None:
         with user_errors():
-            facts.append(_collectives(engine.device, collectives))
+            facts.append(_collectives(str(engine.get("device")), collectives))
     if model is not None:
         with user_errors():
-            facts += _resolved(model, heads, engine)
+            facts += _resolved(model, engine)
     if as_json:
         typer.echo(json.dumps([asdict(fact) for fact in facts], indent=2))
     else:
@@ -88,8 +87,8 @@ def _collectives(device: str, num_processes: int) -> Fact:
     return Fact("collectives", found.backend, True, detail)
 
 
-def _resolved(model: Path, heads: HeadOptions, engine: EngineOptions) -> Iterator[Fact]:
-    loaded = load_model(model, heads, engine, SchedulerConfig.max_num_seqs)
+def _resolved(model: Path, engine: EngineOverrides) -> Iterator[Fact]:
+    loaded = load_model(model, engine)
     stats = loaded.stats()
     for name, value in stats.resolved.items().items():
         shown = show_bytes(value) if name.endswith("_bytes") and isinstance(value, int) else str(value)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
 
 from hpu_duo.cli.arguments import options as opt
-from hpu_duo.cli.arguments.loading import head_arguments, load_with
-from hpu_duo.cli.arguments.options import grouped
+from hpu_duo.cli.arguments.loading import load_cold, with_own_pattern
+from hpu_duo.cli.arguments.options import Only, grouped
 from hpu_duo.cli.terminal.errors import user_errors
+from hpu_duo.config.overrides import EngineOverrides
 
 if TYPE_CHECKING:
     from hpu_duo.lab.replay import ReplayReport
@@ -27,13 +28,8 @@ def replay(
     *,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Steps that --record-steps has written.")],
     model: opt.Model = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="As for generate.", show_default="that of the recording", rich_help_panel=opt.ENGINE
-        ),
-    ] = None,
-    heads: opt.HeadOptions,
+    dtype: Annotated[str | None, opt.of_setting("dtype", unset="that of the recording")] = None,
+    heads: Annotated[EngineOverrides, Only(*opt.CUT)],
     as_json: opt.Json = False,
 ) -> None:
     """Run recorded steps again, and compare their tokens.
@@ -52,9 +48,9 @@ def replay(
         options = options_of(log.origin)
         if dtype is not None:
             options["dtype"] = dtype
-        if heads.pattern is not None or heads.is_cut:
-            options |= head_arguments(model, heads)
-        loaded = load_with(model, **options)
+        if heads.get("pattern") is not None or opt.is_cut(heads):
+            options |= with_own_pattern(model, heads)
+        loaded = load_cold(model, cast(EngineOverrides, options))
         report = replay_steps(loaded.engine, loaded.engine_config.model.path, log)
     if as_json:
         typer.echo(json.dumps(_fields(report), indent=2))

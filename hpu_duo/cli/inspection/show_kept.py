@@ -56,8 +56,7 @@ def show_kept(
     ] = None,
     as_json: opt.Json = False,
     seed: opt.Seed = 0,
-    heads: opt.HeadOptions,
-    engine: opt.EngineOptions,
+    engine: opt.Engine,
 ) -> None:
     """Read a prompt, decode some tokens, and show which positions each KV head holds then.
 
@@ -74,7 +73,7 @@ def show_kept(
         texts = read_prompts([] if prompt is None else [prompt], [] if file is None else [file])
         if len(texts) > 1:
             raise ValueError("expected --prompt or --file, got both")
-        loaded = load_model(model, heads, engine, 1, seed)
+        loaded = load_model(model, engine, 1, seed)
         ids = encode(tokenizer_of(loaded), texts[0], chat)
         request_id = _add(loaded.engine, ids, num_new_tokens)
     from graphs import GraphMissError, RecompileError

@@ -10,15 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpu_duo.cli.arguments.options import (
-    NO_BUDGET,
-    DeviceMemoryUtilization,
-    EnablePrefixCaching,
-    KVOptions,
-    NumPrefixSnapshots,
-)
+from hpu_duo.cli.arguments.options import changed, of_setting
 from hpu_duo.config.device_budget import GRAPH_MEMORY_SHARE
 from hpu_duo.config.limits import HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
+from hpu_duo.config.overrides import EngineOverrides
 
 if TYPE_CHECKING:
     from graphs import BatchShape
@@ -117,28 +112,12 @@ class HardwareOptions:
             rich_help_panel=HARDWARE,
         ),
     ] = None
-    max_layer_kinds: Annotated[
-        int,
-        typer.Option(
-            help="Most kinds of layers, each compiled for every bucket; heads retrieve to keep to it.",
-            rich_help_panel=HARDWARE,
-        ),
-    ] = HPU_LAYER_KINDS
-    sink: Annotated[
-        int | None,
-        typer.Option(
-            help="First tokens that streaming heads keep.",
-            show_default=f"the pattern's, or {SINK}",
-            rich_help_panel=HARDWARE,
-        ),
-    ] = None
+    max_layer_kinds: Annotated[int, of_setting("max_layer_kinds", panel=HARDWARE, unset=True)] = (
+        HPU_LAYER_KINDS
+    )
+    sink: Annotated[int | None, of_setting("sink", panel=HARDWARE, unset=f"the pattern's, or {SINK}")] = None
     recent: Annotated[
-        int | None,
-        typer.Option(
-            help="Newest tokens that streaming heads keep.",
-            show_default=f"the pattern's, or {RECENT}",
-            rich_help_panel=HARDWARE,
-        ),
+        int | None, of_setting("recent", panel=HARDWARE, unset=f"the pattern's, or {RECENT}")
     ] = None
     attention: Annotated[
         str,
@@ -146,20 +125,24 @@ class HardwareOptions:
             help="Attention kernels: hpu for Gaudi's fused operators, or reference.", rich_help_panel=HARDWARE
         ),
     ] = "hpu"
-    device_memory_utilization: DeviceMemoryUtilization = CacheConfig.device_memory_utilization
+    device_memory_utilization: Annotated[float, of_setting("device_memory_utilization")] = (
+        CacheConfig.device_memory_utilization
+    )
     graph_memory: Annotated[
         float,
         typer.Option(help="Share of what weights leave of that for graphs.", rich_help_panel=HARDWARE),
     ] = GRAPH_MEMORY_SHARE
-    enable_prefix_caching: EnablePrefixCaching = CacheConfig.enable_prefix_caching
-    num_prefix_snapshots: NumPrefixSnapshots = None
+    enable_prefix_caching: Annotated[bool, of_setting("enable_prefix_caching")] = (
+        CacheConfig.enable_prefix_caching
+    )
+    num_prefix_snapshots: Annotated[int | None, of_setting("num_prefix_snapshots")] = None
 
     def on(
         self,
         hardware: str,
         scheduler: SchedulerConfig,
         block_size: int,
-        kept: KVOptions = NO_BUDGET,
+        kept: EngineOverrides | None = None,
         retrieval_parallel: str = "heads",
     ) -> Serving:
         """Return the serving on some hardware, with the limits of a scheduler.
@@ -196,7 +179,7 @@ class HardwareOptions:
             attention=self.attention,
             decode_len=scheduler.decode_len,
             max_chunk_rows=scheduler.max_chunk_rows,
-            kept=self._kept(scheduler, block_size, kept, retrieval_parallel),
+            kept=self._kept(scheduler, block_size, kept or {}, retrieval_parallel),
         )
 
     def compare(self, size: ModelSize, serving: Serving, num_graphs: int = 64) -> list[Capacity]:
@@ -228,38 +211,32 @@ class HardwareOptions:
         return Deployment(size, serving, self._shares(serving)[0], self._formats()[0], max_len)
 
     def _kept(
-        self, scheduler: SchedulerConfig, block_size: int, kept: KVOptions, retrieval_parallel: str
+        self, scheduler: SchedulerConfig, block_size: int, kept: EngineOverrides, retrieval_parallel: str
     ) -> KeptByHeads | None:
         """Return the heads with a KV budget or a plan; None where neither is asked for."""
-        if not kept.given:
+        given = changed(kept)
+        if not given:
             return None
         unused: dict[str, object] = {"--sink": self.sink, "--recent": self.recent}
-        if kept.kv_plan is not None:
+        if kept.get("kv_plan") is not None:
             unused |= {"--sparsity": self.sparsity, "--pattern": self.pattern}
         for name, value in unused.items():
             if value is not None:
-                raise ValueError(f"{name} is of heads that keep rings: expected {kept.given[0]} without it")
-        from hpu_duo.config.engine import EngineConfig, HeadConfig, ModelConfig, ParallelConfig
+                raise ValueError(f"{name} is of heads that keep rings: expected {given[0]} without it")
+        from hpu_duo.config.engine import EngineConfig
         from hpu_duo.startup.heads import SizedHeads
 
         # A plan keeps to the requested bound, as the engine does, and not to the usual one.
         is_usual = self.max_layer_kinds == HPU_LAYER_KINDS
-        return SizedHeads(
-            EngineConfig(
-                model=ModelConfig(path="."),
-                heads=HeadConfig(max_layer_kinds=None if is_usual else self.max_layer_kinds),
-                cache=CacheConfig(
-                    block_size=block_size,
-                    enable_prefix_caching=self.enable_prefix_caching,
-                    num_prefix_snapshots=self.num_prefix_snapshots,
-                    **vars(kept),
-                ),
-                scheduler=scheduler,
-                parallel=ParallelConfig(
-                    tensor_parallel_size=self.devices, retrieval_parallel=retrieval_parallel
-                ),
-            )
+        config = EngineConfig.of(**kept).override(
+            max_layer_kinds=None if is_usual else self.max_layer_kinds,
+            block_size=block_size,
+            enable_prefix_caching=self.enable_prefix_caching,
+            num_prefix_snapshots=self.num_prefix_snapshots,
+            tensor_parallel_size=self.devices,
+            retrieval_parallel=retrieval_parallel,
         )
+        return SizedHeads(replace(config, scheduler=scheduler))
 
     def _shares(self, serving: Serving) -> list[float]:
         """Shares of heads that stream, or have a budget: all heads, unless a pattern says which ones."""

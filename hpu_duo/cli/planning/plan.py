@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from hpu_duo.cli.arguments.options import LIMITS, Json, KVOptions, grouped
+from hpu_duo.cli.arguments.options import LIMITS, Json, Kept, changed, grouped
 from hpu_duo.cli.arguments.values import model_option
 from hpu_duo.cli.planning.hardware import HARDWARE, HardwareOptions, graph_bytes, report_fields
 from hpu_duo.cli.planning.plan_options import BudgetOptions, OutputOptions, PlannedLimits, TableOptions
 from hpu_duo.cli.terminal.errors import user_errors
 from hpu_duo.cli.terminal.waiting import Waiting
+from hpu_duo.config.overrides import EngineOverrides
 
 if TYPE_CHECKING:
     from graphs import BatchShape
@@ -47,7 +48,7 @@ def plan(
         ),
     ] = None,
     served: HardwareOptions,
-    kept: KVOptions,
+    kept: Kept,
     output: OutputOptions,
     table: TableOptions,
     as_json: Json = False,
@@ -58,7 +59,7 @@ def plan(
     how fast it would be, computed from public figures.
     """
     with user_errors():
-        table.check(asked.trim_chunks)
+        table.check(asked["trim_chunks"])
         output.check()
         if hardware is None:
             _check_without_hardware(num_blocks, served, kept, output)
@@ -92,7 +93,7 @@ def plan(
                     each,
                     limits,
                     cost,
-                    measured_on(each, limits, cost, recorded, trims_chunks=asked.trim_chunks),
+                    measured_on(each, limits, cost, recorded, trims_chunks=asked["trim_chunks"]),
                 )
                 for name, each in chosen.items()
             }
@@ -142,7 +143,7 @@ def _show(
 
 
 def _check_without_hardware(
-    num_blocks: int | None, served: HardwareOptions, kept: KVOptions, output: OutputOptions
+    num_blocks: int | None, served: HardwareOptions, kept: EngineOverrides, output: OutputOptions
 ) -> None:
     if num_blocks is None:
         raise ValueError("expected --num-blocks, or --hardware to find out how many fit, got neither")
@@ -151,7 +152,7 @@ def _check_without_hardware(
         "--sparsity": served.sparsity,
         "--kv-cache-dtype": served.kv_cache_dtype,
         "--png": output.png,
-        **dict.fromkeys(kept.given, True),
+        **dict.fromkeys(changed(kept), True),
     }
     for name, value in compared.items():
         if value is not None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpu_duo.cli.arguments.options import LIMITS, LimitOptions
+from hpu_duo.cli.arguments.options import Only
 from hpu_duo.cli.terminal.drawing import check_drawing
-from hpu_duo.config.limits import SchedulerConfig
+from hpu_duo.config.overrides import EngineOverrides
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
@@ -24,25 +24,14 @@ _GIB = 1 << 30
 STRATEGIES = ("planned", "thinned", "upstream-unified", "exponential", "linear", "padding-aware")
 
 
-@dataclass(frozen=True)
-class PlannedLimits(LimitOptions):
-    """Limits of the steps that a table is planned for."""
-
-    decode_len: Annotated[
-        int,
-        typer.Option(
-            help="Tokens of a request that are decoded together where they are known beforehand.",
-            rich_help_panel=LIMITS,
-        ),
-    ] = SchedulerConfig.decode_len
-    trim_chunks: Annotated[
-        bool,
-        typer.Option(
-            "--trim-chunks",
-            help="Measure with prompts that end at the border of a bucket where that pads less.",
-            rich_help_panel=LIMITS,
-        ),
-    ] = False
+PlannedLimits = Annotated[
+    EngineOverrides,
+    Only(
+        *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_chunk_rows"),
+        *("block_size", "decode_len", "trim_chunks"),
+    ),
+]
+"""Limits of the steps that a table is planned for."""
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from graphs import BatchShape, StepCost, StepLimits
 from graphs.planner import Grid
-from hpu_duo.cli.arguments.options import KVOptions
 from hpu_duo.cli.planning.hardware import HardwareOptions
-from hpu_duo.cli.planning.plan_options import PlannedLimits
-from hpu_duo.config.limits import SchedulerConfig
+from hpu_duo.config.engine import EngineConfig
+from hpu_duo.config.overrides import EngineOverrides
 from hpu_duo.planning.model import ModelSize
 from hpu_duo.planning.read_model import read_model
 
@@ -40,7 +39,7 @@ class Setting:
     deployment: Deployment | None = None
 
     @classmethod
-    def anywhere(cls, model: Path, asked: PlannedLimits, num_blocks: int) -> Setting:
+    def anywhere(cls, model: Path, asked: EngineOverrides, num_blocks: int) -> Setting:
         """A model on any device with so many blocks.
 
         Raises:
@@ -48,15 +47,15 @@ class Setting:
         """
         size = read_model(model)
         limits = StepLimits(
-            max_num_seqs=asked.max_num_seqs,
-            max_num_batched_tokens=asked.max_num_batched_tokens,
-            max_model_len=asked.max_model_len or size.max_positions,
-            block_size=asked.block_size,
+            max_num_seqs=asked["max_num_seqs"],
+            max_num_batched_tokens=asked["max_num_batched_tokens"],
+            max_model_len=asked["max_model_len"] or size.max_positions,
+            block_size=asked["block_size"],
             num_blocks=num_blocks,
-            decode_len=asked.decode_len,
-            max_chunk_rows=asked.max_chunk_rows,
+            decode_len=asked["decode_len"],
+            max_chunk_rows=asked["max_chunk_rows"],
         )
-        return cls(size, limits, _cost_anywhere(size, asked.block_size))
+        return cls(size, limits, _cost_anywhere(size, limits.block_size))
 
     @classmethod
     def on(
@@ -64,8 +63,8 @@ class Setting:
         hardware: str,
         model: Path,
         served: HardwareOptions,
-        asked: PlannedLimits,
-        kept: KVOptions,
+        asked: EngineOverrides,
+        kept: EngineOverrides,
         num_blocks: int | None,
         num_graphs: int,
     ) -> Setting:
@@ -81,16 +80,11 @@ class Setting:
         from hpu_duo.planning import step_cost, step_limits
 
         size = read_model(model)
-        scheduler = SchedulerConfig(
-            max_num_seqs=asked.max_num_seqs,
-            max_num_batched_tokens=asked.max_num_batched_tokens,
-            max_chunk_rows=asked.max_chunk_rows,
-            decode_len=asked.decode_len,
-        )
-        serving = served.on(hardware, scheduler, asked.block_size, kept)
+        config = EngineConfig.of(**asked)
+        serving = served.on(hardware, config.scheduler, config.cache.block_size, kept)
         found = served.compare(size, serving, num_graphs)
-        deployment = served.deployment(size, serving, asked.max_model_len or size.max_positions)
-        limits = replace(step_limits(deployment), decode_len=asked.decode_len)
+        deployment = served.deployment(size, serving, config.scheduler.max_model_len or size.max_positions)
+        limits = replace(step_limits(deployment), decode_len=config.scheduler.decode_len)
         if num_blocks is not None:
             limits = replace(limits, num_blocks=num_blocks)
         return cls(size, limits, step_cost(deployment), serving, tuple(found), deployment)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +13,7 @@ from hpu_duo.cli.arguments import options as opt
 from hpu_duo.cli.arguments.loading import load_model
 from hpu_duo.cli.arguments.options import Only, grouped
 from hpu_duo.cli.terminal.errors import user_errors
-from hpu_duo.config.limits import SchedulerConfig
+from hpu_duo.config.overrides import EngineOverrides
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
@@ -25,29 +24,17 @@ if TYPE_CHECKING:
 _TABLE = "Table"
 _BUDGET = "Budget"
 _OUTPUT = "Output"
-# Where the table comes from stands among the options of the table.
-_OFFERED = Only(
-    *(
-        "device",
-        "dtype",
-        "graphs",
-        "attention",
-        "softmax",
-        "max_model_len",
-        "max_num_seqs",
-        "max_num_batched_tokens",
+_Offered = Annotated[
+    EngineOverrides,
+    Only(
+        *(*opt.CUT, *opt.STEP, *opt.KEPT, "max_model_len", "max_num_batched_tokens", "max_chunk_rows"),
+        *("block_size", "num_blocks", "kv_cache_bytes", "buckets", "max_captured_tokens"),
+        *("graph_memory_bytes", "device_memory_utilization", "enable_prefix_caching"),
+        *("num_prefix_snapshots", "tensor_parallel_size", "expert_parallel", "retrieval_parallel"),
+        *("retrieval_parallel_context", "rank_timeout_s"),
+        max_num_seqs=None,
     ),
-    *("max_chunk_rows", "block_size", "num_blocks", "kv_cache_bytes", "max_captured_tokens"),
-    *("graph_memory_bytes", "device_memory_utilization", "enable_prefix_caching", "num_prefix_snapshots"),
-    *("kv_policy", "kv_budget", "kv_plan", "kv_prompt", "kv_chunk"),
-    *(
-        "tensor_parallel_size",
-        "expert_parallel",
-        "retrieval_parallel",
-        "retrieval_parallel_context",
-        "rank_timeout_s",
-    ),
-)
+]
 
 
 @grouped
@@ -71,7 +58,6 @@ def warmup(
             rich_help_panel=_TABLE,
         ),
     ] = None,
-    buckets: opt.Buckets = None,
     replay: Annotated[
         Path | None,
         typer.Option(
@@ -128,8 +114,7 @@ def warmup(
         bool,
         typer.Option("--compile-only", help="Build graphs without launching them; on HPU."),
     ] = False,
-    heads: opt.HeadOptions,
-    engine: Annotated[opt.EngineOptions, _OFFERED],
+    engine: _Offered,
     as_json: opt.Json = False,
 ) -> None:
     """Capture the shapes of a table: estimated first, within a budget, the largest first.
@@ -138,7 +123,7 @@ def warmup(
     what outlasts it are the compiler's caches on disk and the manifest, which --buckets takes elsewhere.
     """
     with user_errors():
-        _check_one_table(buckets=buckets, replay=replay, graphs_budget=graphs_budget)
+        _check_one_table(buckets=engine.get("buckets"), replay=replay, graphs_budget=graphs_budget)
         if from_shapes and graphs_budget is None:
             raise ValueError("--from-shapes is what a table is planned from: expected --graphs-budget too")
         # What can be refused without weights comes before they are read.
@@ -154,8 +139,7 @@ def warmup(
                 read_manifest(file)
         if manifest is not None:
             check_file("--manifest", manifest)
-        engine = replace(engine, buckets=buckets or replay)
-        loaded = load_model(model, heads, engine, SchedulerConfig.max_num_seqs)
+        loaded = load_model(model, {**engine, "buckets": engine.get("buckets") or replay})
         from hpu_duo.cli.planning.warmup_views import (
             ProgressView,
             print_estimate,
@@ -168,9 +152,10 @@ def warmup(
             if graphs_budget is None
             else _planned(loaded, graphs_budget, budget, [Path(path) for path in from_shapes or []])
         )
+        device = loaded.engine.runner.device.type
         if table is None and not loaded.engine.runner.executor.uses_table:
             raise ValueError(
-                f"with --graphs {engine.graphs} on {loaded.engine.runner.device.type} steps run at their "
+                f"with --graphs {engine.get('graphs')} on {device} steps run at their "
                 "own shapes and nothing is captured: expected --buckets, --replay, --graphs-budget or "
                 "another --graphs"
             )

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
-from hpu_duo.cli.arguments.options import ENGINE, EngineOptions
 from hpu_duo.cli.serving.listening_options import ListeningOptions, TellingOptions
 from hpu_duo.cli.terminal.sizes import parse_bytes
 from hpu_duo.extras import install_command
@@ -140,19 +139,6 @@ class CallOptions:
             has_page=listening.page,
             metrics_namespace=telling.metrics_namespace,
         )
-
-
-@dataclass(frozen=True)
-class ServingEngineOptions(EngineOptions):
-    """Options of an engine that serves for long, so that what is captured pays."""
-
-    graphs: Annotated[
-        str,
-        typer.Option(
-            help="How steps are captured: auto, eager, replay, compile, cuda, hpu-compile or hpu-graph.",
-            rich_help_panel=ENGINE,
-        ),
-    ] = "auto"
 
 
 def _read_template(file: Path) -> str:

@@ -15,11 +15,11 @@ import typer
 
 from hpu_duo.cli.arguments import options as opt
 from hpu_duo.cli.arguments.loading import load_cold
-from hpu_duo.cli.arguments.options import grouped
+from hpu_duo.cli.arguments.options import Only, grouped
 from hpu_duo.cli.serving.listening_options import ListeningOptions, TellingOptions
-from hpu_duo.cli.serving.options import CallOptions, ProfileOptions, ServedReplicas, ServingEngineOptions
+from hpu_duo.cli.serving.options import CallOptions, ProfileOptions, ServedReplicas
 from hpu_duo.cli.terminal.errors import INTERRUPTED, user_errors
-from hpu_duo.config.limits import SchedulerConfig
+from hpu_duo.config.overrides import EngineOverrides
 from hpu_duo.extras import install_command
 
 if TYPE_CHECKING:
@@ -116,8 +116,7 @@ def serve(
         ),
     ] = True,
     seed: opt.Seed = 0,
-    heads: opt.HeadOptions,
-    engine: ServingEngineOptions,
+    engine: Annotated[EngineOverrides, Only(graphs="auto", max_num_seqs=None)],
 ) -> None:
     """Serve a model over HTTP, with the API of OpenAI: completions, chats, streams, tools.
 
@@ -130,14 +129,14 @@ def serve(
                 f"expected the packages of the extra serve: {install_command('serve')}; missing: "
                 f"{', '.join(missing)}"
             )
-        if engine.rank_launcher != "own":
+        if engine.get("rank_launcher") != "own":
             from hpu_duo.device.launched import follows_another
 
             if replicated.replicas is not None:
                 raise ValueError("--replicas start their own processes: expected --rank-launcher own with it")
             if follows_another():
                 # Ends the process with rank 0, which alone listens.
-                load_cold(model, heads, engine, SchedulerConfig.max_num_seqs, seed)
+                load_cold(model, engine, seed=seed)
         config = calls.config(model, listening, telling)
         tls, connections = listening.tls, listening.connections
         profiling.check()
@@ -145,14 +144,14 @@ def serve(
         # A port that is taken is reported before weights are read.
         bound = listening.bound()
         if replicated.replicas is not None:
-            front = replicated.front(config, engine.device, engine.tensor_parallel_size or 1)
+            front = replicated.front(config, str(engine.get("device")), engine.get("tensor_parallel_size", 1))
     if replicated.replicas is not None:
         serve_replicas(front, bound, connections, tls, listening.host)
         return
     with user_errors():
         log, tracing = telling.request_log(), telling.tracing()
         told = [one for one in (log, tracing) if one is not None]
-        loaded = load_cold(model, heads, engine, SchedulerConfig.max_num_seqs, seed)
+        loaded = load_cold(model, engine, seed=seed)
         profiler = profiling.profiler(loaded.engine.runner.runtime.name)
         loaded.engine.profiler = profiler
         from hpu_duo.server.http.app import create_app

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpu_duo.cli.arguments.options import LIMITS
+from hpu_duo.cli.arguments.options import LIMITS, of_setting
 from hpu_duo.cli.arguments.values import model_option
 from hpu_duo.cli.planning.hardware import HARDWARE, HardwareOptions
 from hpu_duo.config.limits import CARD_LIMITS, CacheConfig, SchedulerConfig
@@ -41,91 +41,40 @@ class MachineOptions:
     ] = None
 
 
+def _replacing(name: str, usual: object) -> Any:
+    """Return the option of a limit that is otherwise the hardware's or the measured engine's."""
+    return of_setting(name, unset=f"{usual}, or that of the measured engine")
+
+
 @dataclass(frozen=True)
 class ServedLimits:
     """Limits of steps that replace those of the hardware or of the engine that was measured."""
 
     max_model_len: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of prompt and output together.",
-            show_default="what the model serves, or the measured engine",
-            rich_help_panel=LIMITS,
-        ),
+        int | None, of_setting("max_model_len", unset="what the model serves, or the measured engine")
     ] = None
-    max_num_seqs: Annotated[
-        int | None,
-        typer.Option(
-            help="Requests that run at the same time.",
-            show_default=f"{CARD_LIMITS.max_num_seqs}, or those of the measured engine",
-            rich_help_panel=LIMITS,
-        ),
-    ] = None
+    max_num_seqs: Annotated[int | None, _replacing("max_num_seqs", CARD_LIMITS.max_num_seqs)] = None
     max_num_batched_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of one step; longer prompts are cut into chunks.",
-            show_default=f"{CARD_LIMITS.max_num_batched_tokens}, or those of the measured engine",
-            rich_help_panel=LIMITS,
-        ),
+        int | None, _replacing("max_num_batched_tokens", CARD_LIMITS.max_num_batched_tokens)
     ] = None
-    max_chunk_rows: Annotated[
-        int | None,
-        typer.Option(
-            help="Prompts that may continue in the same step.",
-            show_default=f"{SchedulerConfig.max_chunk_rows}, or those of the measured engine",
-            rich_help_panel=LIMITS,
-        ),
-    ] = None
+    max_chunk_rows: Annotated[int | None, _replacing("max_chunk_rows", SchedulerConfig.max_chunk_rows)] = None
     block_size: Annotated[
         int | None,
-        typer.Option(
-            help="Tokens of one KV block.",
-            show_default=f"{CacheConfig.block_size}; that of a measured engine is fixed",
-            rich_help_panel=LIMITS,
-        ),
+        of_setting("block_size", unset=f"{CacheConfig.block_size}; that of a measured engine is fixed"),
     ] = None
     num_blocks: Annotated[
-        int | None,
-        typer.Option(
-            help="KV blocks to hold.",
-            show_default="what fits on --hardware, or the measured engine's",
-            rich_help_panel=LIMITS,
-        ),
+        int | None, of_setting("num_blocks", unset="what fits on --hardware, or the measured engine's")
     ] = None
-    enable_prefix_caching: Annotated[
-        bool | None,
-        typer.Option(
-            "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="Keep the KV blocks of ended requests for later ones that begin alike.",
-            show_default="on, or as the measured engine has it",
-            rich_help_panel=LIMITS,
-        ),
-    ] = None
+    enable_prefix_caching: Annotated[bool | None, _replacing("enable_prefix_caching", "on")] = None
     num_prefix_snapshots: Annotated[
         int | None,
-        typer.Option(
-            help="States of streaming heads to keep with them.",
-            show_default="as many as requests run, in an eighth of the memory; those of the measured engine",
-            rich_help_panel=LIMITS,
-        ),
+        _replacing("num_prefix_snapshots", "as many as requests run, in an eighth of the memory"),
     ] = None
     buckets: Annotated[
         Path | None,
-        typer.Option(
-            help="File with the shapes to capture, as hpu-duo plan writes it.",
-            show_default="made from the limits; a measured engine's own",
-            rich_help_panel=LIMITS,
-        ),
+        of_setting("buckets", panel=LIMITS, unset="made from the limits; a measured engine's own"),
     ] = None
-    trim_chunks: Annotated[
-        bool,
-        typer.Option(
-            "--trim-chunks",
-            help="End a prompt at the border of a bucket, and go on in the next step, where that pads less.",
-            rich_help_panel=LIMITS,
-        ),
-    ] = False
+    trim_chunks: Annotated[bool, of_setting("trim_chunks", panel=LIMITS)] = False
 
     def on(self, machine: MachineOptions, served: HardwareOptions) -> SimulatedServer:
         """Return the server.

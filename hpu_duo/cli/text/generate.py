@@ -82,8 +82,7 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after an end token.", rich_help_panel=_SAMPLING)
     ] = False,
-    heads: opt.HeadOptions,
-    engine: opt.EngineOptions,
+    engine: opt.Engine,
 ) -> None:
     """Continue one prompt, streaming its text, or several of them in one batch.
 
@@ -102,7 +101,7 @@ def generate(
             "ignore_eos": ignore_eos,
             "max_tokens": max_new_tokens,
         }
-        loaded = load_model(model, heads, engine, max(1, len(prompts)), seed)
+        loaded = load_model(model, engine, max(1, len(prompts)), seed)
         tokenizer, opened = tokenizer_of(loaded), None
         if context is None:
             ids = [encode(tokenizer, text, chat) for text in prompts]

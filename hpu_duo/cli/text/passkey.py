@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +19,7 @@ from hpu_duo.cli.terminal.errors import INTERRUPTED, user_errors
 from hpu_duo.cli.terminal.streams import mark
 from hpu_duo.cli.text.serving import Run, RunReport, run_fields, run_table
 from hpu_duo.cli.text.views import LiveView
+from hpu_duo.config.overrides import EngineOverrides
 from hpu_duo.lab.tasks.passkeys import Passkey, PasskeyDocument, document, question, token_counter
 
 if TYPE_CHECKING:
@@ -28,20 +29,14 @@ if TYPE_CHECKING:
 
 # A wrong answer may take more tokens than the right one before it comes to its full stop.
 _SPARE_TOKENS = 4
-_OFFERED = Only(
-    *(
-        "device",
-        "dtype",
-        "graphs",
-        "attention",
-        "softmax",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "block_size",
+_Offered = Annotated[
+    EngineOverrides,
+    Only(
+        *(*opt.CUT, *opt.STEP, *opt.KEPT, "max_num_batched_tokens", "block_size"),
+        *("device_memory_utilization", "fail_on_recompile", "record_steps"),
+        max_num_seqs=None,
     ),
-    *("device_memory_utilization", "fail_on_recompile", "record_steps"),
-    *("kv_policy", "kv_budget", "kv_plan", "kv_prompt", "kv_chunk"),
-)
+]
 
 
 @dataclass(frozen=True)
@@ -71,21 +66,20 @@ def passkey(
     model: opt.Model = None,
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
-    heads: opt.HeadOptions,
-    engine: Annotated[opt.EngineOptions, _OFFERED],
+    engine: _Offered,
 ) -> None:
     """Hide passkeys in a long document and ask for all of them in one batch.
 
     Without --model it runs the built-in model, with half of its KV heads streaming unless --pattern,
     --kv-policy or --kv-plan says what heads keep.
     """
-    has_budget = engine.kv_policy is not None or engine.kv_plan is not None
-    if model is None and heads.pattern is None and not heads.is_cut and not has_budget:
-        heads = replace(heads, sparsity=0.5)
+    chosen = [engine.get("pattern"), engine.get("kv_policy"), engine.get("kv_plan")]
+    if model is None and chosen == [None] * 3 and not opt.is_cut(engine):
+        engine = {**engine, "sparsity": 0.5}
     with user_errors():
         if num_passkeys < 1:
             raise ValueError(f"expected --num-passkeys of at least 1, got {num_passkeys}")
-        loaded = load_model(model, heads, engine, num_passkeys, seed)
+        loaded = load_model(model, engine, num_passkeys, seed)
         tokenizer = tokenizer_of(loaded)
         # First by the length alone: a text that is far too long takes minutes to write.
         most = loaded.engine.limits.max_model_len
