@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,12 +18,13 @@ from pydantic import (
 
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
 from hpu_duo.config.limits import SchedulerConfig
+from hpu_duo.config.overrides import LoadOverrides
 from hpu_duo.fleet.routing import make_router
 from hpu_duo.server.config import ServerConfig, read_api_keys
 
 _RESOURCES = {"hpu": "HPU", "cuda": "GPU", "cpu": None, "hpu-sim": None}
 """Ray's names of the devices; of the last two every process has as many as it likes."""
-_NAMED_ELSEWHERE = ("path", "device", "tensor_parallel_size")
+_NAMED_ELSEWHERE = ("device", "device_map", "tensor_parallel_size")
 _SET_HERE = ("model_names", "api_keys", "metrics_api_keys", "quiet_s")
 
 
@@ -131,10 +131,7 @@ class RayServeArgs(BaseModel):
     @field_validator("engine")
     @classmethod
     def _are_engine_arguments(cls, value: dict[str, Any]) -> dict[str, Any]:
-        from hpu_duo.llm import HPUDuoModel
-
-        known = set(inspect.signature(HPUDuoModel.from_pretrained).parameters) - {*_NAMED_ELSEWHERE}
-        _refuse_unknown("engine", value, known)
+        _refuse_unknown("engine", value, LoadOverrides.__annotations__.keys() - {*_NAMED_ELSEWHERE})
         return value
 
     @model_validator(mode="after")

@@ -11,7 +11,6 @@ module is enough for ``lm_eval.simple_evaluate(model="hpu-duo", ...)``.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from lm_eval.api.registry import MODEL_REGISTRY, register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
+from hpu_duo.config.overrides import LoadOverrides
 from hpu_duo.lab.eval.kv_bytes import KVByTask, KVBytes
 from hpu_duo.lab.eval.model_under_test import Subject, encode_known
 from hpu_duo.llm import HPUDuoModel
@@ -80,7 +80,7 @@ class HPUDuoLM(TemplateLM):
         **options: Any,
     ) -> None:
         super().__init__()
-        unknown = sorted(options.keys() - inspect.signature(HPUDuoModel.from_pretrained).parameters.keys())
+        unknown = sorted(options.keys() - LoadOverrides.__annotations__.keys())
         if unknown:
             raise ValueError(
                 f"expected arguments of HPUDuoLM or HPUDuoModel.from_pretrained, got {', '.join(unknown)}"
