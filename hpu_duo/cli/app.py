@@ -9,27 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpu_duo import __version__
-from hpu_duo.cli.arguments.options import ManyValues
-from hpu_duo.cli.arguments.values import refuse_empty_paths
 from hpu_duo.cli.evaluation.eval import eval_app
-from hpu_duo.cli.heads.calibrate import calibrate
-from hpu_duo.cli.heads.identify import identify
+from hpu_duo.cli.heads.measure import calibrate, identify
 from hpu_duo.cli.heads.pattern import app as pattern_app
 from hpu_duo.cli.inspection.audit import audit
-from hpu_duo.cli.inspection.bench_steps import bench_steps
-from hpu_duo.cli.inspection.doctor import doctor
-from hpu_duo.cli.inspection.replay import replay
-from hpu_duo.cli.inspection.selftest import selftest
+from hpu_duo.cli.inspection.machine import doctor, selftest
 from hpu_duo.cli.inspection.show_kept import show_kept
-from hpu_duo.cli.planning.capacity import capacity
-from hpu_duo.cli.planning.plan import plan
+from hpu_duo.cli.inspection.steps import bench_steps, replay
+from hpu_duo.cli.options import ManyValues, refuse_empty_paths
+from hpu_duo.cli.planning.plan import capacity, plan
 from hpu_duo.cli.planning.warmup import warmup
 from hpu_duo.cli.serving.bench import bench_app
 from hpu_duo.cli.serving.options import plug_in
 from hpu_duo.cli.serving.serve import serve
 from hpu_duo.cli.simulation.simulate import simulate
 from hpu_duo.cli.simulation.train_ranker import train_ranker
-from hpu_duo.cli.terminal.streams import delivered
+from hpu_duo.cli.terminal import delivered
 from hpu_duo.cli.text.generate import generate
 from hpu_duo.cli.text.passkey import passkey
 

@@ -9,7 +9,7 @@ from typer.testing import Result
 
 from graphs import BatchShape, GraphMissError, Miss
 from hpu_duo import HPUDuoModel
-from hpu_duo.cli.text import serving
+from hpu_duo.cli.text import run as serving
 from hpu_duo.lab import sim
 
 Run = Callable[..., Result]

@@ -192,7 +192,7 @@ def test_an_interrupted_evaluation_ends_with_one_word(hpu_duo: Run, monkeypatch:
 def test_a_missing_matplotlib_is_told_before_anything_is_measured(
     hpu_duo: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpu_duo.cli.terminal.drawing.find_spec", lambda _: None)
+    monkeypatch.setattr("hpu_duo.cli.terminal.find_spec", lambda _: None)
     for command, what in (("niah", "the heat map"), ("curve", "the picture of the curve")):
         refused = hpu_duo("eval", command, "--out", tmp_path / "out")
         assert refused.exit_code == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from hpu_duo.cli.terminal.sizes import show_bytes
+from hpu_duo.cli.terminal import show_bytes
 
 Run = Callable[..., Result]
 DOCUMENT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 4

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hpu_duo.cli.text.serving import kv_text
+from hpu_duo.cli.text.run import kv_text
 
 MIB = 1 << 20
 

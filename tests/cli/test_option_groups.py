@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hpu_duo.cli.arguments.options import Only, grouped
+from hpu_duo.cli.options import Only, grouped
 from hpu_duo.config.overrides import EngineOverrides
 
 

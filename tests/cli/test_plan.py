@@ -97,7 +97,7 @@ def test_assumed_traffic_is_measured_on_users_that_no_table_was_chosen_for(
     chosen_on: set[int] = set()
     measured_on: set[int] = set()
     monkeypatch.setattr("hpu_duo.planning.simulation.prior", noting(chosen_on))
-    monkeypatch.setattr("hpu_duo.cli.planning.bucket_plans.prior", noting(measured_on))
+    monkeypatch.setattr("hpu_duo.cli.planning.setting.prior", noting(measured_on))
     result = hpu_duo(
         *("plan", "--model", config_dir, *LIMITS, "--max-model-len", 64, "--graphs-budget", 64, "--json")
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpu_duo.cli.evaluation.plot import draw_policies
+from hpu_duo.cli.evaluation.report import draw_policies
 from hpu_duo.cli.heads.views import draw_heads, effort
 from hpu_duo.heads import HeadPattern
 from hpu_duo.heads.eviction import KV_POLICIES

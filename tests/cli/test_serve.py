@@ -92,7 +92,7 @@ def test_bad_options_end_with_a_sentence(
 
 
 def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
-    from hpu_duo.cli.serving.listening_options import ListeningOptions
+    from hpu_duo.cli.serving.options import ListeningOptions
 
     file = tmp_path / "keys"
     file.write_text("# ours\nfirst\n\n  second \n")
@@ -104,16 +104,14 @@ def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_wanted", [True, False])
 def test_the_page_can_be_left_out(is_wanted: bool) -> None:
-    from hpu_duo.cli.serving.listening_options import ListeningOptions, TellingOptions
-    from hpu_duo.cli.serving.options import CallOptions
+    from hpu_duo.cli.serving.options import CallOptions, ListeningOptions, TellingOptions
 
     config = CallOptions().config(None, ListeningOptions(page=is_wanted), TellingOptions())
     assert config.has_page is is_wanted
 
 
 def test_a_model_of_the_hub_is_served_under_its_id(tmp_path: Path) -> None:
-    from hpu_duo.cli.serving.listening_options import ListeningOptions, TellingOptions
-    from hpu_duo.cli.serving.options import CallOptions
+    from hpu_duo.cli.serving.options import CallOptions, ListeningOptions, TellingOptions
 
     snapshot = tmp_path / "models--some-org--tiny.llama" / "snapshots" / "0123456789abcdef"
     snapshot.mkdir(parents=True)

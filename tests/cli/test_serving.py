@@ -8,8 +8,7 @@ import pytest
 from rich.console import Console
 
 from hpu_duo import HPUDuoModel, SamplingParams
-from hpu_duo.cli.text.serving import Run
-from hpu_duo.cli.text.views import LiveView
+from hpu_duo.cli.text.run import LiveView, Run
 from hpu_duo.engine.outputs import RequestOutput
 
 

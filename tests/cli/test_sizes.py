@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.cli.terminal.sizes import parse_bytes, show_bytes
+from hpu_duo.cli.terminal import parse_bytes, show_bytes
 
 
 @pytest.mark.parametrize(

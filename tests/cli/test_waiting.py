@@ -6,7 +6,7 @@ from threading import Event
 
 import pytest
 
-from hpu_duo.cli.terminal.waiting import Waiting
+from hpu_duo.cli.terminal import Waiting
 
 
 class Stream:

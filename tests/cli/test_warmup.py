@@ -20,7 +20,7 @@ from graphs import BatchShape, BucketTable
 from graphs.bucket_file import read_table, write_table
 from graphs.manifest import GraphRecord, read_manifest
 from hpu_duo.cli.app import app
-from hpu_duo.cli.planning.warmup_views import ProgressView
+from hpu_duo.cli.planning.warmup import ProgressView
 from hpu_duo.config.kv_plan import Keep, KVPlan
 from hpu_duo.llm import HPUDuoModel
 from hpu_duo.startup.warm_up import WarmUp, WarmUpStoppedError

@@ -143,7 +143,7 @@ def test_without_matplotlib_a_picture_is_refused_and_tables_are_not(
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr("hpu_duo.cli.terminal.drawing.find_spec", lambda name: None)
+    monkeypatch.setattr("hpu_duo.cli.terminal.find_spec", lambda name: None)
     refused = hpu_duo("--png", tmp_path / "a.png")
     assert refused.exit_code == 2
     assert install_command("plot") in refused.stderr

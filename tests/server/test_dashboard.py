@@ -151,7 +151,7 @@ def test_the_dashboard_is_bound_to_no_installation() -> None:
 
 
 def test_the_scrape_configuration_asks_a_server_at_its_default_address(server: Live) -> None:
-    from hpu_duo.cli.serving.listening_options import ListeningOptions
+    from hpu_duo.cli.serving.options import ListeningOptions
 
     configuration = yaml.safe_load((MONITORING / "prometheus.yml").read_text(encoding="utf-8"))
     [job] = configuration["scrape_configs"]

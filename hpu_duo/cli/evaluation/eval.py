@@ -7,12 +7,10 @@ from typing import Annotated
 
 import typer
 
-from hpu_duo.cli.arguments import options as opt
-from hpu_duo.cli.arguments.options import ManyValues, grouped
+from hpu_duo.cli import options as opt
 from hpu_duo.cli.evaluation import options as eopt
-from hpu_duo.cli.evaluation.curve import curve
-from hpu_duo.cli.evaluation.kvpress import kvpress
-from hpu_duo.cli.evaluation.longbench import longbench, longbench_v2
+from hpu_duo.cli.evaluation.curves import curve, kvpress
+from hpu_duo.cli.evaluation.questions import longbench, longbench_v2, ruler
 from hpu_duo.cli.evaluation.report import (
     KV_COLUMNS,
     RESULTS,
@@ -23,9 +21,8 @@ from hpu_duo.cli.evaluation.report import (
     finish,
     show,
 )
-from hpu_duo.cli.evaluation.ruler import ruler
-from hpu_duo.cli.terminal.drawing import check_matplotlib
-from hpu_duo.cli.terminal.errors import user_errors
+from hpu_duo.cli.options import ManyValues, grouped
+from hpu_duo.cli.terminal import check_matplotlib, user_errors
 from hpu_duo.extras import install_command
 
 eval_app = typer.Typer(
@@ -110,7 +107,7 @@ def niah(
     """Find one needle at every depth of every length; draws a heat map and can be resumed."""
     with user_errors():
         check_matplotlib("the heat map")
-        from hpu_duo.cli.evaluation.plot import draw_grid
+        from hpu_duo.cli.evaluation.report import draw_grid
         from hpu_duo.lab.eval import NeedleGrid, PasskeyResult, ResultFile, ResultsNotWrittenError
 
         check_simulated_decodes(simulated_decodes)
@@ -168,7 +165,7 @@ def perplexity(
     with user_errors():
         if num_tokens is not None and num_tokens < 1:
             raise ValueError(f"expected --num-tokens of at least 1, got {num_tokens}")
-        from hpu_duo.cli.arguments.values import read_prompts
+        from hpu_duo.cli.options import read_prompts
         from hpu_duo.lab.eval import check_stream, stream_perplexity
         from hpu_duo.lab.tasks.passkeys import document
 

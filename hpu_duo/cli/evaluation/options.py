@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
-from hpu_duo.cli.arguments import options as opt
-from hpu_duo.cli.arguments.loading import load_model, with_pattern
-from hpu_duo.cli.arguments.options import Only
+from hpu_duo.cli import options as opt
+from hpu_duo.cli.loading import load_model, with_pattern
+from hpu_duo.cli.options import Only
 from hpu_duo.config.engine import SETTINGS
 from hpu_duo.config.overrides import EngineOverrides
 

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from hpu_duo.cli.arguments.options import Json
-from hpu_duo.cli.arguments.values import model_option
-from hpu_duo.cli.terminal.drawing import check_drawing
-from hpu_duo.cli.terminal.errors import user_errors
+from hpu_duo.cli.options import Json, model_option
+from hpu_duo.cli.terminal import check_drawing, user_errors
 
 if TYPE_CHECKING:
     from hpu_duo.heads import HeadPattern

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from hpu_duo.cli.terminal.streams import can_show
+from hpu_duo.cli.terminal import can_show
 
 if TYPE_CHECKING:
     from hpu_duo.heads import HeadPattern

@@ -11,10 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hpu_duo.cli.arguments.options import CUT, KEPT, Json, Only, grouped
-from hpu_duo.cli.arguments.values import model_option
-from hpu_duo.cli.terminal.errors import user_errors
-from hpu_duo.cli.terminal.sizes import show_bytes
+from hpu_duo.cli.options import CUT, KEPT, Json, Only, grouped, model_option
+from hpu_duo.cli.terminal import show_bytes, user_errors
 from hpu_duo.config.overrides import EngineOverrides
 
 if TYPE_CHECKING:

@@ -10,13 +10,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hpu_duo.cli.arguments import options as opt
-from hpu_duo.cli.arguments.loading import load_model
-from hpu_duo.cli.arguments.options import grouped
-from hpu_duo.cli.arguments.values import encode, read_prompts, tokenizer_of
-from hpu_duo.cli.terminal.drawing import check_drawing
-from hpu_duo.cli.terminal.errors import user_errors
-from hpu_duo.cli.terminal.streams import can_show
+from hpu_duo.cli import options as opt
+from hpu_duo.cli.loading import load_model
+from hpu_duo.cli.options import encode, grouped, read_prompts, tokenizer_of
+from hpu_duo.cli.terminal import can_show, check_drawing, user_errors
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:

@@ -1,28 +1,240 @@
-"""``hpu-duo plan``: choose the shapes to capture, from a config.json and limits alone."""
+"""``hpu-duo plan`` and ``capacity``: shapes to capture and requests that fit, from a config.json alone."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from hpu_duo.cli.arguments.options import LIMITS, Json, Kept, changed, grouped
-from hpu_duo.cli.arguments.values import model_option
+from hpu_duo.cli.options import LIMITS, Json, Kept, Only, changed, grouped, model_option, of_setting
 from hpu_duo.cli.planning.hardware import HARDWARE, HardwareOptions, graph_bytes, report_fields
-from hpu_duo.cli.planning.plan_options import BudgetOptions, OutputOptions, PlannedLimits, TableOptions
-from hpu_duo.cli.terminal.errors import user_errors
-from hpu_duo.cli.terminal.waiting import Waiting
+from hpu_duo.cli.terminal import Waiting, check_drawing, user_errors
+from hpu_duo.config.limits import CARD_LIMITS, CacheConfig, SchedulerConfig
 from hpu_duo.config.overrides import EngineOverrides
+from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
     from graphs import BatchShape
-    from graphs.planner import PaddingReport
+    from graphs.planner import GraphBudget, PaddingReport, Traffic
     from hpu_duo.cli.planning.setting import Setting
+
+_BUDGET = "Budget"
+_OUTPUT = "Output"
+_GIB = 1 << 30
+STRATEGIES = ("planned", "thinned", "upstream-unified", "exponential", "linear", "padding-aware")
+
+
+PlannedLimits = Annotated[
+    EngineOverrides,
+    Only(
+        *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_chunk_rows"),
+        *("block_size", "decode_len", "trim_chunks"),
+    ),
+]
+"""Limits of the steps that a table is planned for."""
+
+
+@dataclass(frozen=True)
+class BudgetOptions:
+    """Bounds on the cost of a table."""
+
+    graphs_budget: Annotated[
+        int, typer.Option(help="Most shapes to capture, when planned.", rich_help_panel=_BUDGET)
+    ] = 64
+    max_seconds: Annotated[
+        float | None,
+        typer.Option(help="Most time to capture them in.", show_default="no limit", rich_help_panel=_BUDGET),
+    ] = None
+    seconds_per_graph: Annotated[
+        float,
+        typer.Option(
+            help="What one graph takes of --max-seconds; public figures for Gaudi are 0.7 to 14.",
+            rich_help_panel=_BUDGET,
+        ),
+    ] = 14.0
+    max_gib: Annotated[
+        float | None,
+        typer.Option(
+            help="Most device memory for graphs, if each keeps intermediates of its own.",
+            show_default="no limit",
+            rich_help_panel=_BUDGET,
+        ),
+    ] = None
+
+    def in_time(self) -> GraphBudget:
+        """The budget without its memory; ValueError for a bound that leaves nothing."""
+        from graphs.planner import GraphBudget
+
+        return GraphBudget(
+            self.graphs_budget,
+            seconds=self.max_seconds,
+            seconds_per_graph=None if self.max_seconds is None else self.seconds_per_graph,
+        )
+
+    def budget(self, bytes_of: Callable[[], Callable[[BatchShape], float]]) -> GraphBudget:
+        """The whole budget.
+
+        Args:
+            bytes_of: gives the bytes that a graph keeps; called only if memory is bounded.
+
+        Raises:
+            ValueError: a bound leaves nothing.
+        """
+        in_time = self.in_time()
+        if self.max_gib is None:
+            return in_time
+        return replace(in_time, memory_bytes=self.max_gib * _GIB, bytes_of=bytes_of())
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """Files to write."""
+
+    png: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also draw what fits and how fast it would be; needs matplotlib.",
+            show_default="no picture",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the table, to load it with.", rich_help_panel=_OUTPUT),
+    ] = None
+    gaudi_out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write it as VLLM_BUCKETING_FROM_FILE too.", rich_help_panel=_OUTPUT
+        ),
+    ] = None
+
+    @property
+    def takes_table(self) -> bool:
+        """Whether the table is written to a file."""
+        return self.out is not None or self.gaudi_out is not None
+
+    def check(self) -> None:
+        """Raise ValueError unless every file can be written."""
+        for name, file in (("--out", self.out), ("--gaudi-out", self.gaudi_out)):
+            if file is not None:
+                check_file(name, file)
+        if self.png is not None:
+            check_drawing(self.png)
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """Strategy that chooses the table, and the traffic that it is chosen for."""
+
+    from_shapes: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Shapes that --record-shapes wrote; repeat for several.",
+            show_default="a stated guess about traffic",
+        ),
+    ] = None
+    strategy: Annotated[str, typer.Option(help=f"One of {', '.join(STRATEGIES)}.")] = "planned"
+    compare: Annotated[bool, typer.Option("--compare", help="Show all strategies side by side.")] = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Strategies to show, the chosen one first."""
+        return tuple(dict.fromkeys((self.strategy, *(STRATEGIES if self.compare else ()))))
+
+    def check(self, trims_chunks: bool) -> None:
+        """Raise ValueError for an unknown strategy, or for prompts to trim where that cannot be tried."""
+        if self.strategy not in STRATEGIES:
+            raise ValueError(
+                f"expected --strategy to be one of {', '.join(STRATEGIES)}, got {self.strategy!r}"
+            )
+        if trims_chunks and self.from_shapes:
+            raise ValueError(
+                "expected --trim-chunks without --from-shapes: recorded steps are as long as they were"
+            )
+        if trims_chunks and self.compare:
+            raise ValueError(
+                "expected --trim-chunks without --compare: some strategies make too many shapes to trim to"
+            )
+
+    def recorded(self) -> Traffic | None:
+        """The recorded traffic; None without a recording.
+
+        Raises:
+            ValueError: a file cannot be read, or is no recording.
+        """
+        from graphs.bucket_file import read_shapes
+
+        return read_shapes(*self.from_shapes) if self.from_shapes else None
+
+
+@grouped
+def capacity(
+    *,
+    model: Annotated[
+        Path,
+        model_option("Directory with a config.json, or the file; no weights needed.", needs_weights=False),
+    ],
+    hardware: Annotated[str, typer.Option(help="gaudi2 or gaudi3.")] = "gaudi3",
+    retrieval_parallel: Annotated[
+        str,
+        typer.Option(
+            help="What devices share of retrieval heads: heads, or the tokens of each of them (context).",
+            metavar="heads|context",
+        ),
+    ] = "heads",
+    served: HardwareOptions,
+    kept: Kept,
+    block_size: Annotated[int, of_setting("block_size")] = CacheConfig.block_size,
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Requests that run at once even if more fit.", rich_help_panel=LIMITS)
+    ] = CARD_LIMITS.max_num_seqs,
+    max_num_batched_tokens: Annotated[
+        int, of_setting("max_num_batched_tokens")
+    ] = CARD_LIMITS.max_num_batched_tokens,
+    png: Annotated[
+        Path | None, typer.Option(help="Also draw it; needs matplotlib.", show_default="no picture")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Requests that fit and predicted speed on Gaudi, against context, sparsity and KV format.
+
+    Computed from public figures of Gaudi 2 and 3; this project has not measured any Gaudi.
+    """
+    with user_errors():
+        if png is not None:
+            check_drawing(png)
+        if retrieval_parallel not in ("heads", "context"):
+            # What "auto" takes depends on the length, and every length is shown here.
+            raise ValueError(f"expected --retrieval-parallel heads or context, got {retrieval_parallel!r}")
+        serving = served.on(
+            hardware,
+            SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
+            block_size,
+            kept,
+            retrieval_parallel,
+        )
+        # transformers is slow to import: everything that can be refused without it comes first.
+        from hpu_duo.planning.read_model import read_model
+
+        size = read_model(model)
+        found = served.compare(size, serving)
+        if png is not None:
+            from hpu_duo.cli.planning.tables import draw
+
+            draw(size, serving, found, png)
+    if as_json:
+        typer.echo(json.dumps(report_fields(size, serving, found), indent=2))
+    else:
+        from hpu_duo.cli.planning.tables import print_report
+
+        print_report(size, serving, found)
 
 
 @grouped
@@ -66,8 +278,7 @@ def plan(
         # torch is slow to import: everything that can be refused without it comes first.
         from graphs.planner import evaluate
         from graphs.traffic_watch import PlannedPadding
-        from hpu_duo.cli.planning.bucket_plans import choose, listed, measured_on, write
-        from hpu_duo.cli.planning.setting import Setting
+        from hpu_duo.cli.planning.setting import Setting, choose, listed, measured_on, write
 
         most_graphs, recorded = within.in_time().most_graphs, table.recorded()
         if hardware is not None:
@@ -76,7 +287,7 @@ def plan(
             assert num_blocks is not None, "checked above"
             setting = Setting.anywhere(model, asked, num_blocks)
         if output.png is not None and setting.serving is not None:
-            from hpu_duo.cli.planning.plot import draw
+            from hpu_duo.cli.planning.tables import draw
 
             with Waiting("drawing"):
                 draw(setting.size, setting.serving, setting.found, output.png)
@@ -129,7 +340,7 @@ def _show(
     shapes: tuple[BatchShape, ...] | None,
     is_recorded: bool,
 ) -> None:
-    from hpu_duo.cli.planning.bucket_plans import bucket_table, padding_table
+    from hpu_duo.cli.planning.setting import bucket_table, padding_table
     from hpu_duo.cli.planning.tables import print_report
 
     console = Console()

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hpu_duo.cli.arguments.options import Json, ManyValues, Seed, grouped
-from hpu_duo.cli.terminal.errors import INTERRUPTED, user_errors
+from hpu_duo.cli.options import Json, ManyValues, Seed, grouped
+from hpu_duo.cli.terminal import INTERRUPTED, user_errors
 from hpu_duo.extras import install_command
 from hpu_duo.writable import check_file
 

@@ -13,12 +13,17 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from hpu_duo.cli.arguments import options as opt
-from hpu_duo.cli.arguments.loading import load_cold
-from hpu_duo.cli.arguments.options import Only, grouped
-from hpu_duo.cli.serving.listening_options import ListeningOptions, TellingOptions
-from hpu_duo.cli.serving.options import CallOptions, ProfileOptions, ServedReplicas
-from hpu_duo.cli.terminal.errors import INTERRUPTED, user_errors
+from hpu_duo.cli import options as opt
+from hpu_duo.cli.loading import load_cold
+from hpu_duo.cli.options import Only, grouped
+from hpu_duo.cli.serving.options import (
+    CallOptions,
+    ListeningOptions,
+    ProfileOptions,
+    ServedReplicas,
+    TellingOptions,
+)
+from hpu_duo.cli.terminal import INTERRUPTED, user_errors
 from hpu_duo.config.overrides import EngineOverrides
 from hpu_duo.extras import install_command
 

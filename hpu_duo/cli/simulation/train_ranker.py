@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from hpu_duo.cli.arguments.options import Json, Seed, grouped
-from hpu_duo.cli.terminal.errors import user_errors
+from hpu_duo.cli.options import Json, Seed, grouped
+from hpu_duo.cli.terminal import user_errors
 
 if TYPE_CHECKING:
     from hpu_duo.lab.ranker_training import Examples, TrainingReport

@@ -11,14 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hpu_duo.cli.arguments import options as opt
-from hpu_duo.cli.arguments.loading import load_model
-from hpu_duo.cli.arguments.options import Only, grouped
-from hpu_duo.cli.arguments.values import encode, tokenizer_of
-from hpu_duo.cli.terminal.errors import INTERRUPTED, user_errors
-from hpu_duo.cli.terminal.streams import mark
-from hpu_duo.cli.text.serving import Run, RunReport, run_fields, run_table
-from hpu_duo.cli.text.views import LiveView
+from hpu_duo.cli import options as opt
+from hpu_duo.cli.loading import load_model
+from hpu_duo.cli.options import Only, encode, grouped, tokenizer_of
+from hpu_duo.cli.terminal import INTERRUPTED, mark, user_errors
+from hpu_duo.cli.text.run import LiveView, Run, RunReport, run_fields, run_table
 from hpu_duo.config.overrides import EngineOverrides
 from hpu_duo.lab.tasks.passkeys import Passkey, PasskeyDocument, document, question, token_counter
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
-from hpu_duo.cli.arguments.options import CUT, is_cut
+from hpu_duo.cli.options import CUT, is_cut
 from hpu_duo.config.limits import SchedulerConfig
 from hpu_duo.config.overrides import EngineOverrides
 from hpu_duo.writable import check_file

@@ -1,10 +1,11 @@
-"""``hpu-duo calibrate``: choose what each head keeps, from its attention on prompts."""
+"""``hpu-duo identify`` and ``calibrate``: which KV heads need the whole context, and what each is to keep."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from enum import Enum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,12 +14,23 @@ from rich.console import Console
 from rich.table import Table
 
 from hpu_duo.builtin import MODEL_DIR
-from hpu_duo.cli.arguments.options import Json, Model, Only, grouped
-from hpu_duo.cli.heads.identify_options import RunOptions, choice
-from hpu_duo.cli.terminal.errors import user_errors
+from hpu_duo.cli.heads.identify_options import (
+    DocumentOptions,
+    RunOptions,
+    TrainingOptions,
+    WindowOptions,
+    choice,
+    request_of,
+)
+from hpu_duo.cli.heads.views import heads_table, pattern_fields
+from hpu_duo.cli.options import Json, Model, Only, grouped
+from hpu_duo.cli.terminal import INTERRUPTED, user_errors
+from hpu_duo.extras import install_command
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
+    from hpu_duo.heads import HeadPattern
+    from hpu_duo.lab.identify import IdentifyRequest
     from hpu_duo.lab.kv_calibration import (
         CalibratedPlan,
         Calibration,
@@ -28,6 +40,71 @@ if TYPE_CHECKING:
         PlannedHead,
         PromptFile,
     )
+
+
+@grouped
+def identify(
+    *,
+    output: Annotated[Path, typer.Option(help="Directory for the pattern; nothing in it is overwritten.")],
+    model: Model = None,
+    method: Annotated[
+        str, typer.Option(help="optimise, or one of the cheaper profile, retrieval-score and mean-qk.")
+    ] = "optimise",
+    documents: DocumentOptions,
+    window: WindowOptions,
+    training: TrainingOptions,
+    run: RunOptions,
+    as_json: Json = False,
+) -> None:
+    """Score the KV heads of a model, and write its head pattern and a heat map.
+
+    Runs alone, or in several processes that share each batch: --num-processes on one machine, or torchrun
+    --nproc-per-node 2 -m hpu_duo.cli identify ... The built-in model takes one to three minutes of
+    a CPU core.
+    """
+    with user_errors():
+        run.check()
+        # torch is slow to import: what can be refused without it comes first.
+        from hpu_duo.cli.heads.run import ToldInterruptError, identifier
+        from hpu_duo.device import Refused, WorkerError
+
+        request = request_of(model, output, method, documents, window, training, run)
+        start = identifier(request, run.threads, run.num_processes)
+    with user_errors(Refused):
+        try:
+            pattern = start()
+        except WorkerError as error:
+            typer.echo(f"hpu-duo: {error}", err=True)
+            raise typer.Exit(1) from None
+        except ToldInterruptError:
+            raise typer.Exit(INTERRUPTED) from None
+    if pattern is not None:
+        _show(request, pattern, as_json)
+
+
+def _show(request: IdentifyRequest, pattern: HeadPattern, as_json: bool) -> None:
+    from hpu_duo.lab.identify.identification import PICTURE_FILE
+
+    cuts = {"> 0.5": pattern.binarise(threshold=0.5), "at 0.5": pattern.binarise(sparsity=0.5)}
+    picture = None
+    if find_spec("matplotlib") is not None:
+        from hpu_duo.cli.heads.views import draw_heads
+
+        picture = request.output / PICTURE_FILE
+        title = f"{pattern.config['model_name']}, {request.method.value}, framed: score > 0.5"
+        draw_heads([(title, cuts["> 0.5"])], picture)
+    else:
+        typer.echo(f"no heat map: matplotlib is not installed ({install_command('plot')})", err=True)
+    if as_json:
+        fields = {"output": str(request.output), "picture": picture and str(picture)}
+        typer.echo(json.dumps({**fields, **pattern_fields(pattern, cuts)}, indent=2))
+        return
+    console = Console()
+    console.print("retrieval heads: scores above 0.5, and the better half of all", highlight=False)
+    console.print(heads_table(pattern, cuts, console))
+    names = "full_attention_heads.tsv, config.json" + (f", {PICTURE_FILE}" if picture else "")
+    console.print(f"\n{request.output}: {names}", highlight=False)
+
 
 _METHOD = "Method"
 _PROMPTS = "Prompts"
@@ -221,7 +298,7 @@ class PromptOptions:
         return PromptFile(self.prompts, self.num_prompts, self.chat)
 
 
-def request_of(
+def calibration_of(
     model: Path | None, method: str, settings: MethodOptions, prompts: PromptOptions, run: RunOptions
 ) -> CalibrationRequest:
     """The request that the options describe.
@@ -283,7 +360,7 @@ def calibrate(
         if output.exists():
             raise ValueError(f"{output} exists already: choose another file for --output")
         check_file("--output", output)
-        request = request_of(model, method, settings, prompts, run)
+        request = calibration_of(model, method, settings, prompts, run)
         # What torch prints would stand between the table and its reader.
         from hpu_duo.cli.heads.run import cpu_set_up, quiet
 
@@ -301,7 +378,7 @@ def calibrate(
     if as_json:
         typer.echo(json.dumps(_fields(output, calibration, found), indent=2))
     else:
-        _show(output, calibration, found)
+        _calibrate_show(output, calibration, found)
 
 
 def _measure(calibration: Calibration) -> None:
@@ -339,7 +416,7 @@ def _fields(output: Path, calibration: Calibration, found: CalibratedPlan) -> di
     }
 
 
-def _show(output: Path, calibration: Calibration, found: CalibratedPlan) -> None:
+def _calibrate_show(output: Path, calibration: Calibration, found: CalibratedPlan) -> None:
     console = Console()
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("layer", "head", "kind", "asked", "tokens", "recovered"):

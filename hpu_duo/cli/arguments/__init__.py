@@ -1,1 +1,0 @@
-"""Arguments that commands share, and what is loaded from them."""

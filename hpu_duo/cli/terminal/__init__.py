@@ -1,1 +1,0 @@
-"""Output to a terminal: errors, sizes, drawings, streams."""
