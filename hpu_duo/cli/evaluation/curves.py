@@ -26,6 +26,7 @@ from hpu_duo.cli.evaluation.report import (
     warn_of_failures,
     write_text,
 )
+from hpu_duo.cli.evaluation.runner import Evaluation, Measure, Records, Report
 from hpu_duo.cli.loading import load_model, with_pattern
 from hpu_duo.cli.options import grouped
 from hpu_duo.cli.terminal import Waiting, check_matplotlib, user_errors
@@ -129,30 +130,32 @@ class PolicyCurve:
 
     def run(self, as_json: bool) -> None:
         """Measure what is not there yet, then write the table and the picture."""
-        from hpu_duo.cli.evaluation.report import draw_policies
-        from hpu_duo.lab.eval import ResultFile, ResultsNotWrittenError
-        from hpu_duo.lab.eval.policy_curve import measured_points, policy_rows
+        Evaluation("policies", self._settings, self._prepare, self._report, (CSV, PNG)).run(self.out, as_json)
 
-        with user_errors():
-            # What cannot be loaded is refused before anything is measured.
-            for point in self.points:
-                point.loading(self.pattern, self.task.num_tokens)
-            check_outputs(self.out / RESULTS, [self.out / CSV, self.out / PNG, self.out / REPORT])
-            results = ResultFile(self.out / RESULTS, "policies", self._settings())
-        notes, records = Console(stderr=True), []
-        with user_errors(ResultsNotWrittenError):
-            for record in measured_points(self.points, self.task, self._load, results):
-                records.append(record)
-                notes.print(
-                    f"{record['policy']} {record['budget']:g} {record['task']}: {record['value']:.4g}",
-                    highlight=False,
-                )
-            rows = policy_rows(records)
-            write_text(self.out / CSV, _policies_csv(rows))
-            draw_policies(rows, self.out / PNG)
-            if not as_json:
-                show(rows, ("task", "policy", "budget", "num_answers", "value", *KV_COLUMNS))
-            finish({"points": rows}, self.out, as_json)
+    def _prepare(self) -> Measure:
+        # What cannot be loaded is refused before anything is measured.
+        for point in self.points:
+            point.loading(self.pattern, self.task.num_tokens)
+        return self._measured
+
+    def _measured(self, results: ResultFile) -> Iterator[dict[str, Any]]:
+        from hpu_duo.lab.eval.policy_curve import measured_points
+
+        notes = Console(stderr=True)
+        for record in measured_points(self.points, self.task, self._load, results):
+            text = f"{record['policy']} {record['budget']:g} {record['task']}: {record['value']:.4g}"
+            notes.print(text, highlight=False)
+            yield record
+
+    def _report(self, records: Records) -> Report:
+        from hpu_duo.cli.evaluation.report import draw_policies
+        from hpu_duo.lab.eval.policy_curve import policy_rows
+
+        rows = policy_rows(records)
+        write_text(self.out / CSV, _csv(rows))
+        draw_policies(rows, self.out / PNG)
+        columns = ("task", "policy", "budget", "num_answers", "value", *KV_COLUMNS)
+        return Report(rows, columns, {"points": rows})
 
     def _load(self, point: PolicyPoint) -> Subject:
         from hpu_duo.lab.eval import Subject
@@ -179,14 +182,6 @@ def task_settings(task: PolicyTask) -> dict[str, Any]:
     own = {name: getattr(task, name) for name in (*names, "num_samples", "ruler_tasks")}
     rehearsals = [task.rehearsals.num_rehearsals, task.rehearsals.tail]
     return {**own, **eopt.text_settings(task.text), "rehearsals": rehearsals}
-
-
-def _policies_csv(rows: list[dict[str, Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 @grouped
@@ -237,8 +232,6 @@ def curve(
             PasskeyQuestions,
             PasskeyResult,
             PasskeyTask,
-            ResultFile,
-            ResultsNotWrittenError,
             curve_points,
         )
         from hpu_duo.lab.eval.curve import FULL, summary
@@ -269,11 +262,11 @@ def curve(
         points = CurveTask(
             read, tuple(shares), random_seeds, tuple(sinks or ()), tuple(recents or ()), sweep_share
         ).points()
-        settings = {name: getattr(task, name) for name in ("num_tokens", "num_documents", "num_passkeys")}
-        settings |= {"passkey_words": passkey_words, "seed": seed, "rehearsals": rehearsals}
-        settings |= eopt.text_settings(task.text)
-        check_outputs(out / RESULTS, [out / "curve.csv", out / "curve.png", out / REPORT])
-        results = ResultFile(out / RESULTS, "curve", {**choice.settings(), **settings})
+
+    def settings() -> dict[str, Any]:
+        own = {name: getattr(task, name) for name in ("num_tokens", "num_documents", "num_passkeys")}
+        own |= {"passkey_words": passkey_words, "seed": seed, "rehearsals": rehearsals}
+        return {**choice.settings(), **own, **eopt.text_settings(task.text)}
 
     def load(pattern: HeadPattern) -> Subject:
         with user_errors():
@@ -282,27 +275,29 @@ def curve(
             PasskeyQuestions.write(subject, task)
         return subject
 
-    records = []
-    notes = Console(stderr=True)
-    with user_errors(ResultsNotWrittenError):
+    def measured(results: ResultFile) -> Iterator[dict[str, Any]]:
+        notes = Console(stderr=True)
         with Waiting("answering the questions of a point") as wait:
-            for record in curve_points(points, task, load, results):
+            for number, record in enumerate(curve_points(points, task, load, results), start=1):
                 wait.progressed()
-                records.append(record)
                 notes.print(
-                    f"{len(records)}/{len(points)} {record['label']} {record['retrieval_heads']} heads: "
+                    f"{number}/{len(points)} {record['label']} {record['retrieval_heads']} heads: "
                     f"{record['num_exact']}/{record['num_answers']}",
                     highlight=False,
                 )
+                yield record
+
+    def report(records: Records) -> Report:
         full = next(record for record in records if record["label"] == FULL)
         warn_of_failures({num_tokens: PasskeyResult.of_record(full)})
         rows = summary(records)
-        write_text(out / "curve.csv", _csv(rows))
-        draw_curve(rows, out / "curve.png")
-        if not as_json:
-            columns = ("label", "sweep", "retrieval_heads", "sink", "recent", "num_seeds", "num_questions")
-            show(rows, (*columns, "accuracy", "accuracy_min", "accuracy_max", *KV_COLUMNS))
-        finish({"points": rows}, out, as_json)
+        write_text(out / CSV, _csv(rows))
+        draw_curve(rows, out / PNG)
+        columns = ("label", "sweep", "retrieval_heads", "sink", "recent", "num_seeds", "num_questions")
+        columns += ("accuracy", "accuracy_min", "accuracy_max", *KV_COLUMNS)
+        return Report(rows, columns, {"points": rows})
+
+    Evaluation("curve", settings, lambda: measured, report, (CSV, PNG)).run(out, as_json)
 
 
 def _named(text: str) -> tuple[str, Path | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,14 +13,12 @@ from hpu_duo.cli.evaluation.curves import curve, kvpress
 from hpu_duo.cli.evaluation.questions import longbench, longbench_v2, ruler
 from hpu_duo.cli.evaluation.report import (
     KV_COLUMNS,
-    RESULTS,
     SimulatedDecodes,
     ask_full_attention,
-    check_outputs,
     check_simulated_decodes,
-    finish,
     show,
 )
+from hpu_duo.cli.evaluation.runner import Evaluation, Measure, Records, Report
 from hpu_duo.cli.options import ManyValues, grouped
 from hpu_duo.cli.terminal import check_matplotlib, user_errors
 from hpu_duo.extras import install_command
@@ -55,7 +53,7 @@ def passkey(
 ) -> None:
     """Share of passkeys that are found word for word."""
     with user_errors():
-        from hpu_duo.lab.eval import PasskeyQuestions, PasskeyTask
+        from hpu_duo.lab.eval import PasskeyQuestions, PasskeyResult, PasskeyTask
 
         check_simulated_decodes(simulated_decodes)
         task = PasskeyTask(
@@ -69,17 +67,19 @@ def passkey(
             num_decoded=simulated_decodes,
         )
         choice = eopt.Choice(model, engine)
+
+    def prepare() -> Measure:
         subject = choice.load()
         questions = PasskeyQuestions.write(subject, task)
-    with user_errors(()):
-        result = questions.ask(subject)
-        # One model at a time in memory.
-        del subject
+        return lambda _: [questions.ask(subject).record_fields]
+
+    def report(records: Records) -> Report:
+        result = PasskeyResult.of_record(records[0])
         control = ask_full_attention({num_tokens: result}, {num_tokens: [task]}, choice.load_full)
-    row = {"num_tokens": num_tokens, **result.report_fields}
-    if not as_json:
-        show([row], ("num_tokens", *_PASSKEY_COLUMNS))
-    finish({**row, "full_attention": control}, None, as_json)
+        row = {"num_tokens": num_tokens, **result.report_fields}
+        return Report([row], ("num_tokens", *_PASSKEY_COLUMNS), {**row, "full_attention": control})
+
+    Evaluation("passkey", choice.settings, prepare, report).run(None, as_json)
 
 
 @eval_app.command(cls=ManyValues)
@@ -108,7 +108,7 @@ def niah(
     with user_errors():
         check_matplotlib("the heat map")
         from hpu_duo.cli.evaluation.report import draw_grid
-        from hpu_duo.lab.eval import NeedleGrid, PasskeyResult, ResultFile, ResultsNotWrittenError
+        from hpu_duo.lab.eval import NeedleGrid, PasskeyResult
 
         check_simulated_decodes(simulated_decodes)
         grid = NeedleGrid(
@@ -121,27 +121,29 @@ def niah(
             simulated_decodes,
         )
         choice = eopt.Choice(model, engine)
-        png, report = out / "heatmap.png", out / "report.json"
-        check_outputs(out / RESULTS, [png, report])
-        settings = {"num_documents": num_documents, "passkey_words": passkey_words, "seed": seed}
-        settings |= {"simulated_decodes": simulated_decodes}
-        texts = eopt.text_settings(grid.text)
-        results = ResultFile(out / RESULTS, "niah", {**choice.settings(), **settings, **texts})
+
+    def settings() -> dict[str, Any]:
+        own = {"num_documents": num_documents, "passkey_words": passkey_words, "seed": seed}
+        own |= {"simulated_decodes": simulated_decodes}
+        return {**choice.settings(), **own, **eopt.text_settings(grid.text)}
+
+    def prepare() -> Measure:
         subject = choice.load()
         grid.check(subject)
-    with user_errors(ResultsNotWrittenError):
-        cells = list(grid.fill(subject, results))
+        return lambda results: grid.fill(subject, results)
+
+    def report(cells: Records) -> Report:
         rows = [
             {name: cell[name] for name in ("num_tokens", "depth")}
             | PasskeyResult.of_record(cell).report_fields
             for cell in cells
         ]
-        draw_grid(rows, png)
-        del subject
+        draw_grid(rows, out / "heatmap.png")
         control = ask_full_attention(grid.by_length(cells), grid.tasks, choice.load_full)
-        if not as_json:
-            show(rows, ("num_tokens", "depth", *_PASSKEY_COLUMNS))
-        finish({"cells": rows, "full_attention": control}, out, as_json)
+        columns = ("num_tokens", "depth", *_PASSKEY_COLUMNS)
+        return Report(rows, columns, {"cells": rows, "full_attention": control})
+
+    Evaluation("niah", settings, prepare, report, ("heatmap.png",)).run(out, as_json)
 
 
 @eval_app.command()
@@ -169,7 +171,9 @@ def perplexity(
         from hpu_duo.lab.eval import check_stream, stream_perplexity
         from hpu_duo.lab.tasks.passkeys import document
 
-        choice = eopt.Choice(model, engine)
+    choice = eopt.Choice(model, engine)
+
+    def prepare() -> Measure:
         subject = choice.load(1)
         # A text longer than the model is refused, not cut, unless the user says where to cut.
         if file is None:
@@ -179,17 +183,21 @@ def perplexity(
             (text,) = read_prompts([], [str(file)])
         ids = subject.encode(text, is_start=True)[:num_tokens]
         check_stream(subject, ids, prefix, window)
-    with user_errors(()):
-        result = stream_perplexity(subject, ids, prefix, window)
-    rows = [
-        {"from_token": first, "perplexity": value, **kv.report_fields}
-        for (first, value), kv in zip(result.by_position, result.kv, strict=True)
-    ]
-    whole = {"perplexity": result.perplexity, **result.kv[-1].report_fields}
-    if not as_json:
+        return lambda _: [{"found": stream_perplexity(subject, ids, prefix, window)}]
+
+    def report(records: Records) -> Report:
+        result = records[0]["found"]
+        rows = [
+            {"from_token": first, "perplexity": value, **kv.report_fields}
+            for (first, value), kv in zip(result.by_position, result.kv, strict=True)
+        ]
+        whole = {"perplexity": result.perplexity, **result.kv[-1].report_fields}
+        lines = [*rows, {"from_token": "all", **whole}]
+        fields = {"num_tokens": result.num_tokens, **whole, "windows": rows}
         columns = ("from_token", "perplexity", *KV_COLUMNS)
-        show([*rows, {"from_token": "all", **whole}], columns, "KV: at the end of the line's tokens.")
-    finish({"num_tokens": result.num_tokens, **whole, "windows": rows}, None, as_json)
+        return Report(lines, columns, fields, "KV: at the end of the line's tokens.")
+
+    Evaluation("perplexity", choice.settings, prepare, report).run(None, as_json)
 
 
 @eval_app.command(name="lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

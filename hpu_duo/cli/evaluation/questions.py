@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,22 +13,22 @@ import typer
 from hpu_duo.cli import options as opt
 from hpu_duo.cli.evaluation import options as eopt
 from hpu_duo.cli.evaluation.report import (
+    KV_COLUMNS,
     ChatTemplate,
     Limit,
     SimulatedDecodes,
-    ask,
     check_simulated_decodes,
     limited,
-    open_results,
-    report,
     write_text,
 )
+from hpu_duo.cli.evaluation.runner import Evaluation, Measure, Report
 from hpu_duo.cli.options import grouped
 from hpu_duo.cli.terminal import user_errors
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
     from hpu_duo.lab.eval import RulerTask, Subject
+    from hpu_duo.lab.eval.answering import Question
     from hpu_duo.lab.eval.ruler_questions import DocumentQuestions, RulerTexts
 
 
@@ -110,9 +111,10 @@ def ruler(
 ) -> None:
     """RULER's synthetic tasks, written for the model's tokenizer, with their average."""
     with user_errors():
-        from hpu_duo.lab.eval import RULER_TASKS, ResultsNotWrittenError
+        from hpu_duo.lab.eval import RULER_TASKS
         from hpu_duo.lab.eval.result_file import refuse_existing
-        from hpu_duo.lab.eval.ruler import QUESTION_TASKS, ruler_rows
+        from hpu_duo.lab.eval.ruler import QUESTION_TASKS
+        from hpu_duo.lab.eval.ruler_report import ruler_rows
 
         if limit < 1:
             raise ValueError(f"expected --limit of at least 1, got {limit}")
@@ -122,8 +124,45 @@ def ruler(
         for task in chosen:
             if task not in RULER_TASKS:
                 raise ValueError(f"expected --tasks among {', '.join(RULER_TASKS)}, got {task!r}")
+        if write is not None:
+            refuse_existing([write])
+            check_file("--write", write, makes_parents=True)
         choice = eopt.Choice(model, engine)
-        settings = {
+
+    def written(subject: Subject) -> list[RulerTask]:
+        if write is None:
+            subject.check_lengths(num_tokens, "samples", "--num-tokens")
+        around = num_around(subject, chat_template)
+        found = [
+            _task(name, subject, length, texts, questions, seed, around)
+            for length in num_tokens
+            for name in chosen
+        ]
+        # What cannot be written is refused before anything runs.
+        for one in found:
+            one.sample(0)
+            one.sample(limit - 1)
+        return found
+
+    if write is not None:
+        with user_errors():
+            samples = written(choice.load())
+        _write_samples(samples, limit, write)
+        return
+
+    def prepare() -> Measure:
+        subject = choice.load()
+        samples = written(subject)
+        return _asking(
+            subject,
+            len(samples) * limit,
+            lambda at: _question(subject, samples[at // limit], at % limit, chat_template),
+            simulated_decodes,
+        )
+
+    def settings() -> dict[str, Any]:
+        return {
+            **choice.settings(),
             "num_tokens": num_tokens,
             "limit": limit,
             "seed": seed,
@@ -133,38 +172,34 @@ def ruler(
             "chat_template": chat_template,
             "simulated_decodes": simulated_decodes,
         }
-        if write is not None:
-            refuse_existing([write])
-            check_file("--write", write, makes_parents=True)
-        results = open_results(out, "ruler", {**choice.settings(), **settings})
-        subject = choice.load()
-        if write is None:
-            subject.check_lengths(num_tokens, "samples", "--num-tokens")
-        around = num_around(subject, chat_template)
-        written = [
-            _task(name, subject, length, texts, questions, seed, around)
-            for length in num_tokens
-            for name in chosen
-        ]
-        # What cannot be written is refused before anything runs.
-        for one in written:
-            one.sample(0)
-            one.sample(limit - 1)
-    if write is not None:
-        with user_errors(ResultsNotWrittenError):
-            lines = (json.dumps(one.sample(index).as_record()) for one in written for index in range(limit))
-            write_text(write, "".join(line + "\n" for line in lines))
-        typer.echo(f"{len(written) * limit} samples in {write}", err=True)
-        return
+
+    Evaluation("ruler", settings, prepare, lambda found: _scores(ruler_rows(found))).run(out, as_json)
+
+
+_GROUPS = ("task", "dataset", "group", "length_bucket", "num_tokens")
+
+
+def _scores(rows: Sequence[Mapping[str, Any]]) -> Report:
+    """One row for each group of questions."""
+    names = [name for name in _GROUPS if name in rows[0]]
+    return Report(rows, (*names, "num_samples", "score", *KV_COLUMNS), {"tasks": list(rows)})
+
+
+def _asking(
+    subject: Subject, num_questions: int, question: Callable[[int], Question], num_decoded: int
+) -> Measure:
+    from hpu_duo.lab.eval.answering import answered
+
+    return lambda results: answered(subject, num_questions, question, results, num_decoded)
+
+
+def _write_samples(tasks: list[RulerTask], limit: int, file: Path) -> None:
+    from hpu_duo.lab.eval import ResultsNotWrittenError
+
     with user_errors(ResultsNotWrittenError):
-        records = ask(
-            subject,
-            len(written) * limit,
-            lambda at: _question(subject, written[at // limit], at % limit, chat_template),
-            results,
-            simulated_decodes,
-        )
-        report(ruler_rows(records), out, as_json)
+        lines = (json.dumps(one.sample(index).as_record()) for one in tasks for index in range(limit))
+        write_text(file, "".join(line + "\n" for line in lines))
+    typer.echo(f"{len(tasks) * limit} samples in {file}", err=True)
 
 
 def num_around(subject: Subject, is_chat: bool) -> int:
@@ -237,9 +272,9 @@ def longbench(
 ) -> None:
     """Questions over long contexts from LongBench files, each with the metric of its data set."""
     with user_errors():
-        from hpu_duo.lab.eval import ResultsNotWrittenError
         from hpu_duo.lab.eval.answering import means
-        from hpu_duo.lab.eval.longbench import LongBenchProtocol, MetricSource, read_longbench, read_prompts
+        from hpu_duo.lab.eval.longbench import MetricSource, read_longbench, read_prompts
+        from hpu_duo.lab.eval.longbench_prompts import LongBenchProtocol
 
         sources = [source.value for source in MetricSource]
         if metrics not in sources:
@@ -257,7 +292,10 @@ def longbench(
             for item in limited(read_longbench(path, dataset or path.stem, protocol.source), limit)
         ]
         choice = eopt.Choice(model, engine)
-        settings = {
+
+    def settings() -> dict[str, Any]:
+        return {
+            **choice.settings(),
             "files": [eopt.digest(path) for path in file],
             "prompts": protocol.templates,
             "max_length": max_length,
@@ -266,13 +304,23 @@ def longbench(
             "simulated_decodes": simulated_decodes,
             "limit": limit,
         }
-        results = open_results(out, "longbench", {**choice.settings(), **settings})
+
+    def prepare() -> Measure:
         subject = choice.load()
-        questions = [protocol.question(subject, item, index) for index, item in enumerate(items)]
-        subject.check_lengths([len(one.prompt) + one.max_new_tokens for one in questions], "prompts")
-    with user_errors(ResultsNotWrittenError):
-        records = ask(subject, len(questions), questions.__getitem__, results, simulated_decodes)
-        report(means(records, ("dataset", "length_bucket") if by_length else ("dataset",)), out, as_json)
+        return _asking_all(
+            subject,
+            [protocol.question(subject, item, index) for index, item in enumerate(items)],
+            simulated_decodes,
+        )
+
+    groups = ("dataset", "length_bucket") if by_length else ("dataset",)
+    Evaluation("longbench", settings, prepare, lambda found: _scores(means(found, groups))).run(out, as_json)
+
+
+def _asking_all(subject: Subject, questions: list[Question], num_decoded: int) -> Measure:
+    """Measure of questions that are written; ValueError for one that the model cannot hold."""
+    subject.check_lengths([len(one.prompt) + one.max_new_tokens for one in questions], "prompts")
+    return _asking(subject, len(questions), questions.__getitem__, num_decoded)
 
 
 @grouped
@@ -293,9 +341,9 @@ def longbench_v2(
 ) -> None:
     """Questions with four choices over long contexts, as LongBench v2 asks and judges them."""
     with user_errors():
-        from hpu_duo.lab.eval import ResultsNotWrittenError
         from hpu_duo.lab.eval.answering import Question
-        from hpu_duo.lab.eval.longbench import LongBenchProtocol, MetricSource
+        from hpu_duo.lab.eval.longbench import MetricSource
+        from hpu_duo.lab.eval.longbench_prompts import LongBenchProtocol
         from hpu_duo.lab.eval.longbench_v2 import (
             MAX_NEW_TOKENS,
             PROMPT,
@@ -309,7 +357,10 @@ def longbench_v2(
         template = PROMPT if prompt is None else read_prompt(prompt)
         items = limited(read_longbench_v2(file), limit)
         choice = eopt.Choice(model, engine)
-        settings = {
+
+    def settings() -> dict[str, Any]:
+        return {
+            **choice.settings(),
             "files": [eopt.digest(file)],
             "prompt": template,
             "max_length": max_length,
@@ -317,18 +368,17 @@ def longbench_v2(
             "simulated_decodes": simulated_decodes,
             "limit": limit,
         }
-        results = open_results(out, "longbench-v2", {**choice.settings(), **settings})
+
+    def prepare() -> Measure:
         subject = choice.load()
-        questions = [
-            Question(
-                tuple(protocol.prompt(subject, item.prompt(template))),
-                MAX_NEW_TOKENS,
-                item.record,
-                item.score,
-            )
-            for item in items
-        ]
-        subject.check_lengths([len(one.prompt) + one.max_new_tokens for one in questions], "prompts")
-    with user_errors(ResultsNotWrittenError):
-        records = ask(subject, len(questions), questions.__getitem__, results, simulated_decodes)
-        report(choice_rows(records), out, as_json)
+        prompts = [tuple(protocol.prompt(subject, item.prompt(template))) for item in items]
+        return _asking_all(
+            subject,
+            [
+                Question(ids, MAX_NEW_TOKENS, item.record, item.score)
+                for ids, item in zip(prompts, items, strict=True)
+            ],
+            simulated_decodes,
+        )
+
+    Evaluation("longbench-v2", settings, prepare, lambda found: _scores(choice_rows(found))).run(out, as_json)

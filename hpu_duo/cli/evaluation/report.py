@@ -15,8 +15,7 @@ from hpu_duo.cli.terminal import show_bytes
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
-    from hpu_duo.lab.eval import PasskeyResult, PasskeyTask, ResultFile, Subject
-    from hpu_duo.lab.eval.answering import Question
+    from hpu_duo.lab.eval import PasskeyResult, PasskeyTask, Subject
 
 REPORT = "report.json"
 RESULTS = "results.jsonl"
@@ -24,14 +23,15 @@ RESULTS = "results.jsonl"
 
 KV_COLUMNS = ("kv_num_tokens", "held_bytes", "kv_ratio")
 """Columns of tokens and bytes in the cache, as means over the texts of a row."""
-_NOTE = (
+NOTE = (
     "In brackets: 95 % intervals (Wilson). KV: tokens of a text with its answer, bytes kept of them, and "
     "their share of the bytes of full attention; means over the texts of the line."
 )
+"""Below a table, of its columns."""
 _SHARES = ("kv_ratio", "retrieval_share")
 
 
-def show(rows: Sequence[Mapping[str, Any]], columns: Iterable[str], note: str = _NOTE) -> None:
+def show(rows: Sequence[Mapping[str, Any]], columns: Iterable[str], note: str = NOTE) -> None:
     """Print one line per row, each share with its interval where the row has one, and a note below."""
     console = Console()
     if not console.is_terminal:
@@ -121,40 +121,12 @@ Limit = Annotated[
     int | None,
     typer.Option(help="Ask only the first questions of each file.", show_default="all of them"),
 ]
-_GROUPS = ("task", "dataset", "group", "length_bucket", "num_tokens")
 
 
 def check_simulated_decodes(num_decoded: int) -> None:
     """Refuse a number of simulated decodes that is not at least 1, the default."""
     if num_decoded < 1:
         raise ValueError(f"expected --simulated-decodes of at least 1, got {num_decoded}")
-
-
-def open_results(out: Path | None, kind: str, settings: dict[str, Any]) -> ResultFile | None:
-    """The file that takes the answers, if there is a directory for it.
-
-    Raises:
-        ValueError: it is of other settings, or would replace files of something else.
-    """
-    from hpu_duo.lab.eval import ResultFile
-
-    if out is None:
-        return None
-    check_outputs(out / RESULTS, [out / REPORT])
-    return ResultFile(out / RESULTS, kind, settings)
-
-
-def ask(
-    subject: Subject,
-    num_questions: int,
-    question: Callable[[int], Question],
-    results: ResultFile | None,
-    num_decoded: int,
-) -> list[dict[str, Any]]:
-    """All records, without the prompts."""
-    from hpu_duo.lab.eval.answering import answered
-
-    return list(answered(subject, num_questions, question, results, num_decoded))
 
 
 def limited(items: Sequence[Any], limit: int | None) -> Sequence[Any]:
@@ -166,20 +138,6 @@ def limited(items: Sequence[Any], limit: int | None) -> Sequence[Any]:
     if limit is not None and limit < 1:
         raise ValueError(f"expected --limit of at least 1, got {limit}")
     return items[:limit]
-
-
-def report(
-    rows: Sequence[Mapping[str, Any]], out: Path | None, as_json: bool, more: Iterable[str] = ()
-) -> None:
-    """Show and write one row per group of questions.
-
-    Args:
-        more: names of further columns, before the scores.
-    """
-    if not as_json:
-        names = [name for name in _GROUPS if name in rows[0]]
-        show(rows, (*names, *more, "num_samples", "score", *KV_COLUMNS))
-    finish({"tasks": list(rows)}, out, as_json)
 
 
 def ask_full_attention(
