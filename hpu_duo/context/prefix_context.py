@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hpu_duo.context.saved import SavedContext, save_context
-from hpu_duo.context.text import Document
+from hpu_duo.context.saved import Document, SavedContext, save_context
 from hpu_duo.generation import GenerativeModel
 from hpu_duo.not_picklable import NotPicklable
 

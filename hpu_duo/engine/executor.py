@@ -34,8 +34,7 @@ from hpu_duo.modeling.step_model import StepModel, run_layer
 from hpu_duo.not_picklable import NotPicklable
 from hpu_duo.parallel import Exchanged, StepExchanges
 from hpu_duo.sampling import SampledTokens, SamplingBatch, SamplingRoute, TokenLogprobs, sample, static_routes
-from hpu_duo.sampling.gather import take_column
-from hpu_duo.sampling.sampler import most_likely
+from hpu_duo.sampling.sampler import most_likely, take_column
 from kernels_ref import Step, StepParts, StepTensors, prepare_step
 from kernels_ref.loops import RegionOf, in_regions
 

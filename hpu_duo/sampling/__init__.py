@@ -8,8 +8,8 @@ The engine, once per request: ``SamplingParams.validate``, ``PenaltyState.from_t
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hpu_duo.sampling.batch import choose_on_host, derive_seed, uniform
 from hpu_duo.sampling.detokenizer import IncrementalDetokenizer, byte_tokens, special_token_ids
-from hpu_duo.sampling.host import choose_on_host
 from hpu_duo.sampling.params import (
     FieldError,
     HostChoice,
@@ -18,15 +18,13 @@ from hpu_duo.sampling.params import (
     SamplingParams,
     StructuredOutputs,
 )
-from hpu_duo.sampling.penalties import PenaltyState
-from hpu_duo.sampling.rng import derive_seed, uniform
+from hpu_duo.sampling.rows import PenaltyState
 from hpu_duo.sampling.stop import Released, StopChecker, StopMatch
 
 if TYPE_CHECKING:
     from hpu_duo.sampling.batch import SamplingBatch, SamplingRoute, static_route, static_routes
-    from hpu_duo.sampling.logprobs import TokenLogprobs
     from hpu_duo.sampling.rows import SamplingRow
-    from hpu_duo.sampling.sampler import SampledTokens, sample, sample_tokens
+    from hpu_duo.sampling.sampler import SampledTokens, TokenLogprobs, sample, sample_tokens
 
 __all__ = [
     "FieldError",
@@ -58,7 +56,7 @@ __all__ = [
 
 _HOMES = {
     "SamplingBatch": "hpu_duo.sampling.batch",
-    "TokenLogprobs": "hpu_duo.sampling.logprobs",
+    "TokenLogprobs": "hpu_duo.sampling.sampler",
     "SamplingRoute": "hpu_duo.sampling.batch",
     "static_route": "hpu_duo.sampling.batch",
     "static_routes": "hpu_duo.sampling.batch",

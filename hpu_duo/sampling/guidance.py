@@ -17,8 +17,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
-from hpu_duo.sampling.endless import ENDLESS, is_endless
-from hpu_duo.sampling.params import JSON_WHITESPACE, FieldError, StructuredOutputs
+from hpu_duo.sampling.params import ENDLESS, JSON_WHITESPACE, FieldError, StructuredOutputs, is_endless
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

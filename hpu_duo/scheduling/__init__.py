@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from hpu_duo.option_spec import call_with_options
 from hpu_duo.scheduling.cache_aware import CachedShareGroups, DepthFirst, LongestPrefixMatch
-from hpu_duo.scheduling.dlpm import DeficitLongestPrefixMatch
 from hpu_duo.scheduling.mlfq import MultiLevelFeedback
 from hpu_duo.scheduling.policy import ArrivalOrder, CachedPrefix, SchedulingPolicy, Waiting
 from hpu_duo.scheduling.ranked import (
@@ -15,7 +14,7 @@ from hpu_duo.scheduling.ranked import (
     ShortestJobFirst,
     ShortestRemainingFirst,
 )
-from hpu_duo.scheduling.vtc import VirtualTokenCounter
+from hpu_duo.scheduling.vtc import DeficitLongestPrefixMatch, VirtualTokenCounter
 
 __all__ = [
     "POLICIES",

@@ -9,8 +9,7 @@ from math import inf
 from typing import ClassVar
 
 from hpu_duo.request import Request
-from hpu_duo.scheduling.policy import IdleTimes, SchedulingPolicy, Waiting
-from hpu_duo.scheduling.sorted_queue import SortedQueue
+from hpu_duo.scheduling.policy import IdleTimes, SchedulingPolicy, SortedQueue, Waiting
 
 Rank = tuple[float, ...]
 

@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from hpu_duo.context.text import Document
+from hpu_duo.context.saved import Document
 
 NAMES = ["<s>", "a", "b", "c", "ab", "abc", "ca"]
 MERGES = [("a", "b"), ("ab", "c"), ("c", "a")]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpu_duo.sampling.endless import is_endless
+from hpu_duo.sampling.params import is_endless
 
 A, B, NULL = {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b~1"}, {"type": "null"}
 

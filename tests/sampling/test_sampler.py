@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpu_duo.sampling import SamplingBatch, SamplingParams, SamplingRow, sample
-from hpu_duo.sampling.rng import uniform
+from hpu_duo.sampling.batch import uniform
 from hpu_duo.sampling.rows import FORBIDDEN
 from hpu_duo.sampling.sampler import draw, most_likely
 from tests.sampling.reference import Case, distribution, edited_scores, sample_cases

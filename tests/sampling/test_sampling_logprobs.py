@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from hpu_duo.sampling import SamplingBatch, SamplingParams, SamplingRow, sample
-from hpu_duo.sampling.logprobs import gather_logprobs
+from hpu_duo.sampling.sampler import gather_logprobs
 
 torch.set_num_threads(1)
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpu_duo.sampling import derive_seed, uniform
-from hpu_duo.sampling.rng import random_bits
+from hpu_duo.sampling.batch import random_bits
 
 MASK = (1 << 64) - 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.scheduling.sorted_queue import SortedQueue
+from hpu_duo.scheduling.policy import SortedQueue
 
 OPERATIONS = st.lists(
     st.tuples(

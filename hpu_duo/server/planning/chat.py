@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from hpu_duo.sampling import FieldError, StructuredOutputs
-from hpu_duo.sampling.endless import ENDLESS, is_endless
+from hpu_duo.sampling.params import ENDLESS, is_endless
 from hpu_duo.server.answers import AnswerHead, ChatAnswer, Usage
 from hpu_duo.server.answers.answer import TokenNames
 from hpu_duo.server.planning.formats import closed, compile_format, format_of
