@@ -9,9 +9,8 @@ from difflib import get_close_matches
 from numbers import Real
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from graphs import BucketTable, MissPolicy
 from hpu_duo.config.limits import (
     HPU_LAYER_KINDS,
     CacheConfig,
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack
 
-    from graphs import CaptureBackend
+    from graphs import BucketTable, CaptureBackend, MissPolicy
     from hpu_duo.config.overrides import EngineOverrides
     from hpu_duo.heads import HeadPattern
 
@@ -225,7 +224,9 @@ class GraphConfig:
         name="buckets",
         unset="made from the limits",
     )
-    on_miss: MissPolicy = option(MissPolicy.ERROR, "What happens to a step that no bucket holds.")
+    on_miss: MissPolicy = option(
+        cast("MissPolicy", "error"), "error, capture or eager: what happens to a step that no bucket holds."
+    )
     max_captured_tokens: int | None = option(
         None,
         "Steps of more tokens, long prefills, run uncaptured.",
@@ -250,6 +251,8 @@ class GraphConfig:
     own_cost: bool = True
 
     def __post_init__(self) -> None:
+        from graphs import BucketTable, MissPolicy
+
         if not isinstance(self.on_miss, MissPolicy):
             object.__setattr__(self, "on_miss", MissPolicy.parse(self.on_miss))
         members = ("name", "num_first_runs", "problem", "capture", "region")

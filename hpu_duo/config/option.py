@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields
-from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -72,8 +71,7 @@ class Setting:
     @property
     def default(self) -> Any:
         """Default as users write it."""
-        default = self.field.default
-        return default.value if isinstance(default, Enum) else default
+        return self.field.default
 
     @property
     def kind(self) -> Any:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from inspect import Parameter, getdoc, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import TypedDict
-
-from hpu_duo.config.engine import SETTINGS
 
 if TYPE_CHECKING:
     import torch
@@ -84,25 +80,3 @@ class LoadOverrides(EngineOverrides, total=False):
     cache_dir: str | Path | None
     token: str | bool | None
     local_files_only: bool
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-_OF_LOADING = {"torch_dtype": None, "revision": None, "trust_remote_code": False}
-
-
-def described(function: Function) -> Function:
-    """Give a function that takes ``LoadOverrides`` their names, defaults and texts, for ``help``.
-
-    Type checkers read the annotation; this is what ``help`` and ``inspect.signature`` show.
-    """
-    defaults = {**{name: setting.default for name, setting in SETTINGS.items()}, **_OF_LOADING}
-    shown = signature(function)
-    named = [each for each in shown.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
-    annotations = LoadOverrides.__annotations__
-    for name, default in defaults.items():
-        kind = getattr(annotations[name], "__forward_arg__", annotations[name])
-        named.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind))
-    function.__signature__ = shown.replace(parameters=named)  # type: ignore[attr-defined]
-    lines = [f"    {name}: {setting.option.help}" for name, setting in SETTINGS.items()]
-    function.__doc__ = "\n".join([getdoc(function) or "", "", "Settings:", *lines])
-    return function

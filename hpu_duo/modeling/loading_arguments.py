@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from inspect import Parameter, getdoc, signature
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -168,3 +169,25 @@ def _placed(device_map: Any, device: str | torch.device) -> str | torch.device:
     if str(device) not in ("auto", str(device_map)):
         raise ValueError(f"expected device or device_map, got both: {device!r} and {device_map!r}")
     return device_map
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_OF_LOADING = {"torch_dtype": None, "revision": None, "trust_remote_code": False}
+
+
+def described(function: Function) -> Function:
+    """Give a function that takes ``LoadOverrides`` their names, defaults and texts, for ``help``.
+
+    Type checkers read the annotation; this is what ``help`` and ``inspect.signature`` show.
+    """
+    defaults = {**{name: setting.default for name, setting in SETTINGS.items()}, **_OF_LOADING}
+    shown = signature(function)
+    named = [each for each in shown.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+    annotations = LoadOverrides.__annotations__
+    for name, default in defaults.items():
+        kind = getattr(annotations[name], "__forward_arg__", annotations[name])
+        named.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+    function.__signature__ = shown.replace(parameters=named)  # type: ignore[attr-defined]
+    lines = [f"    {name}: {setting.option.help}" for name, setting in SETTINGS.items()]
+    function.__doc__ = "\n".join([getdoc(function) or "", "", "Settings:", *lines])
+    return function
