@@ -35,8 +35,8 @@ from hpu_duo import HPUDuoModel
 from hpu_duo.builtin import MODEL_DIR
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.server.config import ServerConfig
-from hpu_duo.server.http.app import create_app
 from hpu_duo.server.http.listening import DrainingServer, bind
+from hpu_duo.server.http.routes import create_app
 from hpu_duo.server.running.admission import Stage
 from hpu_duo.server.service import Service
 from hpu_duo.server.telemetry.request_log import CallRecord

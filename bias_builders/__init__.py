@@ -3,8 +3,20 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bias_builders.rules import Rule, Tile, TileClass, Window, classify, sees_causal, sees_streaming
-from bias_builders.sparse_rules import Dilated, Fixed, RuleIntersection, RuleUnion, Strided
+from bias_builders.rules import (
+    Dilated,
+    Fixed,
+    Rule,
+    RuleIntersection,
+    RuleUnion,
+    Strided,
+    Tile,
+    TileClass,
+    Window,
+    classify,
+    sees_causal,
+    sees_streaming,
+)
 from bias_builders.split import (
     NOWHERE,
     SharedPart,

@@ -12,8 +12,7 @@ from itertools import islice, product
 from typing import TypeAlias
 
 from bias_builders.block_tables import BlockTable
-from bias_builders.rules import Rule, Window
-from bias_builders.sparse_rules import Dilated, Fixed, RuleIntersection, RuleUnion, Strided
+from bias_builders.rules import Dilated, Fixed, Rule, RuleIntersection, RuleUnion, Strided, Window
 
 WINDOW, DILATED, STRIDED, FIXED, _UNION, _INTERSECTION, _TABLE = range(1, 8)
 """Codes of rules."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hashlib import sha256
 
 from bias_builders.block_tables import BlockTable
-from bias_builders.rules import Rule, Window
-from bias_builders.sparse_rules import Dilated, Fixed, RuleIntersection, RuleUnion, Strided
+from bias_builders.rules import Dilated, Fixed, Rule, RuleIntersection, RuleUnion, Strided, Window
 
 
 def describe_rule(rule: Rule) -> str:

@@ -4,9 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from graphs.cache import GraphCache, GraphCounters, GraphMissError, MissPolicy, RecompileError
-from graphs.cost import CostFunction, Launches, SkippingCost, StepCost
 from graphs.limits import CARD_STEP_TOKENS, StepLimits
-from graphs.shape import BatchShape, Phase
+from graphs.shape import BatchShape, CostFunction, Launches, Phase, SkippingCost, StepCost
 from graphs.table import BucketTable, ExponentialRule, Miss
 
 if TYPE_CHECKING:

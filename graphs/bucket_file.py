@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from graphs.atomic_file import replace_file
-from graphs.cost import CostFunction
-from graphs.shape import LARGEST_SIZE, BatchShape, Phase
-from graphs.table import BucketTable
-from graphs.traffic_watch import PlannedPadding
+from graphs.shape import LARGEST_SIZE, BatchShape, CostFunction, Phase
+from graphs.table import BucketTable, PlannedPadding
 
 _MOST_BUCKETS = 1_000_000
 

@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from graphs.atomic_file import replace_file
-from graphs.cost import CostFunction
-from graphs.shape import BatchShape
-from graphs.table import BucketTable
-from graphs.traffic_watch import PlannedPadding
+from graphs.shape import BatchShape, CostFunction
+from graphs.table import BucketTable, PlannedPadding
 
 FORMAT = "hpu-duo warm-up manifest"
 VERSION = 1

@@ -37,14 +37,14 @@ READS_ENVIRONMENT = (
 )
 """The last of them reports variables and obeys none."""
 TORCH_INTERNALS = (
-    "graphs.backends.dispatch",
+    "graphs.backends.base",
     "graphs.backends.inductor",
     "hpu_duo.lab.audit.fake_tensors",
     "hpu_duo.device.exchange",
     "hpu_duo.modeling.packed_linear",
     "hpu_duo.device.rules",
     "hpu_duo.lab.sim.tensor",
-    "kernels_ref.sdpa.flash",
+    "kernels_ref.sdpa.prefill",
     "kernels_ref.x86.library",
 )
 """One file of each part that cannot do without private names of torch; nobody else uses any."""

@@ -12,8 +12,16 @@ from typing import Any, Generic, TypeAlias, cast
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from graphs.backends.base import Inputs, Outputs, Region, tensors_of
-from graphs.backends.dispatch import DispatchMode, decides_sizes, share_memory, writes
+from graphs.backends.base import (
+    DispatchMode,
+    Inputs,
+    Outputs,
+    Region,
+    decides_sizes,
+    share_memory,
+    tensors_of,
+    writes,
+)
 from graphs.backends.trace import Call, Value, function_of, simplify
 from graphs.interrupts import interrupts_deferred
 from graphs.shape import BatchShape

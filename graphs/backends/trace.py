@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from graphs.backends.base import Inputs
-from graphs.backends.dispatch import direct_function, is_random, writes
+from graphs.backends.base import Inputs, direct_function, is_random, writes
 
 _NESTS = (tuple, list)
 

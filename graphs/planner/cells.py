@@ -9,9 +9,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.cost import BroadcastCost, CostFunction
 from graphs.limits import StepLimits
-from graphs.shape import BatchShape, Phase
+from graphs.shape import BatchShape, BroadcastCost, CostFunction, Phase
 
 # n, m shapes; the 7 columns are those of ``BatchShape.levels``: c, s, u, Q, NS, NU, N.
 Levels = NDArray[np.int64]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from graphs.cost import BroadcastCost, CostFunction
 from graphs.limits import StepLimits
 from graphs.planner.cells import (
     LOGITS,
@@ -23,7 +22,7 @@ from graphs.planner.cells import (
     to_levels,
 )
 from graphs.planner.strategies import Grid
-from graphs.shape import BatchShape, Phase
+from graphs.shape import BatchShape, BroadcastCost, CostFunction, Phase
 from graphs.table import BucketTable
 
 Traffic = Mapping[BatchShape, float]

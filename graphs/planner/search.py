@@ -10,7 +10,6 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from graphs.cost import CostFunction
 from graphs.limits import StepLimits
 from graphs.planner.cells import (
     CAUSAL,
@@ -27,6 +26,7 @@ from graphs.planner.cells import (
     to_levels,
 )
 from graphs.planner.evaluation import Prototypes, Traffic
+from graphs.shape import CostFunction
 
 _SPREAD_SIZES = 20
 _NEAR_SIZES = 4

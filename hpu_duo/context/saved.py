@@ -1,4 +1,4 @@
-"""Contexts in files: safetensors with tokens, units of the stores, and what they depend on."""
+"""Token ids of texts, and contexts in files: safetensors with tokens and units of the stores."""
 
 from __future__ import annotations
 

@@ -7,9 +7,18 @@ from collections.abc import Mapping
 
 import torch
 
-from hpu_duo.device.plugged import PLUGGED, PluggedDevice, plugged, taken_runtime
 from hpu_duo.device.processes import Member, Refused, WorkerError, run_processes
-from hpu_duo.device.runtime import CpuRuntime, CudaRuntime, DeviceMetrics, DeviceRuntime, Metered
+from hpu_duo.device.runtime import (
+    PLUGGED,
+    CpuRuntime,
+    CudaRuntime,
+    DeviceMetrics,
+    DeviceRuntime,
+    Metered,
+    PluggedDevice,
+    plugged,
+    taken_runtime,
+)
 
 __all__ = [
     "NAMES",

@@ -1,12 +1,14 @@
-"""The runtime of a device, as the engine needs it, and those of CPU and CUDA."""
+"""The runtime of a device, as the engine needs it, those of CPU and CUDA, and those of plug-ins."""
 
 from __future__ import annotations
 
+import importlib
 import platform
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -229,3 +231,39 @@ class CudaRuntime:
     def place(self, module: nn.Module) -> None:
         """Move the module."""
         module.to(self._device)
+
+
+PLUGGED = {"hpu-sim": "hpu_duo.lab.sim.device"}
+"""Modules that are a ``PluggedDevice``, by the name of the device."""
+
+
+class PluggedDevice(Protocol):
+    """A device in place of another one, for the rest of the process once it has been taken."""
+
+    def problem(self) -> str | None:
+        """Why it cannot be taken here, or None when it can."""
+        ...
+
+    def take(self) -> torch.device:
+        """Give this process the device.
+
+        Raises:
+            ValueError: see ``problem``.
+        """
+        ...
+
+    def runtime(self) -> DeviceRuntime | None:
+        """The runtime of the device; None before this process has taken it."""
+        ...
+
+
+def plugged(name: str) -> PluggedDevice:
+    """The device of a name in ``PLUGGED``."""
+    return cast(PluggedDevice, importlib.import_module(PLUGGED[name]))
+
+
+def taken_runtime() -> DeviceRuntime | None:
+    """The runtime of the plugged device that this process has taken, or None; imports nothing."""
+    modules = (sys.modules.get(path) for path in PLUGGED.values())
+    runtimes = (cast(PluggedDevice, module).runtime() for module in modules if module is not None)
+    return next((runtime for runtime in runtimes if runtime is not None), None)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from graphs import BatchShape, BucketTable, StepLimits
 from graphs.bucket_file import write_shapes
 from graphs.planner.cells import price, to_levels
-from graphs.traffic_watch import ShapeReservoir
+from graphs.table import ShapeReservoir
 from hpu_duo.engine.head_stats import TileCounts, add_tiles, num_evicted_tokens
 
 if TYPE_CHECKING:

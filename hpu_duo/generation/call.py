@@ -1,4 +1,4 @@
-"""One call of ``generate`` on an engine: prompts, requests, host samplers, and the result."""
+"""``generate`` with the interface of a transformers model: prompts, requests, and the result."""
 
 from __future__ import annotations
 

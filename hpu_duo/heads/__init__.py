@@ -4,8 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hpu_duo.heads.binarise import Balance, CountRule, TieBreak, fewest_promotions
-from hpu_duo.heads.layout import HeadLayout
-from hpu_duo.heads.pattern import HeadPattern
+from hpu_duo.heads.pattern import HeadLayout, HeadPattern
 
 if TYPE_CHECKING:
     from hpu_duo.heads.permute import permute_heads

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hpu_duo.heads.layout import HeadLayout
+from hpu_duo.heads.pattern import HeadLayout
 
 FusedRows: TypeAlias = Literal["qkv"]
 

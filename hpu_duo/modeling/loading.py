@@ -20,8 +20,15 @@ from transformers import (
 )
 
 from hpu_duo.modeling.attention import NAME, attention
-from hpu_duo.modeling.config_checks import NO_REMOTE_CODE, RANGES, refusal, refuse_adapter
-from hpu_duo.modeling.config_file import CONFIG_FILE, FILE_ERRORS, read_config_file
+from hpu_duo.modeling.config_checks import (
+    CONFIG_FILE,
+    FILE_ERRORS,
+    NO_REMOTE_CODE,
+    RANGES,
+    read_config_file,
+    refusal,
+    refuse_adapter,
+)
 from hpu_duo.modeling.experts import register_experts
 from hpu_duo.modeling.probe import mark
 from hpu_duo.modeling.transformers_internals import EXPERTS, causal_model_class

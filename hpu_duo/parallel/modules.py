@@ -14,8 +14,7 @@ from torch import nn
 from hpu_duo.device.exchange import sum_over_ranks
 from hpu_duo.device.ranks import Ranks
 from hpu_duo.heads.permute import KV_NORMS, QUERY_NORMS
-from hpu_duo.modeling.probe import DecoderLayer
-from hpu_duo.modeling.trial import refusing
+from hpu_duo.modeling.probe import DecoderLayer, refusing
 from hpu_duo.parallel.cuts import Cutter
 
 if TYPE_CHECKING:

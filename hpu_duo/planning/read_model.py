@@ -2,13 +2,116 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from hpu_duo.modeling.config_checks import refusal, refuse_adapter
+from hpu_duo.modeling.config_checks import check_numbers, refusal, refuse_adapter, refuse_quantised
 from hpu_duo.modeling.rope import positions_served
 from hpu_duo.planning.model import PLAIN_FAMILIES, AttentionSize, ModelSize, plain_model
-from hpu_duo.planning.plain_file import read_plain
+
+_NUMBER = (int, float)
+_TOKEN = (int, type(None))
+_SIZES = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(_SIZES, (int,)),
+    **dict.fromkeys(("model_type", "hidden_act", "dtype", "torch_dtype", "transformers_version"), (str,)),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_cache"), (bool,)),
+    **dict.fromkeys(("bos_token_id", "pad_token_id", "head_dim"), _TOKEN),
+    "eos_token_id": (*_TOKEN, list),
+    "architectures": (list,),
+    "attention_dropout": _NUMBER,
+    "initializer_range": (float,),
+    "layer_types": (list, type(None)),
+    "max_window_layers": (int,),
+    "pretraining_tp": (int,),
+    "rms_norm_eps": (float,),
+    "rope_parameters": (dict, type(None)),
+    "rope_scaling": (dict, type(None)),
+    "rope_theta": _NUMBER,
+    "sliding_window": _TOKEN,
+    "use_sliding_window": (bool,),
+}
+"""Fields by their types."""
+
+_LLAMA3 = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+_DTYPES = ("bfloat16", "float16", "float32", None)
+
+
+def read_plain(file: Path) -> SimpleNamespace | None:
+    """Read the configuration of a model of equal layers without sliding windows.
+
+    Returns:
+        The fields that sizes follow from, as transformers would have them; None where it has to read the
+        file, to say what is wrong with it at least.
+
+    Raises:
+        ValueError: a number in it is out of range, or its weights are quantised.
+    """
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict) or fields.get("model_type") not in PLAIN_FAMILIES:
+        return None
+    refuse_quantised(file, fields)
+    check_numbers(file, fields)
+    if not (_is_known(fields) and _has_full_attention(fields)):
+        return None
+    absent = {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
+    return SimpleNamespace(**{**absent, **fields, "sliding_window": None, "layer_types": None})
+
+
+def _is_known(fields: Mapping[str, Any]) -> bool:
+    return (
+        all(type(value) in _TYPES.get(name, ()) for name, value in fields.items())
+        and all(name in fields for name in _SIZES)
+        and fields["hidden_size"] % fields["num_attention_heads"] == 0
+        and (fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]) % 2 == 0
+        and fields["num_attention_heads"] % fields["num_key_value_heads"] == 0
+        and fields.get("hidden_act", "silu") == "silu"
+        and 0 <= fields.get("initializer_range", 0.0) <= 1
+        and all(type(token) is int for token in _listed(fields.get("eos_token_id")))
+        and all(fields.get(name) in _DTYPES for name in ("dtype", "torch_dtype"))
+        and all(_is_known_rope(fields.get(name)) for name in ("rope_scaling", "rope_parameters"))
+    )
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
+
+
+def _is_known_rope(rope: Mapping[str, Any] | None) -> bool:
+    if rope is None:
+        return True
+    numbers = {name: value for name, value in rope.items() if name != "rope_type"}
+    needed = {"default": set(), "llama3": _LLAMA3}.get(str(rope.get("rope_type")))
+    return needed is not None and needed == {*numbers} - {"rope_theta"}
+
+
+def _has_full_attention(fields: Mapping[str, Any]) -> bool:
+    """Whether every token of every layer sees all earlier ones; the families have defaults of their own."""
+    family = fields["model_type"]
+    types = fields.get("layer_types")
+    alike = ["full_attention"] * fields["num_hidden_layers"]
+    if "layer_types" in fields and (family == "mistral" or types not in (None, alike)):
+        return False
+    if family.startswith("qwen"):
+        has_size = family != "qwen3" or fields.get("head_dim") is not None
+        return has_size and not fields.get("use_sliding_window", False)
+    is_asked = "sliding_window" in fields or family != "mistral"
+    return is_asked and fields.get("sliding_window") is None and "use_sliding_window" not in fields
+
 
 CONFIG_FILE = "config.json"
 
@@ -43,18 +146,18 @@ def read_model(path: str | Path) -> ModelSize:
 
 
 def _by_transformers(name: str, file: Path) -> ModelSize:
-    from hpu_duo.modeling.config_file import FILE_ERRORS, read_config_file
+    from hpu_duo.modeling.config_checks import FILE_ERRORS, read_config_file
 
     text = read_config_file(file).get_text_config()
     if text.model_type not in PLAIN_FAMILIES:
-        from hpu_duo.planning.counted_model import check_causal
+        from hpu_duo.planning.model import check_causal
 
         check_causal(text)
     try:
         layers, max_positions = _layers(text), positions_served(text)
         if (plain := plain_model(name, text, layers, max_positions)) is not None:
             return plain
-        from hpu_duo.planning.counted_model import counted_model
+        from hpu_duo.planning.model import counted_model
 
         return counted_model(name, text, layers, max_positions)
     except (*FILE_ERRORS, RuntimeError) as error:

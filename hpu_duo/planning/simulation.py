@@ -24,7 +24,7 @@ from graphs.planner import (
     or_default,
     plan_table,
 )
-from graphs.traffic_watch import PlannedPadding
+from graphs.table import PlannedPadding
 from hpu_duo.engine.batch import exact_shape
 from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
 from hpu_duo.engine.step_plan import CommittedToken, StepPlan

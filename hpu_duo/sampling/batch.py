@@ -1,4 +1,8 @@
-"""The host's half of sampling: per-row parameters become one small array and a static route."""
+"""The host's half of sampling: per-row parameters become one small array and a static route.
+
+Random numbers are a pure function of (seed, draw number). Rows that need more than the device's sampler has
+are sampled here, from logits that are copied to the host.
+"""
 
 from __future__ import annotations
 

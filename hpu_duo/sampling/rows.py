@@ -1,4 +1,4 @@
-"""Rows of logits: whose they are, their parameters as numbers, and the tokens that they may sample."""
+"""Rows of logits: whose they are, their parameters and token history, and the tokens they may sample."""
 
 from __future__ import annotations
 

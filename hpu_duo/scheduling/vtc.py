@@ -1,4 +1,4 @@
-"""The virtual token counter: users get the same service, whoever asks for more."""
+"""Fair shares: virtual token counters, and deficit longest prefix match, which builds on them."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ from starlette.types import Receive, Scope, Send
 from hpu_duo.sampling import FieldError
 from hpu_duo.server.answers import DONE, KEEP_ALIVE, Answer, event
 from hpu_duo.server.planning import Plan
-from hpu_duo.server.protocol import ApiError
-from hpu_duo.server.protocol.errors import bad_value, failed, too_busy, unavailable
+from hpu_duo.server.protocol import ApiError, bad_value, failed, too_busy, unavailable
 from hpu_duo.server.running import (
     AnswerMemoryFullError,
     AnswerTooLargeError,

@@ -30,9 +30,8 @@ from hpu_duo.modeling.rope import NoPositionsError, frequencies_note
 from hpu_duo.request import TokenLimits
 from hpu_duo.scheduling import make_policy
 from hpu_duo.startup.blueprint import fix_served_len, request_len
-from hpu_duo.startup.device_side import DeviceSide
+from hpu_duo.startup.device_side import DeviceSide, Place
 from hpu_duo.startup.heads import check_pattern
-from hpu_duo.startup.place import Place
 from hpu_duo.startup.sharding import build_led, native_code_built, settled
 
 if TYPE_CHECKING:

@@ -53,10 +53,9 @@ from hpu_duo.planning.hardware import Format
 from hpu_duo.planning.read_model import read_model
 from hpu_duo.planning.work import Formats
 from hpu_duo.startup.blueprint import fix_served_len, request_len
-from hpu_duo.startup.device_side import DeviceSide, Shared
+from hpu_duo.startup.device_side import DeviceSide, Place, Shared
 from hpu_duo.startup.heads import ChosenHeads, Shares, check_context_parallel, choose_heads
 from hpu_duo.startup.kv_budget import read_kv_plan
-from hpu_duo.startup.place import Place
 from hpu_duo.startup.ranks import Launch, LedRanks, OwnLaunch, TorchrunLaunch, heartbeat_to_rank_0, joined_as
 from kernels_ref import Implementation, rowwise
 from kernels_ref.x86 import library as x86

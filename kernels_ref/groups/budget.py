@@ -13,15 +13,18 @@ import torch
 
 from bias_builders import Leading, leading_slots
 from kernels_ref.chunks import QUERY_SLICE
-from kernels_ref.groups.budget_chunks import Held, Kept, keep_chunk, scored_tokens
-from kernels_ref.groups.budget_slots import FirstToGo, slot_to_write
-from kernels_ref.groups.budget_turns import (
+from kernels_ref.groups.budget_chunks import (
     BudgetTurns,
+    Held,
+    Kept,
     budget_turns,
+    keep_chunk,
+    scored_tokens,
     turned_as,
     turned_by_rank,
     turning_bytes,
 )
+from kernels_ref.groups.budget_slots import FirstToGo, slot_to_write
 from kernels_ref.groups.column_sums import ChunkStep, summed_queries
 from kernels_ref.groups.kind import (
     FLOAT32,

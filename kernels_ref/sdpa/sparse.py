@@ -13,8 +13,7 @@ import torch
 from bias_builders import NOWHERE, Leading, Rule, Tile, TopBlocks, decode_rule, leading_visible, seen_mask
 from kernels_ref.partial import Partial, Scoring, empty, merge, soften
 from kernels_ref.reference import merge_by_owner, own_units, side_by_side
-from kernels_ref.sdpa.flash import flash
-from kernels_ref.sdpa.prefill import prompt_rows
+from kernels_ref.sdpa.prefill import flash, prompt_rows
 from kernels_ref.sparse import estimate, picked, slot_positions, tails_visible, whole_visible
 from kernels_ref.x86 import attention as tiled
 

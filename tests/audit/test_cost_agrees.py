@@ -11,8 +11,7 @@ from hpu_duo.cli.planning.hardware import graph_bytes
 from hpu_duo.lab.audit import audit_bucket
 from hpu_duo.planning import FITTED, GAUDI3, Deployment, Format, Serving, Step, kernels_of, predict_seconds
 from hpu_duo.planning.read_model import read_model
-from hpu_duo.startup.sizes import StepSizes
-from hpu_duo.startup.tables import KEPT, GraphMemory
+from hpu_duo.startup.tables import KEPT, GraphMemory, StepSizes
 from tests.modeling.families import IS_5
 
 FACTOR = 1.2

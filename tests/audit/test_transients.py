@@ -20,7 +20,7 @@ from hpu_duo.heads import HeadPattern
 from hpu_duo.lab.audit import audit_bucket, build_structure
 from hpu_duo.modeling.attention import AttentionLayer
 from hpu_duo.planning import GAUDI2
-from hpu_duo.startup.sizes import StepSizes
+from hpu_duo.startup.tables import StepSizes
 from kernels_ref.chunks import ChunkBounds, Slices
 from tests.audit.conftest import TINY, engine_config
 from tests.modeling.families import IS_5, make_config

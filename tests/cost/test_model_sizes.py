@@ -27,8 +27,7 @@ from hpu_duo.heads import HeadPattern
 from hpu_duo.kv.plan import LayerKV
 from hpu_duo.planning import AttentionSize, Experts, Format, ModelSize
 from hpu_duo.planning.fit import dense_model, published_rows
-from hpu_duo.planning.plain_file import read_plain
-from hpu_duo.planning.read_model import _by_transformers, read_model
+from hpu_duo.planning.read_model import _by_transformers, read_model, read_plain
 from kernels_ref import Owner
 from tests.cost.sizes import LLAMA_3_1_8B, models, tiny
 from tests.modeling.families import FAMILIES

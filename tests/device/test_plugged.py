@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpu_duo.device import NAMES, PLUGGED, resolve_device, runtime_for
-from hpu_duo.device.plugged import PluggedDevice, plugged, taken_runtime
+from hpu_duo.device.runtime import PluggedDevice, plugged, taken_runtime
 
 
 @pytest.mark.parametrize("name", PLUGGED)
@@ -40,7 +40,7 @@ import sys
 import hpu_duo.llm, hpu_duo.lab.audit, hpu_duo.cli.app
 import hpu_duo.startup.recorded_steps, hpu_duo.startup.warm_up
 from hpu_duo.device import resolve_device, runtime_for
-from hpu_duo.device.plugged import taken_runtime
+from hpu_duo.device.runtime import taken_runtime
 assert runtime_for(resolve_device("cpu")).name == "cpu"
 assert taken_runtime() is None
 loaded = [name for name in sys.modules if name == "hpu_duo.lab.sim" or name.startswith("hpu_duo.lab.sim.")]

@@ -9,7 +9,7 @@ import pytest
 from graphs import BucketTable, SkippingCost, StepCost
 from graphs.backends.compile import CompileBackend
 from graphs.bucket_file import read_shapes, write_table
-from graphs.traffic_watch import PlannedPadding
+from graphs.table import PlannedPadding
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from graphs.backends.replay import ReplayBackend
 from hpu_duo.config.engine import EngineConfig, GraphConfig, ModelConfig
-from hpu_duo.startup.place import Place
+from hpu_duo.startup.device_side import Place
 from kernels_ref.x86.library import is_supported
 from tests.modeling.families import BASE, save_random
 

@@ -11,7 +11,7 @@ import pytest
 
 from graphs import BatchShape, BucketTable, SkippingCost, StepCost, StepLimits
 from graphs.bucket_file import read_shapes
-from graphs.traffic_watch import PlannedPadding
+from graphs.table import PlannedPadding
 from hpu_duo.engine.telemetry import Replanning, ShapeWatch
 
 LIMITS = StepLimits(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from graphs import BatchShape, Phase, StepCost
-from graphs.cost import BroadcastCost, SkippingCost
+from graphs.shape import BroadcastCost, SkippingCost
 
 
 @pytest.mark.parametrize("cost", [StepCost(ring_width=320), StepCost(), SkippingCost()])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphs import BatchShape, Phase
-from graphs.traffic_watch import ShapeReservoir
+from graphs.table import ShapeReservoir
 
 
 def step(number: int) -> BatchShape:

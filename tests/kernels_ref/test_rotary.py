@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels_ref.groups.budget_chunks import future_queries
-from kernels_ref.groups.budget_turns import turned_by_rank
+from kernels_ref.groups.budget_chunks import future_queries, turned_by_rank
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.rotary import Turn, composed, turned, turns
 

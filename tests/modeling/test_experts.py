@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hpu_duo.lab.audit import peak_allocated_bytes
 from hpu_duo.modeling import experts
-from hpu_duo.startup.sizes import LayerHeads, StepSizes
+from hpu_duo.startup.tables import LayerHeads, StepSizes
 from kernels_ref import HeadGroup
 from kernels_ref.chunks import DEFAULT_BOUNDS
 from kernels_ref.groups import Blocks

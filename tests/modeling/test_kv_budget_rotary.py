@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from graphs.backends.compile import CompileBackend
-from hpu_duo.modeling.probe import read_layers
-from hpu_duo.modeling.rotation import rotary_frequencies
+from hpu_duo.modeling.probe import read_layers, rotary_frequencies
 from tests.modeling.budget_driving import assert_follows, run_budget
 from tests.modeling.budget_oracle import BudgetOracle, budget_logits
 from tests.modeling.families import FAMILIES, Zoo, prompts_of

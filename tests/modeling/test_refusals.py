@@ -23,8 +23,7 @@ from bias_builders import Window
 from hpu_duo import HPUDuoModel
 from hpu_duo.modeling.attention import NAME, Probe, attending
 from hpu_duo.modeling.loading import load_model, read_config
-from hpu_duo.modeling.probe import look_through, probe, read_window
-from hpu_duo.modeling.trial import try_flat_batch
+from hpu_duo.modeling.probe import look_through, probe, read_window, try_flat_batch
 from kernels_ref import Blocks, Rings
 from tests.modeling.driving import teacher_forced
 from tests.modeling.families import BASE, BLOCK, IS_5, WINDOW, is_known, make_config, prompts_of, save_random

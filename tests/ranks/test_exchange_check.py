@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpu_duo.device import Member, run_processes
 from hpu_duo.device.collectives import ExchangeTrial
 from hpu_duo.device.ranks import RankError, Ranks, joined
-from hpu_duo.startup.place import Place
+from hpu_duo.startup.device_side import Place
 from hpu_duo.startup.sharding import build_share
 from tests.modeling.families import Zoo
 from tests.ranks.work import Case

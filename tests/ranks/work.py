@@ -29,7 +29,7 @@ from hpu_duo.engine.runner import Runner
 from hpu_duo.engine.step_input import StepInput
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.startup.assembly import assemble, engine_around
-from hpu_duo.startup.place import Place
+from hpu_duo.startup.device_side import Place
 from hpu_duo.startup.ranks import LedRanks, OwnLaunch, heartbeat_to_rank_0, joined_as
 from hpu_duo.startup.sharding import build_share
 from kernels_ref import Budget

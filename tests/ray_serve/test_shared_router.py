@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpu_duo.fleet.ray_serve.shared_router import SharedRouter, Ticket, announce, announced
-from hpu_duo.fleet.replicas.prompts import RoutedCall
+from hpu_duo.fleet.replicas.front import RoutedCall
 from hpu_duo.fleet.replicas.relaying import AnswerCounts
 from hpu_duo.fleet.routing import ROUTERS, RoutedRequest, make_router
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from hpu_duo.cli.serving.options import replica_arguments
 from hpu_duo.device.processes import replica_environments
-from hpu_duo.fleet.replicas import prompts
-from hpu_duo.fleet.replicas.prompts import RoutedCall, read_call
+from hpu_duo.fleet.replicas import front
+from hpu_duo.fleet.replicas.front import RoutedCall, read_call
 from hpu_duo.fleet.replicas.relaying import WholeEvents, counts_of
 
 USAGE = {"prompt_tokens": 10, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}
@@ -99,10 +99,10 @@ def test_long_calls_are_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) ->
         names.append(threading.current_thread())
         return read_call(call_id, body, key_name)
 
-    monkeypatch.setattr(prompts, "read_call", noted)
+    monkeypatch.setattr(front, "read_call", noted)
     for text in ("hi", "hi" * 10_000):
         body = json.dumps({"prompt": text}).encode()
-        found = asyncio.run(prompts.read_beside("1", body))
+        found = asyncio.run(front.read_beside("1", body))
         assert found.request.num_tokens == read_call("1", body).request.num_tokens > 0
     assert [one is threading.main_thread() for one in names] == [True, False]
 

@@ -11,11 +11,10 @@ import httpx
 import openai
 import pytest
 
+from hpu_duo.server import protocol as requests
 from hpu_duo.server.http import middleware, routes
 from hpu_duo.server.planning import chat as chat_planning
-from hpu_duo.server.protocol import requests
-from hpu_duo.server.protocol.errors import ApiError
-from hpu_duo.server.protocol.requests import MAX_VALUES, ValueCount
+from hpu_duo.server.protocol import MAX_VALUES, ApiError, ValueCount
 from tests.server.conftest import TinyChat
 from tests.server.live import Live, live
 

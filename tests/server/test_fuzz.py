@@ -12,8 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpu_duo.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from hpu_duo.server.protocol.errors import REFUSED
+from hpu_duo.server.protocol import (
+    REFUSED,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from tests.server.live import HOST, Live, wait_until
 
 REQUESTS = {

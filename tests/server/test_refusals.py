@@ -11,9 +11,7 @@ import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as OpenAIChat
 from openai.types.completion_create_params import CompletionCreateParamsBase as OpenAICompletion
 
-from hpu_duo.server.protocol import ChatRequest, CompletionRequest
-from hpu_duo.server.protocol.errors import REFUSED
-from hpu_duo.server.protocol.requests import GenerationRequest
+from hpu_duo.server.protocol import REFUSED, ChatRequest, CompletionRequest, GenerationRequest
 from tests.server.live import Live
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}

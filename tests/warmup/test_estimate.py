@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from graphs import BatchShape, BucketTable
 from graphs.manifest import GraphRecord, Manifest
 from hpu_duo import HeadPattern, HPUDuoModel
-from hpu_duo.startup.sizes import StepSizes
+from hpu_duo.startup.tables import StepSizes
 from hpu_duo.startup.warm_up import plan_within
 from hpu_duo.startup.warm_up_estimate import PRIORS, GraphCosts, WarmUpBudget, estimate_of
 from kernels_ref import Blocks

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from graphs import BatchShape, StepCost
 from graphs.bucket_file import write_table
 from graphs.manifest import GraphRecord, Manifest, is_manifest, read_manifest, write_manifest
-from graphs.traffic_watch import PlannedPadding
+from graphs.table import PlannedPadding
 
 VERSIONS = {"torch": "2.13.0", "python": "3.11.7"}
 CONFIGURATION = {"model.hidden_size": 32, "dtype": "float32", "limits.num_blocks": 48, "model.rope": None}

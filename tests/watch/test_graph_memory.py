@@ -13,8 +13,7 @@ from graphs import BatchShape, BucketTable
 from graphs.backends.cuda import CudaBackend
 from hpu_duo.config.device_budget import DeviceBudget
 from hpu_duo.kv.plan import MemoryPlan
-from hpu_duo.startup.sizes import StepSizes
-from hpu_duo.startup.tables import KEPT, GraphMemory, plan_with_graphs
+from hpu_duo.startup.tables import KEPT, GraphMemory, StepSizes, plan_with_graphs
 from kernels_ref import Blocks, Rings
 from kernels_ref.groups import HeadSizes
 from tests.engine.tiny import PATTERN, Tiny

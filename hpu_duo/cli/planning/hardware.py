@@ -266,8 +266,7 @@ def graph_bytes(
     from hpu_duo.config.engine import ModelConfig
     from hpu_duo.modeling.loading import read_config
     from hpu_duo.startup.blueprint import chunk_bounds
-    from hpu_duo.startup.sizes import LayerHeads, StepSizes
-    from hpu_duo.startup.tables import KEPT, GraphMemory
+    from hpu_duo.startup.tables import KEPT, GraphMemory, LayerHeads, StepSizes
     from kernels_ref import Implementation
 
     heads = [

@@ -277,7 +277,7 @@ def plan(
             _check_without_hardware(num_blocks, served, kept, output)
         # torch is slow to import: everything that can be refused without it comes first.
         from graphs.planner import evaluate
-        from graphs.traffic_watch import PlannedPadding
+        from graphs.table import PlannedPadding
         from hpu_duo.cli.planning.setting import Setting, choose, listed, measured_on, write
 
         most_graphs, recorded = within.in_time().most_graphs, table.recorded()

@@ -21,7 +21,7 @@ from graphs.planner import (
     padding_aware,
     upstream_unified,
 )
-from graphs.traffic_watch import PlannedPadding
+from graphs.table import PlannedPadding
 from hpu_duo.cli.planning.hardware import HardwareOptions
 from hpu_duo.config.engine import EngineConfig
 from hpu_duo.config.overrides import EngineOverrides

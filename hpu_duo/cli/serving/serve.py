@@ -159,8 +159,8 @@ def serve(
         loaded = load_cold(model, engine, seed=seed)
         profiler = profiling.profiler(loaded.engine.runner.runtime.name)
         loaded.engine.profiler = profiler
-        from hpu_duo.server.http.app import create_app
         from hpu_duo.server.http.listening import listen
+        from hpu_duo.server.http.routes import create_app
         from hpu_duo.server.service import Service
 
         service = Service(loaded, config, tuple(one.add for one in told))

@@ -154,7 +154,7 @@ class Engine:
     async def __init__(self, settings: EngineSettings) -> None:  # type: ignore[misc]
         # Everything that needs torch is imported where a model is served.
         from hpu_duo.llm import HPUDuoModel
-        from hpu_duo.server.http.app import create_app
+        from hpu_duo.server.http.routes import create_app
         from hpu_duo.server.service import Service
 
         loaded = HPUDuoModel.from_pretrained(settings.path, **settings.engine)

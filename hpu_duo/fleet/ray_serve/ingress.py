@@ -24,7 +24,7 @@ from hpu_duo.fleet.ray_serve.arguments import IngressSettings
 from hpu_duo.fleet.ray_serve.engine import EngineCall, Head, below_prefix
 from hpu_duo.fleet.ray_serve.shared_router import SharedRouter, Ticket, announced
 from hpu_duo.fleet.replicas.app import text_of
-from hpu_duo.fleet.replicas.prompts import RoutedCall, read_beside, read_call
+from hpu_duo.fleet.replicas.front import RoutedCall, read_beside, read_call
 from hpu_duo.fleet.replicas.relaying import (
     MOST_BREAKS,
     TURNED_AWAY,
@@ -38,7 +38,7 @@ from hpu_duo.fleet.replicas.relaying import (
 )
 from hpu_duo.server.http.auth import PREFIX_NAMESPACE
 from hpu_duo.server.http.middleware import add_guards, install_error_handlers
-from hpu_duo.server.protocol.errors import too_busy, unavailable
+from hpu_duo.server.protocol import too_busy, unavailable
 from hpu_duo.server.responding import error_response
 
 _log = logging.getLogger(__name__)

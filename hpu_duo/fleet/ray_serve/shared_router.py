@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from hpu_duo.fleet.replicas.app import RoutedReplica
-from hpu_duo.fleet.replicas.prompts import RoutedCall
+from hpu_duo.fleet.replicas.front import RoutedCall
 from hpu_duo.fleet.replicas.relaying import DEPARTED, AnswerCounts, FrontCounts, add
 from hpu_duo.fleet.routing import Dispatch, Router
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hpu_duo.device.processes import bind_process
-from hpu_duo.fleet.replicas.forwarding import Upstream
+from hpu_duo.fleet.replicas.relaying import Upstream
 
 HOST = "127.0.0.1"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphs.backends.dispatch import DispatchMode, writes
+from graphs.backends.base import DispatchMode, writes
 from hpu_duo.lab.selftest.finding import Notes
 from hpu_duo.lab.selftest.steps import record_steps, relative_error, run_uncaptured
 from hpu_duo.lab.selftest.subject import Subject

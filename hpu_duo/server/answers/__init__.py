@@ -1,8 +1,7 @@
 """Responses of the OpenAI API, whole or as events of a stream."""
 
 from hpu_duo.server.answers.answer import DONE, KEEP_ALIVE, Answer, AnswerHead, Choice, Usage, event
-from hpu_duo.server.answers.chat import ChatAnswer
-from hpu_duo.server.answers.completion import CompletionAnswer, EchoedPrompt
+from hpu_duo.server.answers.chat import ChatAnswer, CompletionAnswer, EchoedPrompt
 
 __all__ = [
     "DONE",

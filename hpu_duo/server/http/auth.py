@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hpu_duo.server.protocol.errors import unauthorized
+from hpu_duo.server.protocol import unauthorized
 from hpu_duo.server.responding import error_response
 
 OPEN_PATHS = frozenset({"/", "/live", "/health", "/ready", "/metrics", "/version", "/stats"})

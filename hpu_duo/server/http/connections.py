@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import struct
+import sys
+from asyncio import WriteTransport
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import Any, cast
@@ -11,8 +14,25 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from hpu_duo.server.answers.answer import as_json
 from hpu_duo.server.http.auth import LET_IN
-from hpu_duo.server.http.unsent import unsent_bytes
 from hpu_duo.server.protocol import ApiError
+
+
+def unsent_bytes(transport: WriteTransport) -> int:
+    """Return the bytes that the peer has not acknowledged; outside of Linux, those not written.
+
+    Unwritten bytes are not acknowledged either. With TLS, event loops do not report them.
+    """
+    if sys.platform != "linux":
+        return transport.get_write_buffer_size()
+    import fcntl
+    import termios
+
+    try:
+        found = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    except (OSError, ValueError):  # the socket is closed
+        return 0
+    return int(struct.unpack("i", found)[0])
+
 
 _LOOK_S, _LOOKS = 0.1, 3
 """Polls, and seconds between them, of an empty send buffer before a TLS connection is aborted: the peer need

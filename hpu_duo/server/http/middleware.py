@@ -21,9 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hpu_duo.server.config import ServerConfig
 from hpu_duo.server.http.auth import ApiKeys, KeyMiddleware, StatePathMiddleware
 from hpu_duo.server.http.page_routes import PAGE_PREFIX
-from hpu_duo.server.protocol import ApiError
-from hpu_duo.server.protocol.errors import bad_value
-from hpu_duo.server.protocol.requests import MAX_VALUES, Fields, ValueCount
+from hpu_duo.server.protocol import MAX_VALUES, ApiError, Fields, ValueCount, bad_value
 from hpu_duo.server.responding import WRITE, Write, as_api_error, error_response
 from hpu_duo.server.running import EngineDiedError, RequestFailedError
 from hpu_duo.server.running.admission import NotServingError, QueueFullError

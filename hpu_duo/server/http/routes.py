@@ -1,13 +1,14 @@
-"""Routes of the server: generation, tokens, state, probes and the page."""
+"""The application, and its routes: generation, tokens, state, probes and the page."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -18,11 +19,18 @@ from pydantic import BaseModel
 from hpu_duo import __version__
 from hpu_duo.server.answers.answer import as_json
 from hpu_duo.server.http.auth import PREFIX_NAMESPACE
-from hpu_duo.server.http.middleware import REQUEST_ID, JsonRoute
-from hpu_duo.server.planning.sampling import checked_text
-from hpu_duo.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from hpu_duo.server.protocol.errors import bad_value, unknown_model
-from hpu_duo.server.protocol.requests import GenerationRequest
+from hpu_duo.server.http.middleware import REQUEST_ID, JsonRoute, add_guards, install_error_handlers
+from hpu_duo.server.http.page_routes import page_routes
+from hpu_duo.server.planning.formats import checked_text
+from hpu_duo.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    bad_value,
+    unknown_model,
+)
 from hpu_duo.server.responding import as_api_error, error_response
 from hpu_duo.server.running.admission import NotServingError, Stage
 from hpu_duo.server.service import Service
@@ -266,3 +274,35 @@ def state_routes(service: Service) -> APIRouter:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return router
+
+
+def create_app(service: Service, *, warm_up: bool = False) -> FastAPI:
+    """Create the ASGI application of a service, which starts and stops with it.
+
+    Args:
+        warm_up: see ``Service.start``.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await service.start(warm_up)
+        yield
+        await service.stop()
+
+    app = FastAPI(
+        title="HPU-Duo",
+        version=__version__,
+        description="The OpenAI API around one model.",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.service = service
+    install_error_handlers(app)
+    for router in (generation_routes(service), token_routes(service), state_routes(service)):
+        app.include_router(router)
+    config = service.config
+    if config.has_page:
+        app.include_router(page_routes())
+    add_guards(app, config, service.metrics.responded)
+    return app

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.server.answers import Answer, Choice, CompletionAnswer
 from hpu_duo.server.prompts import PromptEncoder, TokenTexts
-from hpu_duo.server.protocol.errors import ApiError, unknown_model
+from hpu_duo.server.protocol import ApiError, unknown_model
 from hpu_duo.server.running import OutputStream, Submission
 
 if TYPE_CHECKING:

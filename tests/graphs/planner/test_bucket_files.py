@@ -4,7 +4,7 @@ import pytest
 
 from graphs import BatchShape, StepCost
 from graphs.bucket_file import GaudiBucket, from_shape, read_table, write_gaudi_buckets, write_table
-from graphs.traffic_watch import PlannedPadding
+from graphs.table import PlannedPadding
 
 GAUDI_FILE = """# prompts
 (1, 2048, 0)
