@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernel_work
 
-Prints the constants of ``hpu_duo/planning/kernel_work.py`` and how close they come to the audit. Steps of two
+Prints the constants of ``hpu_duo/planning/work.py`` and how close they come to the audit. Steps of two
 layers of several models are traced on tensors without data, which takes some minutes; nothing is measured.
 """
 
@@ -23,8 +23,8 @@ from hpu_duo.config.engine import CacheConfig, EngineConfig, HeadConfig, ModelCo
 from hpu_duo.heads import HeadPattern
 from hpu_duo.lab.audit import Structure, audit_bucket, build_structure
 from hpu_duo.planning import GAUDI3, EngineWork, ModelSize
-from hpu_duo.planning.kernel_work import AttentionCounts, AttentionRuns, KernelWork
 from hpu_duo.planning.read_model import read_model
+from hpu_duo.planning.work import AttentionCounts, AttentionRuns, KernelWork
 
 NUM_LAYERS = 2
 _COMMON = {"num_hidden_layers": NUM_LAYERS, "vocab_size": 32_000, "max_position_embeddings": 262_144}

@@ -63,7 +63,7 @@ class Kernels(Protocol):
         ...
 
     def unique_with_weights(self, inputs: PartInputs, ring: RingStep) -> tuple[Partial, torch.Tensor]:
-        """Decode rows against their own slots, with the weight of each slot; see ``kernels_ref.budgets``."""
+        """Decode rows against their own slots, with weights; see ``kernels_ref.groups.budget_slots``."""
         ...
 
     def column_sums(
@@ -83,7 +83,7 @@ class Kernels(Protocol):
         position_NKC: torch.Tensor,
         is_protected: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The eviction victim of each head; see ``kernels_ref.budgets``."""
+        """The eviction victim of each head; see ``kernels_ref.groups.budget_slots``."""
         ...
 
     def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:

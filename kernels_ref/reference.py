@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from bias_builders import causal_mask, leading_slots, ring_mask, seen_mask
-from kernels_ref.budgets import eviction_victims, unique_with_weights
+from kernels_ref.groups.budget_slots import eviction_victims, unique_with_weights
 from kernels_ref.groups.column_sums import column_sums
 from kernels_ref.partial import FLOOR, Partial, Scoring, attend, empty, finish, merge, soften, widened
 from kernels_ref.sparse import (

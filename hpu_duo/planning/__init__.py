@@ -18,10 +18,18 @@ if TYPE_CHECKING:
     )
     from hpu_duo.planning.engine_work import EngineWork, busiest_rank
     from hpu_duo.planning.fit import PublishedRow, published_rows, published_sources, split_rows
-    from hpu_duo.planning.hardware import GAUDI2, GAUDI3, HARDWARE_NAMES, Format, Hardware, find_hardware
     from hpu_duo.planning.kept import KeptByHeads
-    from hpu_duo.planning.kernel_work import FUSED, PORTABLE, PUBLISHED_LAYER_LAUNCHES, KernelWork, kernels_of
-    from hpu_duo.planning.model import AttentionSize, Experts, ModelSize
+    from hpu_duo.planning.model import (
+        GAUDI2,
+        GAUDI3,
+        HARDWARE_NAMES,
+        AttentionSize,
+        Experts,
+        Format,
+        Hardware,
+        ModelSize,
+        find_hardware,
+    )
     from hpu_duo.planning.roofline import (
         ERROR_FACTORS,
         FITTED,
@@ -32,7 +40,17 @@ if TYPE_CHECKING:
         roof_seconds,
     )
     from hpu_duo.planning.warm_up import SECONDS_PER_GRAPH, TRACE_S_PER_OPERATOR, WarmUp, graph_scale
-    from hpu_duo.planning.work import Formats, Step, Work, step_work
+    from hpu_duo.planning.work import (
+        FUSED,
+        PORTABLE,
+        PUBLISHED_LAYER_LAUNCHES,
+        Formats,
+        KernelWork,
+        Step,
+        Work,
+        kernels_of,
+        step_work,
+    )
 
 __all__ = [
     "ERROR_FACTORS",
@@ -92,18 +110,18 @@ _HOMES = {
     "busiest_rank": "hpu_duo.planning.engine_work",
     "ERROR_FACTORS": "hpu_duo.planning.roofline",
     "FITTED": "hpu_duo.planning.roofline",
-    "GAUDI2": "hpu_duo.planning.hardware",
-    "GAUDI3": "hpu_duo.planning.hardware",
-    "HARDWARE_NAMES": "hpu_duo.planning.hardware",
-    "Format": "hpu_duo.planning.hardware",
-    "Hardware": "hpu_duo.planning.hardware",
-    "find_hardware": "hpu_duo.planning.hardware",
+    "GAUDI2": "hpu_duo.planning.model",
+    "GAUDI3": "hpu_duo.planning.model",
+    "HARDWARE_NAMES": "hpu_duo.planning.model",
+    "Format": "hpu_duo.planning.model",
+    "Hardware": "hpu_duo.planning.model",
+    "find_hardware": "hpu_duo.planning.model",
     "KeptByHeads": "hpu_duo.planning.kept",
-    "PUBLISHED_LAYER_LAUNCHES": "hpu_duo.planning.kernel_work",
-    "KernelWork": "hpu_duo.planning.kernel_work",
-    "FUSED": "hpu_duo.planning.kernel_work",
-    "PORTABLE": "hpu_duo.planning.kernel_work",
-    "kernels_of": "hpu_duo.planning.kernel_work",
+    "PUBLISHED_LAYER_LAUNCHES": "hpu_duo.planning.work",
+    "KernelWork": "hpu_duo.planning.work",
+    "FUSED": "hpu_duo.planning.work",
+    "PORTABLE": "hpu_duo.planning.work",
+    "kernels_of": "hpu_duo.planning.work",
     "AttentionSize": "hpu_duo.planning.model",
     "Experts": "hpu_duo.planning.model",
     "ModelSize": "hpu_duo.planning.model",

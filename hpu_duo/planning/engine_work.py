@@ -15,18 +15,21 @@ from hpu_duo.config.limits import CacheConfig, SchedulerConfig
 from hpu_duo.kv.plan import LayerKV
 from hpu_duo.modeling.experts import GROUP_BYTES, copies_weights, experts_at_a_time
 from hpu_duo.parallel import HeadExchanges, head_exchanges, summed_score_bytes
-from hpu_duo.planning.hardware import Format
-from hpu_duo.planning.kernel_work import (
+from hpu_duo.planning.model import AttentionSize, Format, ModelSize
+from hpu_duo.planning.warm_up import BucketGraphs, num_compiled, traced_runs
+from hpu_duo.planning.work import (
+    ACTIVATION_BYTES,
+    ALL_REDUCES_PER_LAYER,
     FUSED,
+    OPERATIONS_PER_SCORE,
     AttentionCounts,
     AttentionRuns,
+    Formats,
     GroupSizes,
     KernelWork,
+    Work,
     count_attention,
 )
-from hpu_duo.planning.model import AttentionSize, ModelSize
-from hpu_duo.planning.warm_up import BucketGraphs, num_compiled, traced_runs
-from hpu_duo.planning.work import ACTIVATION_BYTES, ALL_REDUCES_PER_LAYER, OPERATIONS_PER_SCORE, Formats, Work
 from kernels_ref import Budget, HeadGroup, Owner
 
 _EXPERT_MATRICES = 3

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpu_duo.planning.hardware import Format, Hardware, find_hardware
-from hpu_duo.planning.model import AttentionSize, ModelSize
+from hpu_duo.planning.model import AttentionSize, Format, Hardware, ModelSize, find_hardware
 from hpu_duo.planning.roofline import Efficiency, predict_seconds, roof_seconds
 from hpu_duo.planning.work import Formats, Step, Work, step_work
 

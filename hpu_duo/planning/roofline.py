@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hpu_duo.planning.hardware import Format, Hardware
+from hpu_duo.planning.model import Format, Hardware
 from hpu_duo.planning.work import Work
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from graphs import BatchShape, Phase
-from hpu_duo.planning.kernel_work import PUBLISHED_LAYER_LAUNCHES, AttentionRuns, GroupSizes, count_attention
+from hpu_duo.planning.work import PUBLISHED_LAYER_LAUNCHES, AttentionRuns, GroupSizes, count_attention
 from kernels_ref import Blocks
 from kernels_ref.chunks import MOST_INLINE, QUERY_STEP, even_size, num_parts
 from kernels_ref.loops import slices_reached

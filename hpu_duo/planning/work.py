@@ -1,14 +1,384 @@
-"""Work of a step, computed and moved: the one noun of capacity, audit, plans and estimates of warm-ups."""
+"""Work of a step, computed and moved, and of the kernels that it consists of.
+
+The numbers of the two implementations of an HPU are those of ``python -m benchmarks.kernel_work``, which fits
+them to audits of steps of several models, and are rounded. They count operators of torch: a compiler that
+fuses them launches and moves less.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
+from bias_builders import Window, tails_per_row
+from graphs import BatchShape, Launches
+from hpu_duo.config.limits import CacheConfig
 from hpu_duo.kv.plan import LayerKV
-from hpu_duo.planning.hardware import Format
-from hpu_duo.planning.kernel_work import PUBLISHED_LAYER_LAUNCHES
-from hpu_duo.planning.model import ModelSize
+from hpu_duo.planning.model import Format, ModelSize
+from kernels_ref import HeadGroup, Implementation, Owner, Rings
+from kernels_ref.chunks import DEFAULT_BOUNDS, DEFAULT_SLICES
+
+_DTYPE_BYTES = 2
+"""Of activations; keys and values are chunked by it."""
+
+
+@dataclass(frozen=True)
+class GroupSizes:
+    """Sizes of the attention of a group, and of the steps around it.
+
+    Attributes:
+        heads: the group.
+        group_size: query heads of each key/value head.
+        head_dim: elements of a key and of a value.
+        block_size: slots of a block.
+        max_chunk_rows: rings that are gathered for prompts with context.
+        decode_len: most tokens of a decode row.
+        is_fused: whether dense attention is one operator, which makes no scores in memory.
+    """
+
+    heads: HeadGroup
+    group_size: int
+    head_dim: int
+    block_size: int
+    max_chunk_rows: int
+    decode_len: int
+    is_fused: bool
+
+    @property
+    def window(self) -> Window | None:
+        """Window of a token, None where it sees all tokens."""
+        kind = self.heads.kind
+        if kind.owner is Owner.BLOCK:
+            return None
+        return kind.window if isinstance(kind, Rings) else Window(0, kind.reach or 1)
+
+    @property
+    def num_query_heads(self) -> int:
+        """Query heads of the group (H)."""
+        return self.heads.num_heads * self.group_size
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of the keys of one block."""
+        return self.heads.num_heads * self.block_size * self.head_dim * _DTYPE_BYTES
+
+    @property
+    def query_slice(self) -> int:
+        """Queries that meet keys at a time."""
+        return DEFAULT_SLICES.masked_queries if self.is_fused else DEFAULT_SLICES.queries
+
+
+class AttentionCounts(NamedTuple):
+    """Counts of one group in one layer and step; they add up.
+
+    Attributes:
+        pairs: query-key pairs of tokens with keys that lie in a list, for one head.
+        scores: pairs of all query heads, whichever part makes them.
+        list_elements: elements of the lists of keys and values.
+        partial_elements: elements of the partial results of tokens.
+        own_scores: scores of decode rows with whole blocks.
+        own_elements: elements of the partial results of whole blocks.
+        owner_pairs: pairs of a row and a head of a block, by which results are summed by owner.
+        merged_elements: elements of the rows' partial results, once for each chunk of whole blocks.
+        tail_scores: scores of decode rows with tails and rings.
+        tail_elements: elements of the keys and values of tails and rings.
+        block_elements: elements of the keys and values of whole blocks, which are read where they lie.
+        token_elements: elements of the queries.
+    """
+
+    pairs: float = 0.0
+    scores: float = 0.0
+    list_elements: float = 0.0
+    partial_elements: float = 0.0
+    own_scores: float = 0.0
+    own_elements: float = 0.0
+    owner_pairs: float = 0.0
+    merged_elements: float = 0.0
+    tail_scores: float = 0.0
+    tail_elements: float = 0.0
+    block_elements: float = 0.0
+    token_elements: float = 0.0
+
+
+class AttentionRuns(NamedTuple):
+    """Runs of each part of a group in one layer and step.
+
+    Attributes:
+        blocks, rings: 1 for a group of the kind.
+        causal, causal_slices, causal_cuts: the causal part of blocks, its slices, and 1 if they are several.
+        band, band_slices, band_sinks, band_cuts: the same of rings, and slices with sinks before them.
+        shared, shared_chunks: the shared part of blocks, and its chunks.
+        rings_read, rings_read_slices: the shared part of rings, and its slices.
+        unique, unique_chunks: the unique part of blocks, and its chunks.
+        rings_own: the unique part of rings.
+    """
+
+    blocks: float = 0.0
+    rings: float = 0.0
+    causal: float = 0.0
+    causal_slices: float = 0.0
+    causal_cuts: float = 0.0
+    band: float = 0.0
+    band_slices: float = 0.0
+    band_sinks: float = 0.0
+    band_cuts: float = 0.0
+    shared: float = 0.0
+    shared_chunks: float = 0.0
+    rings_read: float = 0.0
+    rings_read_slices: float = 0.0
+    unique: float = 0.0
+    unique_chunks: float = 0.0
+    rings_own: float = 0.0
+
+
+def count_attention(sizes: GroupSizes, bucket: BatchShape) -> tuple[AttentionCounts, AttentionRuns]:
+    """Count what a group does in a step, padding included."""
+    if sizes.window is None:
+        return _count_blocks(sizes, bucket)
+    return _count_rings(sizes, bucket, sizes.window)
+
+
+def _count_blocks(sizes: GroupSizes, bucket: BatchShape) -> tuple[AttentionCounts, AttentionRuns]:
+    phase, query_len = bucket.phase, bucket.query_len
+    heads, dim, slots = sizes.num_query_heads, sizes.head_dim, sizes.block_size
+    counts, runs = _of_tokens(sizes, query_len), AttentionRuns(blocks=1)
+    pairs = keys = num_partials = 0
+    if phase.causal:
+        pairs, keys, slices, _ = _causal(query_len, sizes.query_slice, None)
+        num_partials = 1
+        runs = runs._replace(causal=1, causal_slices=slices, causal_cuts=int(slices > 1))
+    if phase.shared and bucket.num_shared_blocks:
+        if sizes.is_fused:
+            chunk = DEFAULT_BOUNDS.masked(query_len, slots, sizes.key_bytes, _DTYPE_BYTES)
+        else:
+            chunk = DEFAULT_BOUNDS.shared(query_len * heads, slots, sizes.key_bytes)
+        chunks = -(-bucket.num_shared_blocks // chunk)
+        pairs += query_len * bucket.num_shared_blocks * slots
+        keys += bucket.num_shared_blocks * slots
+        num_partials += chunks
+        runs = runs._replace(shared=1, shared_chunks=chunks)
+    counts = _with_lists(counts, sizes, pairs, keys, num_partials * query_len)
+    if not phase.unique:
+        return counts, runs
+    rows, blocks = bucket.num_logits, bucket.num_unique_blocks
+    row_heads = heads * sizes.decode_len
+    chunk = DEFAULT_BOUNDS.unique(rows, row_heads, slots, dim, sizes.key_bytes)
+    chunks = -(-blocks // chunk)
+    own = blocks * slots * row_heads
+    tails = rows * tails_per_row(sizes.decode_len) * slots
+    kv_elements = 2 * sizes.heads.num_heads * dim
+    return counts._replace(
+        scores=counts.scores + own + tails * row_heads,
+        own_scores=own,
+        own_elements=blocks * row_heads * dim,
+        owner_pairs=rows * blocks * row_heads,
+        merged_elements=chunks * rows * row_heads * dim,
+        tail_scores=tails * row_heads,
+        tail_elements=tails * kv_elements,
+        block_elements=blocks * slots * kv_elements,
+    ), runs._replace(unique=1, unique_chunks=chunks)
+
+
+def _count_rings(
+    sizes: GroupSizes, bucket: BatchShape, window: Window
+) -> tuple[AttentionCounts, AttentionRuns]:
+    phase, query_len = bucket.phase, bucket.query_len
+    num_slots = sizes.heads.kind.num_slots(sizes.block_size)
+    counts, runs = _of_tokens(sizes, query_len), AttentionRuns(rings=1)
+    pairs = keys = num_partials = 0
+    if phase.causal:
+        pairs, keys, slices, sinks = _causal(query_len, sizes.query_slice, window)
+        num_partials = 1
+        runs = runs._replace(band=1, band_slices=slices, band_sinks=sinks, band_cuts=int(slices > 1))
+        if phase.shared:
+            slices = -(-query_len // sizes.query_slice)
+            gathered = sizes.max_chunk_rows * num_slots
+            pairs += query_len * gathered
+            keys += slices * gathered
+            num_partials += 1
+            runs = runs._replace(rings_read=1, rings_read_slices=slices)
+    counts = _with_lists(counts, sizes, pairs, keys, num_partials * query_len)
+    if not phase.unique:
+        return counts, runs
+    slots = bucket.num_logits * num_slots
+    scores = slots * sizes.num_query_heads * sizes.decode_len
+    return counts._replace(
+        scores=counts.scores + scores,
+        tail_scores=scores,
+        tail_elements=slots * 2 * sizes.heads.num_heads * sizes.head_dim,
+    ), runs._replace(rings_own=1)
+
+
+def _of_tokens(sizes: GroupSizes, query_len: int) -> AttentionCounts:
+    return AttentionCounts(token_elements=query_len * sizes.num_query_heads * sizes.head_dim)
+
+
+def _with_lists(
+    counts: AttentionCounts, sizes: GroupSizes, pairs: int, keys: int, num_partials: int
+) -> AttentionCounts:
+    heads, dim = sizes.num_query_heads, sizes.head_dim
+    return counts._replace(
+        pairs=pairs,
+        scores=pairs * heads,
+        list_elements=keys * 2 * sizes.heads.num_heads * dim,
+        partial_elements=num_partials * heads * dim,
+    )
+
+
+def _causal(query_len: int, query_slice: int, window: Window | None) -> tuple[int, int, int, int]:
+    """Pairs, keys of all slices, slices, and slices with sinks before them; see ``reference.causal``."""
+    pairs = keys = sinks = 0
+    begins = range(0, query_len, query_slice)
+    for begin in begins:
+        end = min(begin + query_slice, query_len)
+        first = 0 if window is None else max(0, begin - window.recent + 1)
+        met = end - first
+        if window is not None and window.sink > 0 and first > 0:
+            met += window.sink
+            sinks += 1
+        pairs += (end - begin) * met
+        keys += met
+    return pairs, keys, len(begins), sinks
+
+
+PUBLISHED_LAYER_LAUNCHES = 111
+"""Operators of a layer in the runs of published figures, none of which says it: those of a plain decode of
+the portable kernels."""
+
+
+_MASK_BYTES_PER_SLOT = 3
+"""Of a mask in bfloat16, with the booleans that it is made from."""
+
+
+@dataclass(frozen=True)
+class KernelWork:
+    """Operators and bytes of one implementation.
+
+    Attributes:
+        is_fused: whether dense attention is one operator.
+        step_launches: operators of a step outside of its layers.
+        layer_launches: operators of a layer outside of its attention.
+        launches: operators of each run of a part.
+        bytes_of: bytes moved for each count of attention.
+        hidden_bytes, width_bytes: moved for each token and layer, by the hidden size, and by the weights of
+            the layer over the hidden size.
+    """
+
+    is_fused: bool
+    step_launches: float
+    layer_launches: float
+    launches: AttentionRuns
+    bytes_of: AttentionCounts
+    hidden_bytes: float
+    width_bytes: float
+
+    @property
+    def step_cost_launches(self) -> Launches:
+        """The same operators, as ``graphs.StepCost`` ranks buckets by, which knows blocks only."""
+        each, slices = self.launches, DEFAULT_SLICES
+        pairs = DEFAULT_BOUNDS.mask_bytes / _MASK_BYTES_PER_SLOT if self.is_fused else None
+        return Launches(
+            layer=self.layer_launches,
+            causal=each.causal,
+            causal_slice=each.causal_slices,
+            shared=each.shared,
+            shared_chunk=each.shared_chunks,
+            unique=each.unique,
+            unique_chunk=each.unique_chunks,
+            query_slice=slices.masked_queries if self.is_fused else slices.queries,
+            shared_pairs=Launches.shared_pairs if pairs is None else round(pairs / CacheConfig.block_size),
+        )
+
+    def attention_launches(self, runs: AttentionRuns) -> float:
+        """Operators of the attention of a group."""
+        return sum(each * times for each, times in zip(self.launches, runs))
+
+    def attention_bytes(self, counts: AttentionCounts) -> float:
+        """Bytes that the attention of a group moves, keys and values of whole blocks not among them."""
+        return sum(each * times for each, times in zip(self.bytes_of, counts))
+
+
+PORTABLE = KernelWork(
+    is_fused=False,
+    step_launches=0.0,
+    layer_launches=45.8,
+    launches=AttentionRuns(
+        causal=12.2,
+        causal_slices=22.8,
+        causal_cuts=4.2,
+        band=5.6,
+        band_slices=43.9,
+        band_cuts=4.2,
+        shared=18.3,
+        shared_chunks=44.2,
+        rings_read=27.9,
+        rings_read_slices=28.0,
+        unique=47.4,
+        unique_chunks=33.0,
+        rings_own=49.2,
+    ),
+    bytes_of=AttentionCounts(
+        pairs=18.9,
+        scores=47.5,
+        list_elements=15.1,
+        partial_elements=52.4,
+        own_elements=16.2,
+        owner_pairs=1.4,
+        merged_elements=76.1,
+        tail_scores=3.8,
+        tail_elements=4.7,
+        token_elements=98.1,
+    ),
+    hidden_bytes=0.0,
+    width_bytes=8.6,
+)
+"""``reference``: scores are in memory, in float32."""
+
+FUSED = KernelWork(
+    is_fused=True,
+    step_launches=0.0,
+    layer_launches=45.5,
+    launches=AttentionRuns(
+        causal=12.3,
+        causal_slices=25.0,
+        causal_cuts=3.0,
+        band=5.9,
+        band_slices=46.0,
+        band_cuts=2.8,
+        shared=16.4,
+        shared_chunks=46.9,
+        rings_read=27.8,
+        rings_read_slices=28.0,
+        unique=46.8,
+        unique_chunks=35.0,
+        rings_own=48.6,
+    ),
+    bytes_of=AttentionCounts(
+        pairs=7.6,
+        list_elements=18.5,
+        partial_elements=62.1,
+        own_scores=33.3,
+        own_elements=29.3,
+        merged_elements=81.8,
+        tail_scores=47.8,
+        tail_elements=4.9,
+        token_elements=82.8,
+    ),
+    hidden_bytes=0.0,
+    width_bytes=9.1,
+)
+"""``hpu``: dense attention is one operator."""
+
+
+def kernels_of(attention: str) -> KernelWork:
+    """Return the kernels of an attention by its name; ValueError for one that no HPU runs."""
+    if attention == Implementation.HPU.value:
+        return FUSED
+    if attention == Implementation.REFERENCE.value:
+        return PORTABLE
+    raise ValueError(f"expected attention that an HPU runs, reference or hpu, got {attention!r}")
+
 
 OPERATIONS_PER_SCORE = 15.0
 """Vector operations of one attention score: scale, mask, maximum, exponential, sum. An estimate, 10 to 20."""

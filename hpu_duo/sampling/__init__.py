@@ -9,7 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hpu_duo.sampling.batch import choose_on_host, derive_seed, uniform
-from hpu_duo.sampling.detokenizer import IncrementalDetokenizer, byte_tokens, special_token_ids
+from hpu_duo.sampling.detokenizer import (
+    IncrementalDetokenizer,
+    Released,
+    StopChecker,
+    StopMatch,
+    byte_tokens,
+    special_token_ids,
+)
 from hpu_duo.sampling.params import (
     FieldError,
     HostChoice,
@@ -19,7 +26,6 @@ from hpu_duo.sampling.params import (
     StructuredOutputs,
 )
 from hpu_duo.sampling.rows import PenaltyState
-from hpu_duo.sampling.stop import Released, StopChecker, StopMatch
 
 if TYPE_CHECKING:
     from hpu_duo.sampling.batch import SamplingBatch, SamplingRoute, static_route, static_routes

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from hpu_duo.option_spec import call_with_options
 from hpu_duo.scheduling.cache_aware import CachedShareGroups, DepthFirst, LongestPrefixMatch
-from hpu_duo.scheduling.mlfq import MultiLevelFeedback
 from hpu_duo.scheduling.policy import ArrivalOrder, CachedPrefix, SchedulingPolicy, Waiting
 from hpu_duo.scheduling.ranked import (
     FirstComeFirstServed,
     LearnedToRank,
+    MultiLevelFeedback,
     PriorityFirst,
     RankedPolicy,
     ShortestJobFirst,

@@ -49,7 +49,7 @@ from hpu_duo.planning import (
     kernels_of,
     predict_seconds,
 )
-from hpu_duo.planning.hardware import Format
+from hpu_duo.planning.model import Format
 from hpu_duo.planning.read_model import read_model
 from hpu_duo.planning.work import Formats
 from hpu_duo.startup.blueprint import fix_served_len, request_len

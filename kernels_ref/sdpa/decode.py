@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from bias_builders import Held, Leading, seen_mask
-from kernels_ref.budgets import weighed
+from kernels_ref.groups.budget_slots import weighed
 from kernels_ref.partial import Partial, Scoring, attend, empty, merge
 from kernels_ref.reference import merge_by_owner, own_units, side_by_side
 

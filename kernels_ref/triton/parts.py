@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from bias_builders import Held, Window, encode_rule
-from kernels_ref.budgets import eviction_victims
+from kernels_ref.groups.budget_slots import eviction_victims
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.partial import Partial
 from kernels_ref.sparse import chosen_blocks

@@ -18,7 +18,7 @@ def fits(position_NKC: torch.Tensor) -> bool:
 def eviction_victims(
     score_NKC: torch.Tensor | None, position_NKC: torch.Tensor, is_protected: torch.Tensor | None
 ) -> torch.Tensor:
-    """See ``kernels_ref.budgets``.
+    """See ``kernels_ref.groups.budget_slots``.
 
     Raises:
         ValueError: shapes that differ, other dtypes, or no such kernel here.

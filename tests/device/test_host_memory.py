@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpu_duo.device import CpuRuntime
-from hpu_duo.device.host_memory import HostMemory, host_memory
+from hpu_duo.device.runtime import HostMemory, host_memory
 
 MIB = 1 << 20
 TOTAL, AVAILABLE = 8000 * MIB, 6000 * MIB

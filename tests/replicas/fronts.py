@@ -14,8 +14,7 @@ from typing import Any
 import httpx
 
 from hpu_duo.fleet.replicas.app import create_front_app
-from hpu_duo.fleet.replicas.config import FrontConfig
-from hpu_duo.fleet.replicas.front import Front
+from hpu_duo.fleet.replicas.front import Front, FrontConfig
 from hpu_duo.fleet.replicas.replica import ReplicaCommand
 from hpu_duo.server.config import ServerConfig
 from hpu_duo.server.http.listening import DrainingServer, bind

@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from hpu_duo.sampling import StructuredOutputs
 from hpu_duo.sampling.guidance import Grammars
-from hpu_duo.server.planning.formats import closed
+from hpu_duo.server.planning.plan import closed
 from hpu_duo.server.tools import calls_grammar
 from tests.server.ending import ASKED, CLOCK, WEATHER, served
 from tests.server.live import Live

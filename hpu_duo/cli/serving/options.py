@@ -470,8 +470,7 @@ class ServedReplicas:
             ValueError: there are fewer devices than that, or no such router.
         """
         from hpu_duo.device.processes import replica_environments, shares_of_this_machine
-        from hpu_duo.fleet.replicas.config import FrontConfig
-        from hpu_duo.fleet.replicas.front import Front
+        from hpu_duo.fleet.replicas.front import Front, FrontConfig
         from hpu_duo.fleet.replicas.replica import ReplicaCommand
 
         assert self.replicas is not None, "asked before"

@@ -14,7 +14,6 @@ from pydantic_core import from_json, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hpu_duo.fleet.replicas.config import FrontConfig
 from hpu_duo.fleet.replicas.relaying import (
     MOST_BREAKS,
     TURNED_AWAY,
@@ -32,10 +31,41 @@ from hpu_duo.fleet.replicas.relaying import (
 )
 from hpu_duo.fleet.replicas.replica import Replica, ReplicaCommand, ReplicaState
 from hpu_duo.fleet.routing import Dispatch, NoReplicaError, RoutedRequest, make_router
+from hpu_duo.server.config import ServerConfig
 from hpu_duo.server.http.auth import PREFIX_NAMESPACE
 from hpu_duo.server.protocol import unavailable
 from hpu_duo.server.responding import error_response
 from hpu_duo.server.running.admission import NotServingError, Stage
+
+
+@dataclass(frozen=True)
+class FrontConfig:
+    """Behaviour of a front process and its replicas.
+
+    Attributes:
+        server: of every replica; keys, limits of bodies, origins and the time to drain hold for the front as
+            well.
+        num_replicas: servers to run.
+        router: name of the router, with options; see ``hpu_duo.fleet.routing.make_router``.
+        load_timeout_s: seconds in which a replica has to have read its model; one that has not is killed and
+            started again.
+
+    Raises:
+        ValueError: no replica, no such router, or no time to load.
+    """
+
+    server: ServerConfig
+    num_replicas: int
+    router: str = "e2"
+    load_timeout_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        if self.num_replicas < 1:
+            raise ValueError(f"expected 1 replica or more, got {self.num_replicas}")
+        make_router(self.router)
+        if not self.load_timeout_s > 0:
+            raise ValueError(f"expected load_timeout_s above 0, got {self.load_timeout_s}")
+
 
 _SHORT = 16 * 2**10
 """Bodies of up to so many bytes are read at once: a thread would take longer to be asked."""

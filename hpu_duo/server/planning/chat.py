@@ -13,19 +13,22 @@ from hpu_duo.sampling import FieldError, SamplingParams, StructuredOutputs
 from hpu_duo.sampling.params import ENDLESS, is_endless
 from hpu_duo.server.answers import AnswerHead, ChatAnswer, CompletionAnswer, EchoedPrompt, Usage
 from hpu_duo.server.answers.answer import TokenNames
-from hpu_duo.server.planning.formats import (
+from hpu_duo.server.planning.plan import (
+    Plan,
+    Scoring,
+    Served,
     check_length,
     check_options,
     checked_text,
     closed,
     compile_format,
     format_of,
+    new_answer_id,
     params_of,
     refusal,
     stream_flags,
     truncated,
 )
-from hpu_duo.server.planning.plan import Plan, Scoring, Served, new_answer_id
 from hpu_duo.server.prompts import Chat, ChatTemplateError
 from hpu_duo.server.protocol import (
     MAX_VALUES,
