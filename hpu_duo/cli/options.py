@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 import typer
 from typer.core import TyperCommand
 
-from hpu_duo.cli.terminal import parse_bytes, user_errors
+from hpu_duo.cli.terminal import exact_size, parse_bytes, user_errors
 from hpu_duo.config.engine import SETTINGS
-from hpu_duo.config.option import ENGINE, HEADS, LIMITS
+from hpu_duo.config.option import ENGINE, HEADS, LIMITS, Option, Setting, settings_of
 from hpu_duo.config.overrides import EngineOverrides
 
 if TYPE_CHECKING:
@@ -205,21 +205,41 @@ class Only:
         self.defaults = defaults
 
 
+class SettingsOf:
+    """Fields of a configuration that are options, in ``Annotated[dict[str, Any], SettingsOf(ServerConfig)]``.
+
+    The command gets a dictionary of fields.
+
+    Args:
+        kind: dataclass with settings among its fields.
+        defaults: see ``Only``.
+    """
+
+    def __init__(self, kind: Any, **defaults: Any) -> None:
+        self.settings = {setting.name: setting for setting in settings_of(kind)}
+        self.defaults = defaults
+
+
 def of_setting(
     name: str, *, help: str | None = None, panel: str | None = None, unset: str | bool = ""
 ) -> Any:
-    """Return the option of a setting.
+    """Return the option of a setting of an engine.
 
     Args:
         help, panel, unset: in place of the setting's own.
     """
     option = SETTINGS[name].option
+    changed = {"help": help or option.help, "panel": panel or option.panel}
+    return _typer_option(replace(option, **changed), unset)
+
+
+def _typer_option(option: Option, unset: str | bool = "") -> Any:
     return typer.Option(
         *option.flags,
         metavar=option.metavar,
-        help=help or option.help,
+        help=option.help,
         show_default=unset or option.unset or True,
-        rich_help_panel=panel or option.panel,
+        rich_help_panel=option.panel,
     )
 
 
@@ -267,9 +287,15 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
 def _group_of(annotation: Any) -> _Group | None:
     kind, *notes = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
+    for note in notes:
+        if isinstance(note, SettingsOf):
+            fields_of = {name: setting.field.name for name, setting in note.settings.items()}
+            return _settings(note.settings, tuple(note.settings), note.defaults, fields_of)
     only = next((note for note in notes if isinstance(note, Only)), Only())
     if kind is EngineOverrides:
-        return _settings(only)
+        offered = {name: each for name, each in SETTINGS.items() if each.option.panel is not None}
+        is_all = not only.names and only.defaults.keys() <= offered.keys()
+        return _settings(offered, tuple(offered) if is_all else only.names, only.defaults, {})
     return _fields(kind, only) if isinstance(kind, type) and is_dataclass(kind) else None
 
 
@@ -277,30 +303,39 @@ _annotated: Any = Annotated
 """For types that are known only when this runs."""
 
 
-def _settings(only: Only) -> _Group:
-    offered = [name for name, setting in SETTINGS.items() if setting.option.panel is not None]
-    names = only.names or (offered if only.defaults.keys() <= set(offered) else ())
+def _settings(
+    known: Mapping[str, Setting], names: tuple[str, ...], defaults: Mapping[str, Any], keys: Mapping[str, str]
+) -> _Group:
+    """Return a group that is a dictionary of values, without those that are left open.
+
+    Args:
+        known: settings by name.
+        names: of the options.
+        defaults: of options, in place of the settings' own.
+        keys: of the dictionary, where they are not the names.
+    """
     options = []
-    for name in dict.fromkeys((*names, *only.defaults)):
-        if name not in offered:
+    for name in dict.fromkeys((*names, *defaults)):
+        if name not in known:
             raise TypeError(f"EngineOverrides.{name}: expected a setting that is an option")
-        setting = SETTINGS[name]
-        default = only.defaults.get(name, setting.default)
-        kind = str if setting.option.is_size else setting.kind
-        annotation = _annotated[kind | None if default is None else kind, of_setting(name)]
+        setting = known[name]
+        default = defaults.get(name, setting.default)
+        kind = setting.kind
+        if setting.option.is_size:
+            kind, default = str, None if default is None else exact_size(default)
+        annotation = _annotated[kind | None if default is None else kind, _typer_option(setting.option)]
         options.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
-    return _Group(_overrides, tuple(options))
 
+    def make(**values: Any) -> dict[str, Any]:
+        found = {}
+        for name, value in values.items():
+            if value is None and known[name].default is not None:
+                continue
+            is_text = known[name].option.is_size and value is not None
+            found[keys.get(name, name)] = parse_bytes(value) if is_text else value
+        return found
 
-def _overrides(**values: Any) -> dict[str, Any]:
-    """Return settings, without those that are left open; ValueError for a size that is none."""
-    found = {}
-    for name, value in values.items():
-        if SETTINGS[name].option.is_size and value is not None:
-            found[name] = parse_bytes(value)
-        elif value is not None or SETTINGS[name].default is None:
-            found[name] = value
-    return found
+    return _Group(make, tuple(options))
 
 
 def _fields(kind: type[Any], only: Only) -> _Group:

@@ -81,6 +81,14 @@ def show_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.{digits}f} {_UNITS[power]}iB"
 
 
+def exact_size(num_bytes: int) -> str:
+    """Text of ``parse_bytes`` for a number of bytes, in the largest unit that divides it: ``64MiB``."""
+    for power in (3, 2, 1):
+        if num_bytes and num_bytes % 1024**power == 0:
+            return f"{num_bytes // 1024**power}{_UNITS[power]}iB"
+    return str(num_bytes)
+
+
 def check_matplotlib(what: str) -> None:
     """Raise ValueError unless matplotlib is installed, naming what needs it."""
     if find_spec("matplotlib") is None:

@@ -23,7 +23,7 @@ class Option:
     Attributes:
         help: one sentence.
         panel: heading in the help of commands; None = not an option of commands.
-        name: keyword in Python, and with dashes that of commands; "" = the name of the field.
+        name: of the argument, and with dashes of the option; "" = the name of the field.
         flags: names on the command line, where they are not made from ``name``.
         metavar: placeholder of the value in the help.
         unset: text in the help for the default None.
@@ -65,7 +65,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Keyword in Python."""
+        """Name of the argument, and with dashes of the option."""
         return self.option.name or self.field.name
 
     @property

@@ -6,6 +6,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpu_duo.config.option import option
+
+LISTENING, CALLS, TELLING = "Listening", "Calls", "Telling"
+"""Panels of the help of ``hpu-duo serve``."""
+
 _METRIC_PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
@@ -13,20 +18,15 @@ _METRIC_PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 class ServerConfig:
     """Settings of a server, independent of model and address.
 
+    Fields that are options of ``hpu-duo serve`` have their own texts.
+
     Attributes:
         model_names: names under which the model is served; answers have the requested one.
         api_keys: keys of callers; empty = no key is needed.
         metrics_api_keys: keys for metrics and statistics; empty = no key is needed.
-        shares_prefixes: whether callers with different keys share cached prefixes.
-        max_queue: samples that may wait besides those that can run; with more, the status is 429.
-        max_body_bytes: longest body of a request.
-        max_choices: most choices of one call: prompts times ``n``.
-        max_logprobs: most ``logprobs`` and ``top_logprobs`` of a call; -1 is as many as there are tokens.
-        max_answer_bytes: most memory of the outputs of one call, see ``running.Holding``.
-        answer_memory_bytes: most memory of the outputs of all calls together, see ``running.AnswerMemory``.
+        max_answer_bytes: see ``running.Holding``.
+        answer_memory_bytes: see ``running.AnswerMemory``.
         max_behind: most unread outputs of one stream, beyond which it is aborted.
-        drain_seconds: how long requests may run after a signal to stop.
-        flush_seconds: how long, after that, slow callers may take to read the rest of their answers.
         quiet_s: seconds of silence after which a stream gets a comment: less than the timeouts of proxies,
             and no more often than the HTML standard advises (section 9.2.7), since not every client supports
             comments.
@@ -34,30 +34,64 @@ class ServerConfig:
         chat_template: source of a template that replaces the checkpoint's.
         tool_call_parser: ``auto``, ``none`` or one of ``hpu_duo.server.tools.PARSERS``.
         uses_generation_config: read defaults of sampling from the checkpoint's generation_config.json.
-        has_page: serve a chat page at ``/``.
-        metrics_namespace: prefix of the metrics that have vLLM's names and meanings.
     """
 
     model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     metrics_api_keys: tuple[str, ...] = ()
-    shares_prefixes: bool = False
-    max_queue: int = 2048
-    max_body_bytes: int = 64 * 2**20
-    max_choices: int = 256
-    max_logprobs: int = 20
-    max_answer_bytes: int = 256 * 2**20
-    answer_memory_bytes: int = 2**30
+    shares_prefixes: bool = option(
+        False,
+        "Let callers with different keys share what is cached of their prompts; they can tell by "
+        "cached_tokens what others have sent.",
+        LISTENING,
+        name="share_prefixes",
+        flags=("--share-prefixes",),
+    )
+    max_queue: int = option(
+        2048, "Samples that may wait besides those that run; more are answered with 429.", CALLS
+    )
+    max_body_bytes: int = option(
+        64 * 2**20, "Longest body of a call.", CALLS, name="max_body_size", metavar="SIZE", is_size=True
+    )
+    max_choices: int = option(256, "Most choices of one call: prompts times n.", CALLS)
+    max_logprobs: int = option(20, "Most logprobs and top_logprobs; -1 for any number.", CALLS)
+    max_answer_bytes: int = option(
+        256 * 2**20,
+        "Most memory of the outputs of one call.",
+        CALLS,
+        name="max_answer_size",
+        metavar="SIZE",
+        is_size=True,
+    )
+    answer_memory_bytes: int = option(
+        2**30,
+        "Most memory of the outputs of all calls together: 1GiB, or --max-answer-size if that is more. "
+        "With more, the call that takes most is ended and new ones get 503.",
+        CALLS,
+        name="answer_memory",
+        metavar="SIZE",
+        is_size=True,
+    )
     max_behind: int = 8192
-    drain_seconds: float = 30.0
-    flush_seconds: float = 5.0
+    drain_seconds: float = option(30.0, "After SIGTERM or Ctrl-C, so long for calls under way to end.", CALLS)
+    flush_seconds: float = option(
+        5.0, "Behind that, so long for slow callers to get the rest of their answers.", CALLS
+    )
     quiet_s: float = 15.0
     allowed_origins: tuple[str, ...] = ()
     chat_template: str | None = None
-    tool_call_parser: str = "auto"
+    tool_call_parser: str = option(
+        "auto",
+        "Format of tool calls: auto (by the chat template), hermes, llama3_json or none.",
+        CALLS,
+    )
     uses_generation_config: bool = True
-    has_page: bool = True
-    metrics_namespace: str = "hpuduo"
+    has_page: bool = option(
+        True, "Answer / with a page to chat on.", LISTENING, name="page", flags=("--page/--no-page",)
+    )
+    metrics_namespace: str = option(
+        "hpuduo", "Prefix of the metrics that mean what vLLM's mean; vllm lets its dashboards work.", TELLING
+    )
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_choices", "max_answer_bytes", "max_behind"):

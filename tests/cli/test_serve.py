@@ -104,18 +104,18 @@ def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_wanted", [True, False])
 def test_the_page_can_be_left_out(is_wanted: bool) -> None:
-    from hpu_duo.cli.serving.options import CallOptions, ListeningOptions, TellingOptions
+    from hpu_duo.cli.serving.options import CallOptions, ListeningOptions
 
-    config = CallOptions().config(None, ListeningOptions(page=is_wanted), TellingOptions())
+    config = CallOptions().config(None, {"has_page": is_wanted}, ListeningOptions())
     assert config.has_page is is_wanted
 
 
 def test_a_model_of_the_hub_is_served_under_its_id(tmp_path: Path) -> None:
-    from hpu_duo.cli.serving.options import CallOptions, ListeningOptions, TellingOptions
+    from hpu_duo.cli.serving.options import CallOptions, ListeningOptions
 
     snapshot = tmp_path / "models--some-org--tiny.llama" / "snapshots" / "0123456789abcdef"
     snapshot.mkdir(parents=True)
     (tmp_path / "mine").mkdir()
     for path, name in ((snapshot, "some-org/tiny.llama"), (tmp_path / "mine", "mine"), (None, "builtin")):
-        served = CallOptions().config(path, ListeningOptions(), TellingOptions())
+        served = CallOptions().config(path, {}, ListeningOptions())
         assert served.model_names == (name,)

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from hpu_duo.cli.terminal import parse_bytes
+from hpu_duo.cli.options import SettingsOf
 from hpu_duo.extras import install_command
+from hpu_duo.server.config import CALLS, LISTENING, TELLING, ServerConfig
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
     from hpu_duo.fleet.replicas.front import Front
-    from hpu_duo.server.config import ServerConfig
     from hpu_duo.server.http.connections import Connections
     from hpu_duo.server.http.listening import Tls
     from hpu_duo.server.telemetry.request_log import RequestLog
     from hpu_duo.server.telemetry.tracing import Tracing
-
-_LISTENING = "Listening"
 
 
 @dataclass(frozen=True)
@@ -32,9 +30,9 @@ class ListeningOptions:
     """Options of where a server listens, and who may call."""
 
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 for all.", rich_help_panel=_LISTENING)
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all.", rich_help_panel=LISTENING)
     ] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="Port; 0 takes one that is free.", rich_help_panel=_LISTENING)] = (
+    port: Annotated[int, typer.Option(help="Port; 0 takes one that is free.", rich_help_panel=LISTENING)] = (
         8000
     )
     fd: Annotated[
@@ -43,7 +41,7 @@ class ListeningOptions:
             metavar="NUMBER",
             help="Listen on this bound socket, which the parent process has bound, instead of --port.",
             show_default="none",
-            rich_help_panel=_LISTENING,
+            rich_help_panel=LISTENING,
         ),
     ] = None
     ends_with_stdin: Annotated[
@@ -56,7 +54,7 @@ class ListeningOptions:
             metavar="KEY",
             help="Callers must have one of these keys; repeat for several.",
             show_default="everybody may call",
-            rich_help_panel=_LISTENING,
+            rich_help_panel=LISTENING,
         ),
     ] = None
     api_key_file: Annotated[
@@ -65,18 +63,9 @@ class ListeningOptions:
             metavar="FILE",
             help="File with one key in each line.",
             show_default="none",
-            rich_help_panel=_LISTENING,
+            rich_help_panel=LISTENING,
         ),
     ] = None
-    share_prefixes: Annotated[
-        bool,
-        typer.Option(
-            "--share-prefixes",
-            help="Let callers with different keys share what is cached of their prompts; they can tell by "
-            "cached_tokens what others have sent.",
-            rich_help_panel=_LISTENING,
-        ),
-    ] = False
     metrics_api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -84,7 +73,7 @@ class ListeningOptions:
             metavar="KEY",
             help="Who reads /metrics and /stats must have one of these keys; repeat for several.",
             show_default="everybody may read them",
-            rich_help_panel=_LISTENING,
+            rich_help_panel=LISTENING,
         ),
     ] = None
     allowed_origin: Annotated[
@@ -93,7 +82,7 @@ class ListeningOptions:
             metavar="URL",
             help="Pages from there may call (CORS); repeat for several, * for all.",
             show_default="none",
-            rich_help_panel=_LISTENING,
+            rich_help_panel=LISTENING,
         ),
     ] = None
     ssl_certfile: Annotated[
@@ -102,12 +91,12 @@ class ListeningOptions:
             metavar="FILE",
             help="Certificate, to be called by https.",
             show_default="none",
-            rich_help_panel=_LISTENING,
+            rich_help_panel=LISTENING,
         ),
     ] = None
     ssl_keyfile: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Its key.", show_default="none", rich_help_panel=_LISTENING),
+        typer.Option(metavar="FILE", help="Its key.", show_default="none", rich_help_panel=LISTENING),
     ] = None
     ssl_keyfile_password: Annotated[
         str | None,
@@ -115,7 +104,7 @@ class ListeningOptions:
             envvar="HPU_DUO_SSL_KEYFILE_PASSWORD",
             help="The key's password.",
             show_default="none",
-            rich_help_panel=_LISTENING,
+            rich_help_panel=LISTENING,
         ),
     ] = None
     ssl_ca_certs: Annotated[
@@ -124,7 +113,7 @@ class ListeningOptions:
             metavar="FILE",
             help="Callers must have a certificate of one of these authorities.",
             show_default="none",
-            rich_help_panel=_LISTENING,
+            rich_help_panel=LISTENING,
         ),
     ] = None
 
@@ -133,13 +122,9 @@ class ListeningOptions:
         typer.Option(
             help="Connections of one address without a call that has a key, or without keys without a call; "
             "with more, the one that waits longest is closed.",
-            rich_help_panel=_LISTENING,
+            rich_help_panel=LISTENING,
         ),
     ] = 4096
-    page: Annotated[
-        bool,
-        typer.Option("--page/--no-page", help="Answer / with a page to chat on.", rich_help_panel=_LISTENING),
-    ] = True
 
     def bound(self) -> socket.socket:
         """The socket to listen on.
@@ -197,9 +182,6 @@ class ListeningOptions:
         return Tls(self.ssl_certfile, self.ssl_keyfile, self.ssl_keyfile_password, self.ssl_ca_certs)
 
 
-_TELLING = "Telling"
-
-
 @dataclass(frozen=True)
 class TellingOptions:
     """Options of what a server tells of calls and steps."""
@@ -210,11 +192,11 @@ class TellingOptions:
             metavar="FILE",
             help="Append a line of JSON for each call, without prompts and answers; - for standard output.",
             show_default="not logged",
-            rich_help_panel=_TELLING,
+            rich_help_panel=TELLING,
         ),
     ] = None
     log_prompts: Annotated[
-        bool, typer.Option("--log-prompts", help="Write prompts into it as well.", rich_help_panel=_TELLING)
+        bool, typer.Option("--log-prompts", help="Write prompts into it as well.", rich_help_panel=TELLING)
     ] = False
     otlp_traces_endpoint: Annotated[
         str | None,
@@ -223,16 +205,9 @@ class TellingOptions:
             metavar="URL",
             help="Send a span for each call there, by OTLP over HTTP.",
             show_default="no traces",
-            rich_help_panel=_TELLING,
+            rich_help_panel=TELLING,
         ),
     ] = None
-    metrics_namespace: Annotated[
-        str,
-        typer.Option(
-            help="Prefix of the metrics that mean what vLLM's mean; vllm lets its dashboards work.",
-            rich_help_panel=_TELLING,
-        ),
-    ] = "hpuduo"
 
     def request_log(self) -> RequestLog | None:
         """The log of calls; None without.
@@ -269,7 +244,8 @@ class TellingOptions:
         return Tracing(self.otlp_traces_endpoint)
 
 
-_CALLS = "Calls"
+Served = Annotated[dict[str, Any], SettingsOf(ServerConfig, answer_memory=None)]
+"""Settings of a server that are options as they are."""
 
 
 @dataclass(frozen=True)
@@ -282,112 +258,51 @@ class CallOptions:
             metavar="NAME",
             help="Name of the model in the API; repeat for several.",
             show_default="its id on the hub, or that of its directory",
-            rich_help_panel=_CALLS,
+            rich_help_panel=CALLS,
         ),
     ] = None
     chat_template: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Chat template.", show_default="the checkpoint's", rich_help_panel=_CALLS
+            metavar="FILE", help="Chat template.", show_default="the checkpoint's", rich_help_panel=CALLS
         ),
     ] = None
-    tool_call_parser: Annotated[
-        str,
-        typer.Option(
-            help="Format of tool calls: auto (by the chat template), hermes, llama3_json or none.",
-            rich_help_panel=_CALLS,
-        ),
-    ] = "auto"
     generation_config: Annotated[
         str,
         typer.Option(
-            help="Defaults of sampling: auto (the checkpoint's) or none (the API's).", rich_help_panel=_CALLS
+            help="Defaults of sampling: auto (the checkpoint's) or none (the API's).", rich_help_panel=CALLS
         ),
     ] = "auto"
-    max_queue: Annotated[
-        int,
-        typer.Option(
-            help="Samples that may wait besides those that run; more are answered with 429.",
-            rich_help_panel=_CALLS,
-        ),
-    ] = 2048
-    max_body_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Longest body of a call.", rich_help_panel=_CALLS)
-    ] = "64MiB"
-    max_choices: Annotated[
-        int, typer.Option(help="Most choices of one call: prompts times n.", rich_help_panel=_CALLS)
-    ] = 256
-    max_logprobs: Annotated[
-        int,
-        typer.Option(help="Most logprobs and top_logprobs; -1 for any number.", rich_help_panel=_CALLS),
-    ] = 20
-    max_answer_size: Annotated[
-        str,
-        typer.Option(metavar="SIZE", help="Most memory of the outputs of one call.", rich_help_panel=_CALLS),
-    ] = "256MiB"
-    answer_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Most memory of the outputs of all calls together: 1GiB, or --max-answer-size if that is "
-            "more. With more, the call that takes most is ended and new ones get 503.",
-            rich_help_panel=_CALLS,
-        ),
-    ] = None
-    drain_seconds: Annotated[
-        float,
-        typer.Option(
-            help="After SIGTERM or Ctrl-C, so long for calls under way to end.", rich_help_panel=_CALLS
-        ),
-    ] = 30.0
-    flush_seconds: Annotated[
-        float,
-        typer.Option(
-            help="Behind that, so long for slow callers to get the rest of their answers.",
-            rich_help_panel=_CALLS,
-        ),
-    ] = 5.0
 
     def config(
-        self, model: Path | None, listening: ListeningOptions, telling: TellingOptions
+        self, model: Path | None, served: Mapping[str, Any], listening: ListeningOptions
     ) -> ServerConfig:
         """Settings of the server.
 
         Args:
             model: None is the built-in model.
+            served: fields of ``ServerConfig`` that are options.
 
         Raises:
             ValueError: a value is out of range, or a file cannot be read.
         """
         from hpu_duo.modeling.hub import model_name
-        from hpu_duo.server.config import ServerConfig
         from hpu_duo.server.tools import resolve_parser
 
-        resolve_parser(self.tool_call_parser)
+        resolve_parser(served.get("tool_call_parser", ServerConfig.tool_call_parser))
         if self.generation_config not in ("auto", "none"):
             raise ValueError(f"expected --generation-config of auto or none, got {self.generation_config!r}")
         own_name = "builtin" if model is None else model_name(model) if model.exists() else str(model)
+        most = max(ServerConfig.answer_memory_bytes, served.get("max_answer_bytes", 0))
+        given = {"answer_memory_bytes": most, **served}
         return ServerConfig(
             model_names=tuple(self.served_model_name or (own_name,)),
             api_keys=listening.keys,
             metrics_api_keys=tuple(listening.metrics_api_key or ()),
-            shares_prefixes=listening.share_prefixes,
-            max_queue=self.max_queue,
-            max_body_bytes=parse_bytes(self.max_body_size),
-            max_choices=self.max_choices,
-            max_logprobs=self.max_logprobs,
-            max_answer_bytes=parse_bytes(self.max_answer_size),
-            answer_memory_bytes=parse_bytes(self.answer_memory)
-            if self.answer_memory
-            else max(ServerConfig.answer_memory_bytes, parse_bytes(self.max_answer_size)),
-            drain_seconds=self.drain_seconds,
-            flush_seconds=self.flush_seconds,
             allowed_origins=tuple(listening.allowed_origin or ()),
             chat_template=None if self.chat_template is None else _read_template(self.chat_template),
-            tool_call_parser=self.tool_call_parser,
             uses_generation_config=self.generation_config == "auto",
-            has_page=listening.page,
-            metrics_namespace=telling.metrics_namespace,
+            **given,
         )
 
 

@@ -20,6 +20,7 @@ from hpu_duo.cli.serving.options import (
     CallOptions,
     ListeningOptions,
     ProfileOptions,
+    Served,
     ServedReplicas,
     TellingOptions,
 )
@@ -111,6 +112,7 @@ def serve(
     listening: ListeningOptions,
     replicated: ServedReplicas,
     calls: CallOptions,
+    served: Served,
     telling: TellingOptions,
     profiling: ProfileOptions,
     warm_up: Annotated[
@@ -142,7 +144,7 @@ def serve(
             if follows_another():
                 # Ends the process with rank 0, which alone listens.
                 load_cold(model, engine, seed=seed)
-        config = calls.config(model, listening, telling)
+        config = calls.config(model, served, listening)
         tls, connections = listening.tls, listening.connections
         profiling.check()
         replicated.check()

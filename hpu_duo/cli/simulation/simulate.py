@@ -9,8 +9,6 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
-import numpy.typing as npt
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +21,9 @@ from hpu_duo.config.limits import SchedulerConfig
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from hpu_duo.lab.simulate.report import RunReport
     from hpu_duo.lab.simulate.run_log import RunLog
     from hpu_duo.lab.simulate.server import SimulatedServer
@@ -290,11 +291,15 @@ def _style(place: int) -> dict[str, Any]:
 
 def _spread(num_points: int) -> npt.NDArray[np.int64]:
     """Indices of the points to draw, first and last among them; more would be narrower than a line."""
+    import numpy as np
+
     return np.unique(np.linspace(0, num_points - 1, min(num_points, _MOST_POINTS)).astype(np.int64))
 
 
 def _latencies(axes: Any, runs: Sequence[Run], name: str, label: str) -> None:
     """Shares of requests that took at most so long."""
+    import numpy as np
+
     for place, (report, log) in enumerate(runs):
         found = [getattr(each, name) for each in log.records.values() if each.ended is not None]
         values = np.sort([each for each in found if each is not None])
@@ -309,6 +314,8 @@ def _latencies(axes: Any, runs: Sequence[Run], name: str, label: str) -> None:
 
 def _waiting(axes: Any, runs: Sequence[Run]) -> None:
     """Requests that have come and not started, over time."""
+    import numpy as np
+
     for place, (_, log) in enumerate(runs):
         times = np.linspace(0, log.end, _MOST_POINTS)
         records = log.records.values()
