@@ -84,7 +84,7 @@ class EngineThread:
         self._commands.put(command)
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """End the thread behind the step that runs, if any; says whether it has ended in time."""
+        """Stop the thread after the running step, if any; returns whether it has stopped in time."""
         self._is_to_stop = True
         self.ask(self._stop)
         self._thread.join(timeout_s)
@@ -229,7 +229,7 @@ class AsyncEngine:
             self._no_news.cancel()
         for stream in list(self._streams.values()):
             stream.close()
-        # A step that an error left behind, such as one on a device that waits for a lost rank, may never end.
+        # After an error a step may never end, such as one on a device that waits for a lost rank.
         wait_s = min(timeout_s, _STEP_S if self._death is None else _DEAD_STEP_S)
         has_ended = await asyncio.to_thread(self._thread.stop, wait_s)
         if has_ended or self._death is not None:
