@@ -29,24 +29,25 @@ class StepLimits:
         uses_rows: False for a model whose heads all keep blocks, and whose layers have no other state.
         can_rewind: False for a model with a state that is right only for all tokens it has taken in: requests
             do not fork, and ``decode_len`` is 1.
-        step_tokens: query tokens that a full step computes in the time of an almost empty one. A prefix that
-            is short beside them is computed again where a request would have to wait for it.
-        uses_block_positions: steps tell where the blocks of the unique part begin, for heads with a rule.
-        uses_token_classes: steps tell the classes of new tokens, for heads that keep some classes first.
-        caches_prefixes: requests take up what earlier ones with the same beginning have computed.
-        num_snapshots: ring rows behind those of requests, for states that prefixes are taken up with.
-        max_block_moves: held blocks that are moved before a step, so that what the unique part reads of the
-            store has no idle blocks between.
-        chunk_grid: positions between the places at which chunks of a prompt end, because what heads keep
-            depends on them; chunks end nowhere else but at the end of a prompt, and tokens behind a prompt
-            are decoded one by one, again too. 0 = chunks may end anywhere.
+        step_tokens: query tokens that a full step computes in the time of a nearly empty one. A prefix that
+            is short relative to them is recomputed if a request would have to wait for it.
+        uses_block_positions: steps have the positions of the blocks of the unique part, for heads with a
+            rule.
+        uses_token_classes: steps have the classes of new tokens, for heads that prefer to store some classes.
+        caches_prefixes: requests reuse what earlier ones with the same prefix have computed.
+        num_snapshots: further ring rows, for snapshots of cached prefixes.
+        max_block_moves: most blocks that are moved before a step, so that the slice of the unique part has no
+            idle blocks.
+        chunk_grid: grid of positions at which chunks of a prompt end, because what heads store depends on
+            them; chunks end nowhere else but at the end of a prompt, and tokens after a prompt are decoded
+            one by one, also in recomputation. 0 = chunks may end anywhere.
         last_chunk: fewest tokens of the last of several chunks; the one before it ends earlier than on the
-            grid where that is needed.
-        num_regions: regions that hold whole prompts under way, for heads that choose once all of a prompt is
-            there; each prompt row of a step has one. Shared blocks then stand for the tokens before a chunk
-            too, whether heads keep blocks or not.
-        shares_blocks: where chunks end on a grid, other requests with the same beginning compute each whole
-            block of a prompt alike, and not only whole chunks.
+            grid if needed.
+        num_regions: regions of whole prompts, for heads that choose at the end of a prompt; each prompt row
+            of a step has one. Shared blocks then count the tokens before a chunk too, whether heads store
+            blocks or not.
+        shares_blocks: with a grid, other requests with the same prefix compute each whole block of a prompt
+            equally, not only whole chunks.
 
     Raises:
         ValueError: a limit below 1 (``num_blocks`` may be 0 when ``uses_blocks`` is False), or fewer tokens
