@@ -50,11 +50,11 @@ POLICIES: dict[str, Callable[..., SchedulingPolicy]] = {
     "dlpm": DeficitLongestPrefixMatch,
     "ltr": LearnedToRank,
 }
-"""Policies by name; a scheduler gets one of its own, because it may count what it has charged."""
+"""Policies by name. Each scheduler has its own instance, because policies are stateful."""
 
 
 def make_policy(name: str) -> SchedulingPolicy:
-    """Make the policy of a name, with options behind it, such as ``priority:patience=100``.
+    """Create a policy from its name and options, such as ``priority:patience=100``.
 
     Raises:
         ValueError: there is none of this name, or it has no such option or not with this value.

@@ -1,4 +1,4 @@
-"""Policies that put together what the prefix cache stores together."""
+"""Policies that order requests by their cached prefixes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WINDOW = 128
 class CacheAware(SchedulingPolicy):
     """Orders the earliest waiting requests by what is cached of them, anew in every step.
 
-    Requests that begin with what is cached go before those that do not, as long as such requests come. The
+    Requests with a cached prefix are admitted before those without, as long as such requests arrive. The
     earliest waiting request is overtaken ``patience`` times at most; see ``RankedPolicy``.
 
     Args:
@@ -34,7 +34,7 @@ class CacheAware(SchedulingPolicy):
                 f"expected window to be 1 or more and patience 0 or more, got {window} and {patience}"
             )
         self._window, self._patience = window, patience
-        # Of this step; requests before the place are gone, or passed over.
+        # Of this step; requests before the index are admitted or skipped.
         self._order: list[Request] = []
         self._place = 0
 
@@ -43,11 +43,11 @@ class CacheAware(SchedulingPolicy):
         """Return the requests, which come in order of arrival, in the order to admit them."""
 
     def begin_step(self) -> None:
-        """Order anew when somebody is to be admitted: the cache may hold something else."""
+        """Recompute the order at the next admission: the cache may have changed."""
         self._order, self._place = [], 0
 
     def queued(self, request: Request) -> None:
-        """Look at the order from its beginning again: the request may be one that is gone from there."""
+        """Restart at the beginning of the order: the request may have been removed from it."""
         self._place = 0
 
     def next(self, waiting: Waiting) -> Request:
@@ -82,7 +82,7 @@ class LongestPrefixMatch(CacheAware):
 
 
 class DepthFirst(CacheAware):
-    """Goes through the tree of cached prefixes depth first, at each branch to where most requests wait.
+    """Traverses the tree of cached prefixes depth first, branches with most waiting requests first.
 
     So requests under one prefix are admitted together, before it is evicted.
 
@@ -90,7 +90,7 @@ class DepthFirst(CacheAware):
     """
 
     def order(self, requests: Sequence[Request], waiting: Waiting) -> list[Request]:
-        """Return the requests in the order of the walk; those that end at a node come behind its branches."""
+        """Return the requests in the order of the traversal; those that end at a node follow its branches."""
         paths = [_usable_path(request, waiting) for request in requests]
         weights: Counter[Any] = Counter(node for path in paths for node in path)
         numbers = {node: number for number, node in enumerate(weights)}
@@ -111,7 +111,7 @@ class CachedShareGroups(CacheAware):
 
     Requests of which the ``g``-th part of ``groups`` equal parts is cached are group ``g``, from 0. While all
     groups have requests waiting, group ``g`` gets ``g + 1`` of each ``groups * (groups + 1) / 2`` admissions,
-    spread evenly; within a group the earliest is first. A group in which nobody waits saves up nothing.
+    spread evenly; within a group the earliest is first. An empty group accumulates no credit.
 
     A request changes groups when the cache does. The earliest waiting one is always the first of its group,
     so it is overtaken at most ``groups * (groups + 3) / 2`` times while it stays there.
@@ -120,8 +120,8 @@ class CachedShareGroups(CacheAware):
         groups: 1 or more; 1 is ``fcfs``.
         window: earliest requests that are looked up in a step; 1 or more.
 
-    Source: the local scheduler of Preble, Srivatsa et al. 2024 (arXiv:2407.00023). The proportions are kept
-    by stride scheduling, Waldspurger and Weihl 1995.
+    Source: the local scheduler of Preble, Srivatsa et al. 2024 (arXiv:2407.00023). The proportions are those
+    of stride scheduling, Waldspurger and Weihl 1995.
     """
 
     def __init__(self, groups: int = 10, window: int = WINDOW) -> None:
@@ -133,7 +133,7 @@ class CachedShareGroups(CacheAware):
         self._clock = 0.0
 
     def order(self, requests: Sequence[Request], waiting: Waiting) -> list[Request]:
-        """Return the requests as they would be admitted if no other came."""
+        """Return the requests in order of admission without new arrivals."""
         queues: dict[int, deque[Request]] = {}
         for request in requests:
             group = self._group(request, waiting.num_cached_tokens(request))

@@ -1,4 +1,4 @@
-"""The choices of a scheduler that a policy makes, and the waiting requests as it sees them."""
+"""The interface of scheduling policies, and the waiting queue that they choose from."""
 
 from __future__ import annotations
 
@@ -99,14 +99,14 @@ class SortedQueue(Generic[Item, Key]):
 
 
 class ArrivalOrder(SortedQueue[Request, int]):
-    """A set of requests, iterated from the first arrival to the last, whatever order they came in by."""
+    """A set of requests, iterated in order of arrival."""
 
     def add(self, request: Request) -> None:
-        """Put the request at the place its arrival gives it."""
+        """Insert the request by its arrival."""
         self.put(request, request.arrival)
 
     def remove(self, request: Request) -> None:
-        """Take the request out.
+        """Remove the request.
 
         Raises:
             ValueError: it is not in here.
@@ -116,24 +116,24 @@ class ArrivalOrder(SortedQueue[Request, int]):
 
 
 class SchedulingPolicy(ABC):
-    """Order of waiting requests, whom to preempt, and what to charge for.
+    """The order of waiting requests, the victims of preemption, and accounting of service.
 
     A policy chooses between requests and owns none of them: rows, blocks, budgets and the guarantee of
     progress stay with the scheduler. So a policy may be unfair, but it cannot stall the engine. When blocks
-    run out, the earliest arrival among running requests is never offered for preemption and gets its tokens.
-    A running request is offered to ``displaced`` only if it has got a token since it got its row, or to one
-    that never had a row, so requests cannot take turns in displacing each other without end. Whoever is
-    chosen to be admitted next is waited for until it fits.
+    run out, the earliest arrival among running requests is never a candidate for preemption. A running
+    request is a candidate of ``displaced`` only if it got a token since its admission, or if the waiting one
+    never ran, so requests cannot displace each other endlessly. The chosen request blocks others until it
+    fits.
 
-    ``next`` is the only method that a policy has to have. The last four tell it what happens: a request is
-    queued, admitted, perhaps preempted and queued again, and ends once, wherever it is.
+    ``next`` is the only method that a policy has to have. The last four are callbacks: a request is queued,
+    admitted, perhaps preempted and queued again, and ends once, in any state.
 
     Attributes:
         honours_priority: whether ``SamplingParams.priority`` has a meaning; requests that set it are refused
             where it has none.
-        displaces: whether ``displaced`` ever names anybody.
-        needs_scores: whether it reads ``Request.score``, which a ranker gives.
-        name: what it was made from.
+        displaces: whether ``displaced`` ever returns a request.
+        needs_scores: whether it reads ``Request.score``, which a ranker computes.
+        name: the specification that it was created from.
     """
 
     displaces: ClassVar[bool] = False
@@ -143,18 +143,18 @@ class SchedulingPolicy(ABC):
 
     @abstractmethod
     def next(self, waiting: Waiting) -> Request:
-        """Choose the waiting request to admit next; nobody else is admitted before it.
+        """Choose the waiting request to admit next; no other one is admitted before it.
 
-        Asked again after each admission, and in every step.
+        Called again after each admission, and in every step.
 
         Args:
             waiting: at least one request; those that were preempted are back among them.
         """
 
     def victim(self, running: Sequence[Request]) -> Request:
-        """Choose whom to preempt, because another one lacks a block; it may be that one itself.
+        """Choose the request to preempt because another one lacks a block; it may be that one itself.
 
-        The latest arrival, unless a policy says otherwise.
+        By default the latest arrival.
 
         Args:
             running: those that may be, at least one, in order of arrival.
@@ -162,9 +162,9 @@ class SchedulingPolicy(ABC):
         return running[-1]
 
     def displaced(self, request: Request, running: Sequence[Request]) -> Request | None:
-        """Choose who gives its row and blocks to a waiting request that does not fit; None = it waits.
+        """Choose a running request to preempt for a waiting one that does not fit; None = it waits.
 
-        Asked again until it fits; nobody is preempted if it would not fit in the end.
+        Called again until it fits; none is preempted if it would not fit in the end.
 
         Args:
             request: the one that ``next`` chose.
@@ -173,24 +173,24 @@ class SchedulingPolicy(ABC):
         return None
 
     def begin_step(self) -> None:  # noqa: B027
-        """Take note that a step is planned."""
+        """Called when a step is planned."""
 
     def queued(self, request: Request) -> None:  # noqa: B027
-        """Take note that a request waits, because it is new or was preempted."""
+        """Called when a request is queued, because it is new or was preempted."""
 
     def admitted(self, request: Request) -> None:  # noqa: B027
-        """Take note that a request has got a row; ``num_computed_tokens`` of its tokens are in the cache."""
+        """Called when a request is admitted; ``num_computed_tokens`` of its tokens are in the cache."""
 
     def charge(self, request: Request, num_computed: int, num_sampled: int) -> None:  # noqa: B027
-        """Take note of what a step has done for a request, once its tokens are appended.
+        """Called with the service of a step for a request, after its tokens are appended.
 
         Args:
-            num_computed: tokens whose keys and values were computed, again where it had been preempted.
+            num_computed: computed tokens, recomputed ones included.
             num_sampled: tokens that it got.
         """
 
     def ended(self, request: Request) -> None:  # noqa: B027
-        """Take note that a request has ended, waiting or running, with all of its tokens or early."""
+        """Called when a request has ended, waiting or running, complete or early."""
 
 
 class CachedPrefix(Protocol):
@@ -203,7 +203,7 @@ class CachedPrefix(Protocol):
 
     @property
     def num_usable(self) -> int:
-        """Leading blocks of them that the request would take up."""
+        """Leading ones of them that the request would reuse."""
         ...
 
 
@@ -214,14 +214,13 @@ class Waiting:
     wait for a prefix which another request is computing.
 
     Args:
-        policy: is told who waits.
+        policy: notified of queued requests.
         find: looks a request up in the prefix cache.
         block_size: tokens of a block of that cache.
 
     Attributes:
         arrivals: all of them.
-        num_overtakes: admissions since the earliest of them became the earliest, of requests that came later
-            than it did.
+        num_overtakes: admissions of later arrivals since the earliest waiting request became the earliest.
         step: number of the step that is planned. Who is passed over stays so until the next one.
     """
 
@@ -242,7 +241,7 @@ class Waiting:
         self._policy.queued(request)
 
     def remove(self, request: Request) -> None:
-        """Take out a request that ends.
+        """Remove a request that ends.
 
         Raises:
             ValueError: it does not wait.
@@ -254,7 +253,7 @@ class Waiting:
             self.num_overtakes = 0
 
     def admit(self, request: Request) -> None:
-        """Take out a request that gets a row.
+        """Remove a request that is admitted.
 
         Raises:
             ValueError: it does not wait.
@@ -272,7 +271,7 @@ class Waiting:
     def next(self) -> Request:
         """The policy's choice among those that were not passed over, at least one."""
         request = self._policy.next(self)
-        assert request not in self._passed, f"expected the policy to choose somebody else than {request}"
+        assert request not in self._passed, f"expected the policy to choose another request than {request}"
         return request
 
     def pass_over(self, request: Request) -> None:
@@ -288,7 +287,7 @@ class Waiting:
         return None if self._find is None else self._find(request)
 
     def num_cached_tokens(self, request: Request) -> int:
-        """Return the tokens that a request would take up from the prefix cache."""
+        """Return the number of tokens that a request would reuse from the prefix cache."""
         found = self.find(request)
         return 0 if found is None else found.num_usable * self._block_size
 
@@ -326,7 +325,7 @@ class IdleTimes:
         self._since.pop(request, None)
 
     def take_idle(self, num_steps: float) -> list[Request]:
-        """Return the requests that have waited for so many steps, and count theirs anew."""
+        """Return the requests that have waited for a number of steps, and reset their counts."""
         found = []
         for request, since in self._since.items():
             if self.step - since < num_steps:
@@ -355,7 +354,7 @@ class UserQueues:
         return is_first
 
     def discard(self, request: Request) -> bool:
-        """Take out a request if it waits; returns whether it was the last one of its user."""
+        """Remove a request if it waits; returns whether it was the last one of its user."""
         if request not in self._requests:
             return False
         self._requests.remove(request)
@@ -366,7 +365,7 @@ class UserQueues:
         return not queue
 
     def offered(self, user: User, waiting: Waiting) -> Iterator[Request]:
-        """Yield the requests of a user that may be chosen in this step; nobody may come or go meanwhile."""
+        """Yield the candidates of a user in this step; the queue must not change meanwhile."""
         queue = self._queues.get(user)
         return iter(()) if queue is None else queue.accepted(waiting.is_offered, waiting.step)
 
@@ -386,14 +385,14 @@ class UserQueues:
 
 
 class LeastFirst(SortedQueue[User, tuple[float, int]]):
-    """Users sorted by a number; of equal numbers, the user comes first who came in first."""
+    """Users sorted by a number, ties by insertion."""
 
     def __init__(self) -> None:
         super().__init__()
         self._num_users = 0
 
     def give(self, user: User, number: float) -> None:
-        """Give a user a number, or another one."""
+        """Set the number of a user."""
         if user in self:
             order = self._key_of[user][1]
         else:
@@ -408,7 +407,7 @@ class LeastFirst(SortedQueue[User, tuple[float, int]]):
 
 
 def read_weights(weights: str | Mapping[User, float]) -> dict[User, float]:
-    """Return the shares of users, of whom others have 1.
+    """Return the weights of users; others have 1.
 
     Args:
         weights: by user, or a JSON file with an object of them; "" for none.

@@ -16,10 +16,10 @@ Rank = tuple[float, ...]
 
 
 class RankedOrder(SortedQueue[Request, tuple[Rank, int]]):
-    """Requests sorted by rank, then by arrival; each keeps the rank that it was added with."""
+    """Requests sorted by rank, then by arrival; ranks are fixed when added."""
 
     def add(self, request: Request, rank: Rank) -> None:
-        """Put a request at its place.
+        """Insert a request.
 
         Raises:
             ValueError: it is in here.
@@ -32,11 +32,11 @@ class RankedOrder(SortedQueue[Request, tuple[Rank, int]]):
 class RankedPolicy(SchedulingPolicy):
     """Admits the lowest rank, and preempts the highest; ties go by arrival.
 
-    Ranks of waiting requests are kept sorted, so choosing takes no longer the more of them there are.
+    Waiting requests are sorted by rank, so choosing does not depend on their number.
 
     Later arrivals overtake the earliest waiting request ``patience`` times at most; then it is next, and is
-    not displaced any more. While it is passed over, others go by arrival. So a request that ``k`` others came
-    before waits for ``(k + 1) * patience`` admissions of later ones at most, if nobody is passed over.
+    not displaced any more. While it is passed over, others go by arrival. So a request with ``k`` earlier
+    arrivals waits for at most ``(k + 1) * patience`` admissions of later ones, if none is skipped.
 
     Args:
         patience: infinite = requests of a high rank may wait for ever.
@@ -54,7 +54,7 @@ class RankedPolicy(SchedulingPolicy):
         """Return the rank of a request; it may change while the request runs, or by ``rerank``."""
 
     def rerank(self, request: Request) -> None:
-        """Ask for the rank of a request again, if it waits."""
+        """Update the rank of a request, if it waits."""
         if request in self._order:
             self._order.put(request, (self.rank(request), request.arrival))
 
@@ -84,7 +84,7 @@ class RankedPolicy(SchedulingPolicy):
         self._order.add(request, self.rank(request))
 
     def admitted(self, request: Request) -> None:
-        """Take the request out."""
+        """Remove the request."""
         self._order.discard(request)
 
     def ended(self, request: Request) -> None:
@@ -100,14 +100,14 @@ class ArrivalRank(RankedPolicy):
     """First come, first served: all have the same rank."""
 
     def rank(self, request: Request) -> Rank:
-        """Return nothing to tell requests apart by."""
+        """Return the same rank for all requests."""
         return ()
 
 
 class FirstComeFirstServed(SchedulingPolicy):
     """Requests are admitted in order of arrival, and the latest one is preempted first.
 
-    A waiting request never overtakes an earlier one, so none waits for more than those that came before it.
+    A waiting request never overtakes an earlier one, so none waits for later arrivals.
     """
 
     name = "fcfs"
@@ -122,7 +122,7 @@ class PriorityFirst(RankedPolicy):
 
     When blocks run out, the one of the highest value is preempted, the latest of them first. A waiting
     request does not displace a running one. This is what vLLM's policy of the same name does. Requests wait
-    for as long as more urgent ones come, unless ``patience`` is given.
+    for as long as more urgent ones arrive, unless ``patience`` is set.
 
     Args:
         patience: see ``RankedPolicy``.
@@ -138,12 +138,12 @@ class PriorityFirst(RankedPolicy):
 class LearnedToRank(RankedPolicy):
     """Requests of the lowest ``Request.score`` are admitted first, and displace those of higher ones.
 
-    A score is given once, at arrival, by a model that was trained to put outputs in order of their lengths.
-    Only the order of scores matters. Scores that are all equal give first come, first served, and lengths as
-    scores give the shortest job first.
+    A score is computed once, at arrival, by a model that was trained to order outputs by length. Only the
+    order of scores matters. Equal scores result in first come, first served, and lengths as scores in
+    shortest job first.
 
-    A request that has waited for ``idle`` steps goes before all that have not, and stays before them until it
-    has run for ``period`` steps.
+    A request that has waited for ``idle`` steps precedes all that have not, until it has run for ``period``
+    steps.
 
     Args:
         idle, period: steps.
@@ -200,7 +200,7 @@ class LearnedToRank(RankedPolicy):
 
 
 class OutputLengths(ABC):
-    """Estimates how many tokens the output of a request will have; what it said once it keeps to."""
+    """An estimate of output lengths, constant for each request."""
 
     def __init__(self) -> None:
         self._estimates: dict[Request, float] = {}
@@ -212,7 +212,7 @@ class OutputLengths(ABC):
         return self._estimates[request]
 
     def ended(self, request: Request) -> None:
-        """Learn from a request that has ended, and forget it."""
+        """Update the estimates by an ended request, and remove it."""
         self._estimates.pop(request, None)
 
     @abstractmethod
@@ -220,9 +220,9 @@ class OutputLengths(ABC):
 
 
 class StatedLengths(OutputLengths):
-    """Takes ``SamplingParams.expected_tokens``, else the most tokens that the request may sample.
+    """``SamplingParams.expected_tokens``, else the most tokens that the request may sample.
 
-    Exact for requests that say how long they will be, or end at ``max_tokens``.
+    Exact for requests that state their length, or end at ``max_tokens``.
     """
 
     def _estimate(self, request: Request) -> float:
@@ -230,10 +230,10 @@ class StatedLengths(OutputLengths):
 
 
 class RecentLengths(OutputLengths):
-    """Takes the mean of a user's last outputs; before there is one, that of all users, else what is stated.
+    """The mean of a user's last outputs; before the first one, that of all users, else the stated length.
 
     Args:
-        num_outputs: of a user that the mean is taken of.
+        num_outputs: number of outputs of a user in the mean.
     """
 
     def __init__(self, num_outputs: int = 5) -> None:
@@ -251,7 +251,7 @@ class RecentLengths(OutputLengths):
         super().ended(request)
         if request.num_output_tokens == 0:
             return
-        # The user who was heard of last comes last, and the first one is forgotten when there are many.
+        # Least recently active users first, which are dropped when there are many.
         outputs = self._recent.pop(request.params.user, deque(maxlen=self._num_outputs))
         outputs.append(request.num_output_tokens)
         self._recent[request.params.user] = outputs
@@ -275,7 +275,7 @@ LENGTHS = {"stated": StatedLengths, "recent": RecentLengths}
 
 
 def make_lengths(name: str) -> OutputLengths:
-    """Make the source of lengths of a name.
+    """Create the source of lengths of a name.
 
     Raises:
         ValueError: there is none.
@@ -293,8 +293,8 @@ then one of every 65 admissions, which costs the others little."""
 class ShortestJobFirst(RankedPolicy):
     """Requests with the shortest output are admitted first, and the longest are preempted first.
 
-    Of requests that arrive together, the mean time to the end is the least that any order gives, if lengths
-    are exact and requests run one after the other.
+    Optimal for the mean completion time of requests that arrive together, if lengths are exact and requests
+    run one after the other.
 
     Args:
         lengths: "stated" (``expected_tokens``, else ``max_tokens``) or "recent" (mean of the user's last 5).
@@ -310,21 +310,21 @@ class ShortestJobFirst(RankedPolicy):
         return (self._lengths.of(request),)
 
     def ended(self, request: Request) -> None:
-        """Forget the request, and learn its length."""
+        """Remove the request, and update the estimates by its length."""
         super().ended(request)
         self._lengths.ended(request)
 
 
 class ShortestRemainingFirst(ShortestJobFirst):
-    """Requests with the fewest output tokens to come are admitted first, and displace those with more.
+    """Requests with the fewest remaining output tokens are admitted first, and displace those with more.
 
-    A request that is displaced computes its tokens again later, but for those that the prefix cache keeps.
+    A displaced request is recomputed later, except for cached tokens.
     """
 
     displaces: ClassVar[bool] = True
 
     def rank(self, request: Request) -> Rank:
-        """Return the output tokens to come; 0 for more than were expected."""
+        """Return the remaining output tokens; 0 beyond the expected number."""
         return (max(0.0, self._lengths.of(request) - request.num_output_tokens),)
 
 

@@ -36,7 +36,7 @@ class Ranker(nn.Module, ABC):
     @property
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Arguments to make it again, as JSON takes them."""
+        """Constructor arguments, as JSON values."""
 
     @abstractmethod
     def forward(self, prompts: Sequence[Prompt]) -> torch.Tensor:
@@ -121,17 +121,17 @@ _PAD = 0
 
 
 class EncoderRanker(Ranker):
-    """Averages the last hidden states of a model over a prompt, and takes one number of the mean.
+    """The mean of a model's last hidden states over a prompt, projected to one number.
 
-    Any model that ``AutoModel`` makes from a configuration will do: an encoder such as BERT, or a decoder
-    such as OPT. Its vocabulary has to be that of the prompts.
+    Any model of ``AutoModel`` is possible: an encoder such as BERT, or a decoder such as OPT. Its vocabulary
+    has to be that of the prompts.
 
     Args:
         config: the configuration, with its ``model_type``.
         max_tokens: first tokens of a prompt that are looked at; at most what the model has positions for.
 
     Raises:
-        ValueError: the configuration is not one of a model, or its positions hold no token.
+        ValueError: the configuration is not one of a model, or has too few positions for a token.
 
     Source: Fu et al. 2024 (arXiv:2408.15792), where it is OPT-125M with 2,048 tokens.
     """
@@ -163,7 +163,7 @@ class EncoderRanker(Ranker):
 
     @classmethod
     def of(cls, directory: Path, max_tokens: int = 2048) -> EncoderRanker:
-        """Make it from a directory with config.json, and with the weights there if there are any.
+        """Load it from a directory with config.json, and with weights if there are any.
 
         Raises:
             ValueError: the directory has no configuration of a model.
@@ -209,7 +209,7 @@ class EncoderRanker(Ranker):
 
 
 def _num_unused_positions(model: nn.Module) -> int:
-    """Return the position of the first token: in the manner of RoBERTa that is one behind padding's."""
+    """Return the position of the first token: for RoBERTa-like models one after that of padding."""
     for name, module in model.named_modules():
         is_table = isinstance(module, nn.Embedding) and name.endswith("position_embeddings")
         if is_table and module.padding_idx is not None:
@@ -222,7 +222,7 @@ _SETTINGS, _WEIGHTS = "ranker.json", "model.safetensors"
 
 
 def save_ranker(ranker: Ranker, directory: Path) -> None:
-    """Write a ranker to a directory, which is made if it is not there.
+    """Save a ranker to a directory, which is created if needed.
 
     Raises:
         ValueError: the files cannot be written, or would replace others.
@@ -240,7 +240,7 @@ def save_ranker(ranker: Ranker, directory: Path) -> None:
 
 
 def check_free(directory: Path) -> None:
-    """Refuse a directory that has a model.
+    """Raise ValueError for a directory that has a model.
 
     Raises:
         ValueError: it has one.

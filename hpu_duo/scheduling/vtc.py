@@ -14,28 +14,28 @@ from hpu_duo.scheduling.policy import LeastFirst, SchedulingPolicy, User, UserQu
 from hpu_duo.scheduling.ranked import LENGTHS, PATIENCE, OutputLengths, make_lengths
 
 _MOST_IDLE = 1024
-"""Counters that are kept anyway; of more, those are forgotten that say nothing."""
+"""Minimum number of stored counters; beyond it, redundant ones are dropped."""
 
 
 class VirtualTokenCounter(SchedulingPolicy):
     """Admits the earliest request of the user who has had the least, and counts what each user has.
 
     A user pays for the prompt when a request is first admitted, and for each token of the output. Tokens that
-    the prefix cache has are paid for like others; see ``dlpm``. A user who comes back is lifted to the least
-    of those who wait, and if nobody waits, to what the user has paid by now who was the last to wait. So
-    nobody saves up service by not asking.
+    the prefix cache has are paid for like others; see ``dlpm``. The counter of a returning user is raised to
+    the least of waiting users, or if there are none, to that of the last user who waited. So idle users
+    accumulate no credit.
 
     The service of two users who both always have a request waiting differs by ``2 * max(input_price * longest
-    prompt, output_price * tokens that run at a time)`` at most, prompts and outputs together, if nobody is
-    preempted or passed over and their weights are 1.
+    prompt, output_price * tokens that run at a time)`` at most, prompts and outputs together, if no request
+    is preempted or skipped and their weights are 1.
 
     When blocks run out, the latest request of the user who has had the most is preempted. It is not paid for
     again.
 
     Args:
         input_price, output_price: of a token.
-        lengths: with "stated" or "recent" (see ``sjf``) the expected output is paid for in advance, and the
-            difference when it is known; "none" pays for tokens as they come.
+        lengths: with "stated" or "recent" (see ``sjf``) the expected output is charged in advance, and the
+            difference when it is known; "none" charges tokens as they are sampled.
         weights: share of each user, others have 1: twice the weight is twice the service. A JSON file with an
             object, or a mapping.
 
@@ -81,7 +81,7 @@ class VirtualTokenCounter(SchedulingPolicy):
         return max(running, key=lambda each: (self.counter(each.params.user), each.arrival))
 
     def queued(self, request: Request) -> None:
-        """Lift the counter of a user who comes back."""
+        """Raise the counter of a returning user."""
         user = request.params.user
         self._unfinished.add(request)
         is_new = request.admitted_at is None
@@ -91,7 +91,7 @@ class VirtualTokenCounter(SchedulingPolicy):
         if comes_back and is_new:
             floor = self._waiting.least_number if self._waiting else self.counter(self._last_to_leave)
             self._counters[user] = max(self.counter(user), floor)
-        # Even of a user who waits: there may be somebody to choose again.
+        # Also for a waiting user: there may be candidates again.
         self._waiting.give(user, self.counter(user))
         if comes_back:
             self._forget_idle()
@@ -117,7 +117,7 @@ class VirtualTokenCounter(SchedulingPolicy):
         self._pay(request.params.user, self._output_price * max(0.0, num_sampled - advance))
 
     def ended(self, request: Request) -> None:
-        """Pay back what was expected and did not come."""
+        """Refund expected tokens that were not sampled."""
         self._unfinished.discard(request)
         self._leave(request)
         self._pay(request.params.user, -self._output_price * self._advance.pop(request, 0.0))
@@ -133,7 +133,7 @@ class VirtualTokenCounter(SchedulingPolicy):
             self._waiting.give(user, self._counters[user])
 
     def _leave(self, request: Request) -> None:
-        """Take a request from the queue, if it is there."""
+        """Remove a request from the queue, if it is there."""
         self._new.discard(request)
         user = request.params.user
         if self._queues.discard(request):
@@ -141,7 +141,7 @@ class VirtualTokenCounter(SchedulingPolicy):
             self._last_to_leave = user
 
     def _forget_idle(self) -> None:
-        """Forget counters that no user can be told by: whoever comes back would be lifted beyond them."""
+        """Drop redundant counters: returning users would be raised above them."""
         if len(self._counters) > self._most_counters:
             floor, unfinished = (
                 self._waiting.least_number,
@@ -154,7 +154,7 @@ class VirtualTokenCounter(SchedulingPolicy):
 
 
 def check_prices(input_price: float, output_price: float) -> None:
-    """Refuse prices below 0, and infinite ones.
+    """Raise ValueError for prices below 0, and infinite ones.
 
     Raises:
         ValueError: one is not in the range.
