@@ -264,7 +264,7 @@ def static_routes(num_rows: int, vocab_size: int, max_len: int) -> Iterator[Samp
 #: temperature, and above any other logit after any penalty.
 REQUIRED = 1e30
 
-#: Rows and tokens travel as float32, which holds all integers up to this one.
+#: Rows and tokens are copied as float32, which is exact for integers up to this one.
 MOST_EXACT = 2**24
 
 #: Above this k a full sort is used for top-k as well.

@@ -18,7 +18,7 @@ _MAX_CHAR_TOKENS = 4
 # Tokens that still end in a broken character after this many are not waiting for the rest of one.
 _MAX_HELD_TOKENS = 16
 
-# Enough tokens to contain any unfinished character, kept when garbage is cut.
+# Tokens to retain when garbage is cut: enough for any unfinished character.
 _TAIL_TOKENS = 8
 
 
@@ -56,12 +56,12 @@ def byte_tokens(tokenizer: Tokenizer) -> dict[int, int]:
 
 
 class IncrementalDetokenizer:
-    """Turn token ids into text as they come, releasing only text that later tokens cannot change.
+    """Decode token ids incrementally, returning only text that later tokens cannot change.
 
-    The pieces, with ``flush`` at the end, join to the decoding of all tokens at once (without the clean-up of
-    spaces, which rewrites earlier text). A character split over tokens comes with its last token. Tokenizers
-    with byte fallback turn a whole run of byte tokens into replacement characters when any byte of it is
-    wrong, so a run comes with the token behind it.
+    The pieces, with ``flush`` at the end, concatenate to the decoding of all tokens at once (without the
+    clean-up of spaces, which rewrites earlier text). A character split over tokens is returned with its last
+    token. Tokenizers with byte fallback turn a whole run of byte tokens into replacement characters when any
+    byte of it is wrong, so a run is returned with the token after it.
 
     Each token costs two decodings of a window, a byte token none. The window reaches back one released piece,
     because decoding depends on the left neighbour (the space of a word-start token is dropped at the
@@ -69,16 +69,16 @@ class IncrementalDetokenizer:
     the output.
 
     Attributes:
-        coming: characters that the last token completes in a run of byte tokens, which is not decoded
-            yet; they come unless a wrong byte follows.
+        coming: characters that the last token completes in a run of byte tokens that is not decoded yet;
+            valid unless a wrong byte follows.
 
     Args:
         tokenizer: a transformers tokenizer.
         skip_special_tokens: leave special tokens out.
-        context_ids: the end of the prompt that the output continues. With it a first word-start token keeps
-            its space; without it the output reads as the beginning of a text.
-        special_ids: ``special_token_ids(tokenizer)`` if already at hand.
-        byte_of: ``byte_tokens(tokenizer)`` if already at hand.
+        context_ids: the end of the prompt that the output continues. With it a first word-start token has its
+            space; without it the output is decoded as the beginning of a text.
+        special_ids: ``special_token_ids(tokenizer)`` if already computed.
+        byte_of: ``byte_tokens(tokenizer)`` if already computed.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class IncrementalDetokenizer:
         return text
 
     def flush(self) -> str:
-        """Return what is still held, a broken character included; call it once, at the end."""
+        """Return buffered text, a broken character included; call it once, at the end."""
         text = self._decode(self._window)
         piece = self._drop_unfinished(text[self._released :])
         self._released = len(text)

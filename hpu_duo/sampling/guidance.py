@@ -28,14 +28,14 @@ _MOST_CHOICES = 1024
 """llguidance follows 2,000 alternatives at most, and reports it only when a token has been accepted."""
 
 _NO_TEXT = "NoExtensionBias"
-"""llguidance's word for a place of a grammar behind which no text can come."""
+"""llguidance's term for a state of a grammar without a valid text."""
 
 
 class GrammarState:
     """The state of one output in its grammar; a function of the tokens accepted so far.
 
     Args:
-        matcher: at the beginning; nobody else may use it.
+        matcher: in its initial state; not shared.
         field: of ``StructuredOutputs``, for messages.
     """
 
@@ -46,13 +46,13 @@ class GrammarState:
         """Write the mask of the next token, int32 ``[W]``, contiguous. Once complete, only EOS is allowed.
 
         Raises:
-            ValueError: the grammar is too large to go on with, or an earlier error.
+            ValueError: the grammar exceeds its limits, or an earlier error.
         """
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._check()
 
     def accept(self, token: int) -> None:
-        """Go on by a token.
+        """Advance by a token.
 
         Raises:
             ValueError: the token is not allowed here, or an earlier error.
@@ -79,10 +79,10 @@ class GrammarState:
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary; any thread may ask.
+    """Compiles grammars for one vocabulary; thread-safe.
 
     Args:
-        tokenizer: whose tokens spell texts; a fast one, of bytes or with byte fallback.
+        tokenizer: a fast one, of bytes or with byte fallback.
         vocab_size: V, the width of the logits; ids without a token are never allowed.
         eos_token_ids: tokens that end a text, at least one.
 
@@ -106,10 +106,10 @@ class Grammars:
         self._matchers: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
 
     def start(self, wanted: StructuredOutputs) -> GrammarState:
-        """Return the state before the first token; compiled once, and again if others came in between.
+        """Return the state before the first token; compiled grammars are cached.
 
         Raises:
-            ValueError: it cannot be compiled; the message names the field and says why.
+            ValueError: it cannot be compiled; the message has the field and the reason.
         """
         with self._lock:
             matcher = self._matchers.get(wanted)
@@ -128,11 +128,11 @@ class Grammars:
         except ValueError as error:  # of the library, which reads no schema that nests too deep
             raise FieldError(f"structured_outputs.{wanted.field}", _sentence(str(error))) from error
         is_bad, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
-        # A keyword of a schema that has no effect would give outputs that do not keep to it.
+        # An ignored keyword of a schema would allow outputs that violate it.
         if is_bad or messages:
             raise FieldError(f"structured_outputs.{wanted.field}", _sentence("; ".join(messages)))
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-        # Some errors show only when a first token is asked for.
+        # Some errors occur only with the first mask.
         beginning = matcher.deep_copy()
         beginning.compute_bitmask()
         if beginning.is_error():
@@ -161,9 +161,9 @@ def _grammar_of(wanted: StructuredOutputs) -> str:
 
 
 def _sentence(message: str) -> str:
-    """Bring an error into one line, without drawings of where it is and the state of the parser."""
+    """Return an error as one line, without its position and the parser's state."""
     if _NO_TEXT in message:
-        return "expected parts that come to a text in the end, got one that stands for nothing but itself"
+        return "expected parts with a finite text, got one that refers to itself only"
     lines = [line.strip() for line in message.partition("<state>")[0].splitlines()]
     kept = [line for line in lines if line.strip("^ ") and not re.match(r"\d+ \|", line)]
     return " ".join(kept)[:_LONGEST_MESSAGE] or "the grammar cannot be used"

@@ -1,4 +1,4 @@
-"""Sampling parameters of a request, checked once when they are made."""
+"""Sampling parameters of a request, validated on construction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FieldError(ValueError):
 
     Attributes:
         field: name of the field that it is about, with a key where there is one: ``logit_bias[7]``.
-        reason: what was expected, and what came.
+        reason: what was expected, and what was passed.
     """
 
     def __init__(self, field: str, reason: str) -> None:
@@ -52,15 +52,15 @@ JSON_WHITESPACE = r"( |\n[ \t]{0,40})?"
 """The blanks between the parts of JSON, as a regular expression."""
 
 _MANY = 2**20
-"""More characters than this are no specification that somebody wrote."""
+"""Most characters of a specification."""
 
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """Exactly one of its fields says what the output is; names are vLLM's.
+    """Exactly one of its fields is set; names are vLLM's.
 
-    Immutable, hashable and picklable. Nothing is compiled here: whether a schema or a pattern can be used is
-    known when the engine compiles it, and a request that cannot be served is refused then.
+    Immutable, hashable and picklable. Not compiled here: an invalid schema or pattern is rejected when the
+    engine compiles it, at the request.
 
     Args:
         json: a JSON schema, as a mapping or as text. Stored as text.
@@ -120,7 +120,7 @@ def _schema_text(schema: object) -> str:
     try:
         text = dumps(dict(schema))
     except (TypeError, ValueError) as error:
-        raise FieldError("structured_outputs.json", f"expected what JSON can hold: {error}") from None
+        raise FieldError("structured_outputs.json", f"expected values of JSON: {error}") from None
     _check_text("json", text)
     return text
 
@@ -168,10 +168,10 @@ HostChoice: TypeAlias = "Callable[[Tensor, float], int]"
 
 
 class HostSampler(Protocol):
-    """Chooses the tokens of one sample, and may end it; made by ``SamplingParams.host_sampler``.
+    """Chooses the tokens of one sample, and may end it; created by ``SamplingParams.host_sampler``.
 
-    Slow: the logits come to the host in every step, and rows are handled one after the other. After a failed
-    step, ``choose`` is called again for the same token.
+    Slow: the logits are copied to the host in every step, and rows are processed one after the other. After a
+    failed step, ``choose`` is called again for the same token.
     """
 
     @property
@@ -184,13 +184,13 @@ class HostSampler(Protocol):
 
         Args:
             output_ids: the tokens sampled so far, int32 ``[num_output_tokens]``; a view.
-            logits: as the model gave them, ``[V]``, on the host; not to be modified.
-            uniform: in (0, 1), the draw that the request's seed gives this token.
+            logits: raw logits, ``[V]``, on the host; not to be modified.
+            uniform: random number in (0, 1), by the request's seed.
         """
         ...
 
     def ends(self, output_ids: npt.NDArray[np.int32]) -> bool:
-        """Whether the sample ends with the last of its tokens; asked after each one."""
+        """Whether the sample ends with its last token; called after each one."""
         ...
 
 
@@ -210,7 +210,7 @@ class SamplingParams:
         repetition_penalty: > 1 discourages tokens of the prompt and the output (multiplicative).
         presence_penalty, frequency_penalty: subtracted for tokens of the output, once or per occurrence.
         logit_bias: token id -> addend in [-100, 100]. Keys may be decimal strings, as in JSON.
-        seed: makes the draws of the request reproducible; ``None`` or -1 lets the engine choose.
+        seed: of reproducible draws; ``None`` or -1: chosen by the engine.
         logprobs: ``None`` for none, 0 for the sampled token only, k for the top k as well.
         max_tokens: most tokens to generate; ``None`` means until the model's length limit.
         min_tokens: neither EOS, stop ids nor stop strings end the output before this many tokens.
@@ -223,20 +223,20 @@ class SamplingParams:
         stop_token_ids: token ids that end the output, besides EOS. Stored as a tuple.
         include_stop_str_in_output: keep the stop string (or stop token's text) in the text.
         skip_special_tokens: leave special tokens out of the text.
-        forced_token_ids: the first tokens of the output, whatever the model says; their log-probabilities
-            are the model's own, so that a given text is scored by decoding it. Bias, penalties and
-            min_tokens do not apply to them; stop conditions do. Stored as a tuple.
+        forced_token_ids: the first tokens of the output, independent of the model; their log-probabilities
+            are the model's, so that a given text can be scored by decoding it. Bias, penalties and min_tokens
+            do not apply to them; stop conditions do. Stored as a tuple.
         decoded_prompt_tokens: number of last prompt tokens that are decoded from the cache like generated
-            ones, also after a preemption; the others are prefilled. 1 is enough for the first output token to
-            come from a decode.
-        host_sampler: makes, from the index of each sample, a ``HostSampler`` that chooses its tokens on the
-            host instead of the fields above, or ends it. Slow.
+            ones, also after a preemption; the others are prefilled. With 1, the first output token comes from
+            a decode.
+        host_sampler: from the index of a sample to a ``HostSampler``, which chooses its tokens on the host
+            instead of the fields above, and may end it. Slow.
         cache_salt: what is cached of the prompt is shared only among requests with the same salt.
-        priority: lower values are served earlier; only under a scheduling policy that honours it, others
-            refuse all but 0.
+        priority: lower values are served earlier; only with a scheduling policy that uses it, others require
+            0.
         expected_tokens: how many tokens the output is expected to have, for policies that serve short
             requests first; None = ``max_tokens``.
-        user: who asks; policies that are fair are so among users. None is a user, too.
+        user: of the request; fair policies share service among users. None is a user, too.
         structured_outputs: what the text must be like. Tokens that cannot lead to such a text are not
             sampled, whatever their bias; the output ends with ``stop`` where nothing may follow, also before
             ``min_tokens``, and is cut by ``max_tokens``, stop strings and stop tokens as any other. Reported
@@ -348,11 +348,11 @@ class SamplingParams:
                 raise FieldError(name, f"expected none with host_sampler, got {getattr(self, name)!r}")
 
     def validate(self, vocab_size: int) -> None:
-        """Check the fields whose range depends on the model.
+        """Validate the fields with ranges that depend on the model.
 
         Raises:
-            FieldError: a biased, stop or forced token id is not in ``[0, vocab_size)``, or more logprobs are
-                asked for than there are tokens.
+            FieldError: a biased, stop or forced token id is not in ``[0, vocab_size)``, or there are more
+                logprobs than tokens.
         """
         for name, token_ids in (
             ("logit_bias", list(self.logit_bias or {})),
@@ -367,12 +367,12 @@ class SamplingParams:
 
     @cached_property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken; nothing is drawn and the seed does not matter."""
+        """Whether decoding is greedy, without draws."""
         return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
 
     @cached_property
     def needs_penalties(self) -> bool:
-        """Whether the engine must keep a ``PenaltyState`` for the request."""
+        """Whether the request needs a ``PenaltyState``."""
         return self.needs_prompt_history or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @cached_property

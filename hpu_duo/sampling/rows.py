@@ -124,7 +124,7 @@ class SamplingRow(NamedTuple):
         num_output_tokens: tokens generated so far, which is also the number of this draw.
         penalties: the request's history; required when ``params.needs_penalties``.
         eos_token_ids: the ids that end the output unless ``params.ignore_eos``.
-        choose: chooses the token on the host, if given; see ``choose_on_host``.
+        choose: samples the token on the host, if set; see ``choose_on_host``.
         grammar: where the output is in its grammar, if that limits this token.
     """
 
@@ -175,7 +175,7 @@ def row_values(params: SamplingParams, vocab_size: int) -> RowValues:
 
 
 def is_plain(row: SamplingRow | None) -> bool:
-    """Say whether one argmax over the model's logits is all that the row needs."""
+    """Whether the row needs only an argmax over the raw logits."""
     if row is None:
         return True
     params = row.params
@@ -193,7 +193,7 @@ def num_words(vocab_size: int) -> int:
 
 
 def blank_masks(num_rows: int, vocab_size: int) -> npt.NDArray[np.int32]:
-    """Make masks that allow everything, int32 ``[num_rows, W]``."""
+    """Create masks that allow everything, int32 ``[num_rows, W]``."""
     return np.full((num_rows, num_words(vocab_size)), -1, np.int32)
 
 
@@ -225,7 +225,7 @@ _BITS = (np.uint32(1) << np.arange(_WORD, dtype=np.uint32)).view(np.int32)
 
 
 def forbid(scores_NV: Tensor, masks_NW: Tensor, forbidden: float) -> Tensor:
-    """Set the scores of tokens that are not allowed; the others come out bit for bit as they went in.
+    """Set the scores of tokens that are not allowed; others are unchanged, bit for bit.
 
     Args:
         scores_NV: float32 [N, V].
@@ -249,7 +249,7 @@ def _addends(masks_NW: Tensor, vocab_size: int, forbidden: float) -> Tensor:
     codes = torch.arange(256, dtype=torch.int32)
     place = torch.arange(_BYTE, dtype=torch.int32)
     table = torch.where(((codes[:, None] >> place) & 1) > 0, 0.0, forbidden)
-    # The lowest byte of a word comes first, as its bits do.
+    # Little-endian words, like their bits.
     shifts = torch.arange(0, _WORD, _BYTE, dtype=torch.int32)
     bytes_B = ((masks_NW[:, :, None] >> shifts) & 255).view(-1)
     return table.index_select(0, bytes_B).view(len(masks_NW), -1)[:, :vocab_size]

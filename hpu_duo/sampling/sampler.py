@@ -114,8 +114,8 @@ class SampledTokens(NamedTuple):
     """The result of one sampling step, on the device of the logits.
 
     Attributes:
-        token_ids: int32 [N]. A row without a request holds some id of the vocabulary.
-        logprobs: only when some row asks for logprobs.
+        token_ids: int32 [N]. A row without a request has some id of the vocabulary.
+        logprobs: only if some row has logprobs.
     """
 
     token_ids: Tensor
@@ -126,7 +126,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
     """Sample one token per row; at most one small host-to-device copy and one of masks, no read.
 
     Args:
-        logits: float32, bfloat16 or float16 [N, V], as the model gave them. Not modified.
+        logits: float32, bfloat16 or float16 [N, V], raw. Not modified.
         batch: built from the rows of the same order, with the same N and V.
 
     Raises:
@@ -144,7 +144,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
 def sample_tokens(
     logits_NV: Tensor, floats: Tensor, route: SamplingRoute, masks_NW: Tensor | None = None
 ) -> SampledTokens:
-    """The capturable part of ``sample``: tensors in, tensors out, every shape given by ``route``.
+    """The capturable part of ``sample``: tensors in, tensors out, with shapes determined by ``route``.
 
     Args:
         logits_NV: float [N, V].
@@ -188,7 +188,7 @@ def most_likely(scores_NV: Tensor) -> Tensor:
     vocab_size = scores_NV.shape[1]
     if scores_NV.device.type != "cpu" or vocab_size < 2 * width:
         return scores_NV.argmax(dim=-1).to(torch.int32)
-    # On a CPU, torch's argmax looks at one number after the other and amax at a vector of them.
+    # On a CPU, torch's amax is vectorized and its argmax is not.
     end = vocab_size // width * width
     groups_NGW = scores_NV[:, :end].unflatten(1, (-1, width))
     group_N1 = groups_NGW.amax(dim=-1).argmax(dim=-1, keepdim=True)
@@ -202,7 +202,7 @@ def most_likely(scores_NV: Tensor) -> Tensor:
 
 
 def penalize(scores_NV: Tensor, codes_NV: Tensor, rows: RowTensors) -> Tensor:
-    """Apply the three penalties; rows with neutral values come out bit for bit as they went in.
+    """Apply the three penalties; rows with neutral values are unchanged, bit for bit.
 
     Args:
         scores_NV: float32 [N, V].
@@ -217,7 +217,7 @@ def penalize(scores_NV: Tensor, codes_NV: Tensor, rows: RowTensors) -> Tensor:
 
 
 def filter_scores(scaled_NV: Tensor, rows: RowTensors, route: SamplingRoute) -> Tensor:
-    """Put tokens outside top-k, top-p or min-p at ``FORBIDDEN``; the most likely token always stays.
+    """Set tokens outside top-k, top-p or min-p to ``FORBIDDEN``; the most likely token always stays.
 
     Args:
         scaled_NV: float32 [N, V], after temperature.

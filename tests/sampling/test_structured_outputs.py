@@ -48,7 +48,7 @@ def test_one_field_is_set(given: dict[str, Any], field: str) -> None:
         ({"regex": "a", "json_object": True}, "got json_object and regex"),
         ({"json": "{"}, "structured_outputs.json: expected a JSON schema, got no JSON"),
         ({"json": "[1]"}, r"structured_outputs.json: .*, an object, got \[1\]"),
-        ({"json": {"a": {1}}}, "structured_outputs.json: expected what JSON can hold"),
+        ({"json": {"a": {1}}}, "structured_outputs.json: expected values of JSON"),
         ({"json": True}, "structured_outputs.json: .*, an object, got True"),
         ({"json_object": "yes"}, "structured_outputs.json_object: expected true or false, got 'yes'"),
         ({"regex": ""}, "structured_outputs.regex: expected a text that is not empty, got ''"),
