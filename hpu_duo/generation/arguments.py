@@ -78,12 +78,12 @@ WITHOUT_EFFECT = frozenset(
         "max_cache_len",
         "prefill_chunk_size",
         "return_legacy_cache",
-        # transformers wants a tokenizer beside stop strings; here it is the checkpoint's.
+        # transformers needs a tokenizer for stop strings; here it is the checkpoint's.
         "tokenizer",
         "transformers_version",
         "use_cache",
         FROM_MODEL_CONFIG,
-        # Of beams, an assistant or contrastive search, which are refused where they are asked for.
+        # Options of beam search, assisted or contrastive search, which are unsupported.
         "assistant_confidence_threshold",
         "assistant_ensemble_weight",
         "assistant_lookbehind",
@@ -126,14 +126,14 @@ def asks_for_nothing(name: str, value: Any) -> bool:
     """Whether a value of a field has no effect."""
     if value is None or value is False or (isinstance(value, list | tuple | dict) and not value):
         return True
-    # True equals 1, and asks for something.
+    # True equals 1, but enables something.
     return value is not True and name in _NEUTRAL and bool(value == _NEUTRAL[name])
 
 
 _STOPPING = {"ignore_eos", "stop_token_ids"}
 
 DEFAULT_NEW_TOKENS = 20
-"""New tokens that transformers generates if no limit is given."""
+"""transformers' default number of new tokens."""
 
 DEFAULT_TOP_K = 50
 """transformers' default when it samples."""
@@ -141,7 +141,7 @@ DEFAULT_TOP_K = 50
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A call of ``generate`` as it was asked for.
+    """The arguments of a call of ``generate``.
 
     Attributes:
         config: the fields that have an effect; None for those that were not set.
@@ -179,7 +179,7 @@ class GenerationRequest:
 
     @property
     def returns_logits(self) -> bool:
-        """Whether the scores of all tokens are wanted, as the model gives them."""
+        """Whether raw scores of all tokens are requested."""
         return self.returns_dict and bool(self.config.output_logits)
 
     @property
@@ -255,9 +255,9 @@ def read_generation(
     )
     if unknown:
         raise ValueError(f"unknown or unsupported generation arguments: {', '.join(unknown)}")
-    # Configurations may say things that transformers has no field for either, and ignores.
+    # Configurations may have unknown fields, which transformers ignores too.
     asked = {name: value for name, value in _set_fields(default).items() if name in fields}
-    if "eos_token_id" in asked:  # what the model does not have never comes up
+    if "eos_token_id" in asked:  # tokens that the model does not have are never sampled
         asked["eos_token_id"] = [t for t in as_eos_ids(asked["eos_token_id"]) if t < vocab_size]
     asked |= {name: value for name, value in _set_fields(given).items() if name in fields | OURS}
     asked |= {name: value for name, value in kwargs.items() if name not in OURS}
@@ -283,7 +283,7 @@ def read_generation(
 
 
 def _check_cache(name: Any) -> None:
-    """Refuse caches that transformers does not have; those that it has are not used here."""
+    """Raise ValueError for caches unknown to transformers; known ones are ignored here."""
     try:
         GenerationConfig(cache_implementation=name)
     except (ValueError, TypeError) as error:

@@ -33,7 +33,7 @@ TokenLists: TypeAlias = Sequence[Sequence[int]]
 def read_inputs(
     inputs: Any, attention_mask: torch.Tensor | None, asked: GenerationRequest
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the rows as given, and their prompts without left padding.
+    """Return the rows, and their prompts without left padding.
 
     Args:
         inputs: integer tensor ``[B, L]`` or lists of token ids.
@@ -131,7 +131,7 @@ def assemble_scores(samples: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ..
 
 
 class Context(Protocol):
-    """A text that an engine keeps."""
+    """A text in the engine's prefix cache."""
 
     @property
     def cache_salt(self) -> str | None:
@@ -143,11 +143,11 @@ class Context(Protocol):
         ...
 
     def prompt(self, question: str | Sequence[int]) -> list[int]:
-        """Return the tokens of the text with a question behind it."""
+        """Return the tokens of the text followed by a question."""
         ...
 
     def hold(self) -> PrefixHold:
-        """Return what the engine keeps of it, computed again if that was lost."""
+        """Return its pinned prefix, recomputed if it was lost."""
         ...
 
 
@@ -156,10 +156,10 @@ class Questions:
     """Prompts of a call of ``generate``.
 
     Attributes:
-        shown: token ids that results begin with: rows as they were given.
+        shown: token ids that results begin with: the input rows.
         rows: those that processors and limits of length count, left padding included.
         prompts: those that are served.
-        are_texts: whether texts were given, and texts are the results.
+        are_texts: whether inputs and results are texts.
         context: what the prompts begin with.
     """
 
@@ -180,10 +180,10 @@ class Questions:
         """Read the inputs of a call.
 
         Args:
-            inputs: token ids as ``read_inputs`` takes them; with a context also a text, or a list of texts.
+            inputs: token ids, see ``read_inputs``; with a context also a text, or a list of texts.
 
         Raises:
-            ValueError: see ``read_inputs``; or texts come with what they do not go with.
+            ValueError: see ``read_inputs``; or an argument cannot be combined with texts.
         """
         if context is None:
             rows, prompts = read_inputs(inputs, attention_mask, asked)
@@ -210,7 +210,7 @@ class GenerateCall:
     """The prompts of one call, with parameters of their own.
 
     Args:
-        model: makes transformers' processors.
+        model: creates transformers' processors.
         questions: the prompts.
 
     Raises:
@@ -252,7 +252,7 @@ class GenerateCall:
         if chooses or criteria:
             for number, one in enumerate(params):
                 self._samples.append(self._watched(model, number, one, hooks if chooses else None, criteria))
-            # Processors keep a minimum of tokens by themselves.
+            # Processors implement a minimum of tokens themselves.
             params = [
                 replace(one, host_sampler=each.__getitem__, min_tokens=0 if chooses else one.min_tokens)
                 for one, each in zip(params, self._samples)
@@ -303,9 +303,9 @@ class GenerateCall:
 
 
 def _with_seeds(params: list[SamplingParams]) -> list[SamplingParams]:
-    """Give each row a seed of its own, so that equal prompts get different samples."""
+    """Assign a seed to each row, so that equal prompts have different samples."""
     given = params[0].seed
-    # Where none is given, torch's generator says, as torch.manual_seed sets it.
+    # Without a seed it is drawn from torch's generator, which torch.manual_seed sets.
     seed = int(torch.randint(2**62, ())) if given is None else given
     return [replace(one, seed=derive_seed(seed, number)) for number, one in enumerate(params)]
 

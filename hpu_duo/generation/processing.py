@@ -26,7 +26,7 @@ from hpu_duo.modeling.transformers_internals import ENDS, logits_processors
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.sampling.sampler import draw
 
-# V vocabulary; ids and scores are those of one row, [1, L] and [1, V], as transformers' classes take them
+# V vocabulary; ids and scores are those of one row, [1, L] and [1, V], as for transformers' classes
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Hooks:
         """Check the arguments of ``generate``; None and empty lists have no effect.
 
         Raises:
-            ValueError: something given cannot be called.
+            ValueError: an element is not callable.
         """
         processors = _callables("logits_processor", logits_processor)
         criteria = _callables("stopping_criteria", stopping_criteria)
@@ -75,16 +75,15 @@ class WholeModel(GenerationMixin):
 
 
 class ProcessedSample:
-    """Chooses the tokens of one sample as transformers does, and keeps their scores.
+    """Chooses the tokens of one sample as transformers does, and stores their scores.
 
     Args:
-        row: the prompt as given, left padding included.
+        row: the prompt, left padding included.
         processors: None if the device chooses tokens and only criteria run here.
-        asked: says whether tokens are drawn, and which scores are kept.
+        asked: has whether tokens are drawn, and which scores are returned.
 
     Attributes:
-        scores, logits: float32 ``[1, V]`` of each token, as processed and as the model gave them; empty if
-            they are not returned.
+        scores, logits: float32 ``[1, V]`` of each token, processed and raw; empty if they are not returned.
     """
 
     def __init__(
@@ -107,24 +106,22 @@ class ProcessedSample:
         return self._processors is not None
 
     def choose(self, output_ids: NDArray[np.int32], logits: Tensor, uniform: float) -> int:
-        """Process the scores, keep them, and take the best token or draw one; see ``HostSampler``."""
+        """Process and store the scores, and choose the best token or draw one; see ``HostSampler``."""
         assert self._processors is not None
-        # Ordinary tensors, which a caller may change and keep.
+        # Ordinary tensors, which a caller may modify and store.
         with torch.inference_mode(False), torch.no_grad():
             raw = logits.to(torch.float32, copy=True)[None]
             scores = _checked(self._processors(self._read(output_ids), raw), raw)
             self._keep(len(output_ids), scores, raw)
             best = float(scores.amax())
             if best == -math.inf or (self._draws and not math.isfinite(best)):
-                raise ValueError(
-                    f"expected processors to leave a token to choose, got a best score of {best}"
-                )
+                raise ValueError(f"expected processors to allow a token, got a best score of {best}")
             if self._draws:
                 return int(draw(scores, torch.tensor([uniform])))
             return int(scores.argmax(dim=-1))
 
     def ends(self, output_ids: NDArray[np.int32]) -> bool:
-        """Whether a criterion says that the sample is done."""
+        """Whether a criterion ends the sample."""
         if not self._criteria:
             return False
         with torch.inference_mode(False), torch.no_grad():
@@ -136,7 +133,7 @@ class ProcessedSample:
         return torch.cat([self._row, torch.tensor(output_ids).long()])[None]
 
     def _keep(self, number: int, scores: Tensor, raw: Tensor) -> None:
-        # A step that failed comes again.
+        # A failed step is repeated.
         if self._keeps_scores:
             self.scores[number:] = [scores]
         if self._keeps_logits:
@@ -155,18 +152,18 @@ def processors_for(
     """Return the processors of one sample, chosen and ordered by transformers itself.
 
     Args:
-        row: the prompt as given; all but its last ``prompt_len`` tokens are padding.
+        row: the prompt; all but its last ``prompt_len`` tokens are padding.
         number: index of the prompt among all prompts of the call.
 
     Raises:
-        ValueError: a value that a processor does not take.
+        ValueError: a value that a processor rejects.
     """
     config = _processor_config(asked, params, len(row))
     mask = torch.tensor([[0] * (len(row) - prompt_len) + [1] * prompt_len])
     has_counts = params.presence_penalty or params.frequency_penalty
     counts = [_CountPenalties(params, len(row))] if has_counts else []
     try:
-        # What ``generate`` itself calls: lists of our own would follow each version's order by hand.
+        # The same function as in ``generate``, since the order of processors depends on the version.
         processors = logits_processors(
             model,
             generation_config=config,
@@ -178,7 +175,7 @@ def processors_for(
             model_kwargs={"attention_mask": mask if prompt_len < len(row) else None},
         )
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"generation arguments that transformers does not take: {error}") from error
+        raise ValueError(f"generation arguments that transformers rejects: {error}") from error
     # In the order of the device's sampler: bias, penalties, filters.
     return LogitsProcessorList([*([_LogitBias(params)] if params.logit_bias else []), *processors])
 
