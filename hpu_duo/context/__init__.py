@@ -1,4 +1,4 @@
-"""Texts that are read once and asked many times."""
+"""Contexts: texts that are computed once, for many questions."""
 
 from hpu_duo.context.prefix_context import ContextModel, PrefixContext
 

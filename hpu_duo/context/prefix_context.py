@@ -1,4 +1,4 @@
-"""Texts that a model has read and keeps, for questions behind them."""
+"""Contexts: texts with cached keys and values, for questions about them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 class PrefixContext(NotPicklable):
-    """A text whose keys and values stay in the prefix cache of a model until ``close``.
+    """A text pinned in the prefix cache of a model until ``close``.
 
-    ``HPUDuoModel.prefill`` makes it, and ``generate(questions, context=...)`` asks. Full blocks of the text
-    are kept, and the rings behind them; the few tokens behind the last full block are computed with each
-    question. Any thread may use it. It closes as a context manager, and when nobody refers to it any more.
+    Created by ``HPUDuoModel.prefill``, used by ``generate(questions, context=...)``. Full blocks of the text
+    are cached, and the rings at their end; the few tokens after the last full block are computed with each
+    question. Any thread may use it. It closes as a context manager, and when it is garbage-collected.
 
     Args:
-        model: that keeps it.
+        model: of the prefix cache.
         document: the text.
         cache_salt: see ``SamplingParams.cache_salt``.
-        hold: what the engine keeps of the text.
+        hold: of the pinned prefix.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class PrefixContext(NotPicklable):
         return self._is_closed
 
     def prompt(self, question: str | Sequence[int]) -> list[int]:
-        """Return the token ids of the text with a question behind it, as ``generate`` serves them.
+        """Return the token ids of the text followed by a question, as in ``generate``.
 
         Token ids are appended as they are. A text is tokenised together with the document, so that tokens are
-        those of one text, unless that changes tokens that are kept: where a kept token would grow into the
-        question, and where the document was given as token ids, the question is tokenised alone, without
+        those of one text, unless that changes cached tokens: if a cached token would extend into the
+        question, and if the document was passed as token ids, the question is tokenised alone, without
         special tokens, and appended.
 
         Raises:
@@ -89,7 +89,7 @@ class PrefixContext(NotPicklable):
         return self._document.followed_by(more, self.num_held_tokens, self._model.tokenizer)
 
     def hold(self) -> PrefixHold:
-        """Return what the engine keeps of the text.
+        """Return the hold of the text.
 
         A step that fails leaves nothing in the cache. The text is then computed again.
 
@@ -108,7 +108,7 @@ class PrefixContext(NotPicklable):
             return self._hold
 
     def fork(self, more: str | Sequence[int]) -> PrefixContext:
-        """Read on behind the text; returns a longer context, which shares the blocks of this one.
+        """Extend the text; returns a longer context, which shares the blocks of this one.
 
         Args:
             more: text or token ids, see ``prompt``.
@@ -137,7 +137,7 @@ class PrefixContext(NotPicklable):
         return self._model is model
 
     def close(self) -> None:
-        """Let the model forget the text; questions that are under way go on. Closing twice is fine."""
+        """Unpin the text; running questions are not affected. Closing twice is fine."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -156,7 +156,7 @@ class PrefixContext(NotPicklable):
 
 
 class ContextModel(GenerativeModel):
-    """A model that reads a text once and is asked many times."""
+    """A model with contexts: texts that are computed once, for many questions."""
 
     def prefill(
         self,
@@ -165,10 +165,10 @@ class ContextModel(GenerativeModel):
         add_special_tokens: bool = True,
         cache_salt: str | None = None,
     ) -> PrefixContext:
-        """Read a text, and keep its keys and values for questions: ``generate(questions, context=...)``.
+        """Compute a text, and pin its keys and values for ``generate(questions, context=...)``.
 
-        It is served like any prompt, beside other requests, and stays in the cache until the context is
-        closed. Its blocks are then missing for others: a request that would not fit beside it is refused.
+        It is computed like any prompt, batched with other requests, and stays in the cache until the context
+        is closed. Its blocks are not available to others: a request that would not fit beside it is rejected.
 
         Args:
             document: a text, or the token ids of one. Several documents are several calls.
@@ -178,8 +178,8 @@ class ContextModel(GenerativeModel):
 
         Raises:
             ValueError: the document is empty, too long or no text, the model was loaded with
-                ``enable_prefix_caching=False``, or blocks or snapshots are too few beside other contexts and
-                what unfinished requests may need.
+                ``enable_prefix_caching=False``, or other contexts and unfinished requests leave too few
+                blocks or snapshots.
         """
         read = Document.read(document, self.tokenizer, add_special_tokens)
         return PrefixContext(self, read, cache_salt, self.engine.contexts.open(read.token_ids, cache_salt))

@@ -231,19 +231,19 @@ def _bytes(data: torch.Tensor) -> bytes:
 
 
 def _chunk_of(each: UnitTensor, chunk_bytes: int) -> int:
-    """Units that are copied at once."""
+    """Number of units that are copied at a time."""
     return max(1, chunk_bytes // each.unit_bytes)
 
 
 @dataclass(frozen=True)
 class SavedContext:
-    """A context in a file, checked against a model; its keys and values are read when they are asked for.
+    """A context in a file, validated against a model; its keys and values are read lazily.
 
     Attributes:
         path: of the file.
         document: the text.
         cache_salt: its salt.
-        chunk_bytes: most bytes that are read at once.
+        chunk_bytes: most bytes that are read at a time.
     """
 
     path: Path

@@ -275,7 +275,7 @@ def test_questions_that_fit_no_context_are_refused(tiny: Tiny) -> None:
         for questions, message in (
             (["a", [5]], "all texts or all token ids"),
             ([[]], "expected one text"),
-            ([""], "expected text behind"),
+            ([""], "expected text after"),
         ):
             with pytest.raises(ValueError, match=message):
                 served.generate(questions, context=context)  # type: ignore[arg-type]
