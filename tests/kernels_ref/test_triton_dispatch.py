@@ -246,7 +246,7 @@ BAD: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor], str]] = [
         "shared_blocks",
         "blocks.v",
         lambda x: x[:, :, ::2],
-        "expected the vectors .* of units.v to lie side by",
+        "expected the vectors .* of units.v to be contiguous",
     ),
     ("shared_blocks", "shared_reads", lambda x: x[:1], "expected shared_reads to have shape"),
     ("shared_blocks", "shared_start", lambda x: x[:0], "expected shared_start to have shape"),

@@ -128,6 +128,7 @@ def test_a_file_with_another_byte_gives_the_steps_before_it_and_says_where_it_is
         (b"", "got something else"),
         (b'{"shape": "c--/q1/s0/u0/l1", "count": 1}\n', "got something else"),
         (b"hpu-duo steps 2\n{}\n", "expected recorded steps of version 3 in .*, got version 2"),
+        (b"hpu-duo steps 4\n{}\n", "expected recorded steps of version 3 in .*, got version 4"),
         (b"hpu-duo steps 3\n", "got no step"),
         (b"hpu-duo steps 3\n%08x []\n" % zlib.crc32(b"[]"), "got no description"),
         (b"hpu-duo steps 3\n{}\n", "description of the engine is damaged: expected .*, got "),
