@@ -1,4 +1,4 @@
-"""Put an engine together from a checkpoint and a configuration."""
+"""Builds an engine from a checkpoint and a configuration."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def read_ranker(config: SchedulerConfig, vocab_size: int) -> Ranker | None:
         vocab_size: of the model that is served.
 
     Raises:
-        ValueError: the policy needs one and none is given, or it needs none; the ranker cannot be read, or
-            knows a smaller vocabulary.
+        ValueError: the policy needs one and none is set, or it needs none; the ranker cannot be read, or has
+            a smaller vocabulary.
     """
     name, directory = config.scheduling_policy, config.ranker
     if make_policy(name).needs_scores != (directory is not None):
@@ -110,7 +110,7 @@ def _check_length(config: EngineConfig, hf_config: Any) -> None:
     try:
         request_len(config, hf_config.get_text_config())
     except NoPositionsError:
-        # With max_model_len it might be refused all the same, which is said first.
+        # An error that max_model_len does not resolve is raised first.
         read_layers(build_without_weights(config.model.path, hf_config, torch.float32))
         raise
 
@@ -128,11 +128,11 @@ def assemble_around(
         model: in evaluation mode, with our attention function; changed in place: heads are reordered, linear
             weights packed on CPU, and rotary frequencies that depend on the text's length stay those of
             the longest request.
-        config: its path and dtype are not used, nor is the model that its head pattern was made for.
+        config: its path and dtype are not used, nor is the model of its head pattern.
 
     Raises:
-        ValueError: the model cannot be served, or the configuration does not fit it or this machine, or asks
-            for several ranks, each of which would need a part of the model.
+        ValueError: the model cannot be served, or the configuration does not fit it or this machine, or has
+            several ranks, each of which would need a part of the model.
     """
     if config.parallel.tensor_parallel_size > 1:
         raise ValueError(
@@ -157,16 +157,16 @@ def engine_around(
     tokenizer: PreTrainedTokenizerBase | None = None,
     seed: int = 0,
 ) -> Engine:
-    """Put requests and a scheduler around a device side.
+    """Create the engine of a device side: scheduler, intake and outputs.
 
     Raises:
-        ValueError: heads keep some classes of tokens first, and there is no tokenizer to tell them.
+        ValueError: a KV policy needs classes of tokens, and there is no tokenizer.
     """
     runner, blueprint, limits = side.runner, side.blueprint, side.limits
     vocab_size = side.hf_config.get_text_config().vocab_size
     if limits.uses_token_classes:
         if tokenizer is None:
-            raise ValueError("kv_policy 'fastgen' needs the model's tokenizer, which tells special tokens")
+            raise ValueError("kv_policy 'fastgen' needs the model's tokenizer, which has the special tokens")
         runner.builder.class_of = TokenClassifier(tokenizer).table(vocab_size)
     policy = make_policy(config.scheduler.scheduling_policy)
     scheduler = Scheduler(limits, _trimming(config, runner), policy)
@@ -183,5 +183,5 @@ def engine_around(
 def _trimming(config: EngineConfig, runner: Runner) -> Callable[[StepPlan], int] | None:
     if not config.scheduler.trim_chunks:
         return None
-    # A warm-up may give the runner another table.
+    # A warm-up may replace the runner's table.
     return lambda plan: ChunkTrimming(runner.graphs.table, config.block_size).num_postponed(plan)

@@ -88,10 +88,10 @@ def plan_memory(
 
 
 class _Snapshots:
-    """Answers how many snapshots of rings a plan has room for.
+    """Computes the number of snapshots of rings of a memory plan.
 
     Args:
-        cache: what the user asks for.
+        cache: settings of the user.
         plan: of the same layers.
     """
 
@@ -109,7 +109,7 @@ class _Snapshots:
         return replace(plan, num_snapshots=num)
 
     def within(self, kv_bytes: int) -> int:
-        """Return how many there are where all stores together take so many bytes."""
+        """Return the number of snapshots for a total size of all stores."""
         if self._asked is not None:
             return self._asked
         return default_snapshots_within(kv_bytes, self._row_bytes, self._max_num_seqs)
@@ -118,7 +118,7 @@ class _Snapshots:
 def _fitting(plan: MemoryPlan, free_bytes: int) -> MemoryPlan:
     if plan.total_bytes > free_bytes:
         raise ValueError(
-            f"the KV cache was asked to take {plan.total_bytes} bytes ({plan.num_blocks} blocks), "
+            f"the KV cache needs {plan.total_bytes} bytes ({plan.num_blocks} blocks), "
             f"but only {max(0, free_bytes)} bytes are free"
             + (f" beside {plan.graph_bytes} bytes for graphs" if plan.graph_bytes else "")
         )
@@ -128,7 +128,7 @@ def _fitting(plan: MemoryPlan, free_bytes: int) -> MemoryPlan:
 def with_frequencies(
     model: PreTrainedModel, layers: Sequence[DecoderLayer], heads: Sequence[HeadAssignment]
 ) -> tuple[HeadAssignment, ...]:
-    """Give heads with a budget the frequencies of their layer, where their policy needs them.
+    """Set the frequencies of heads with a budget, if their policy needs them.
 
     Raises:
         ValueError: the model has no plain rotary embedding in such a layer, or has no weights to try it with.
@@ -170,7 +170,7 @@ def request_len(config: EngineConfig, text_config: Any) -> int:
     with: no distance is. Prompts that are read whole have the distances of the text.
 
     Raises:
-        ValueError: see ``served_len``; or kept tokens and a chunk are more than the model's positions.
+        ValueError: see ``served_len``; or stored tokens and a chunk exceed the model's positions.
     """
     wanted = config.scheduler.max_model_len
     policy = None if config.cache.kv_policy is None else make_kv_policy(config.cache.kv_policy)
@@ -213,7 +213,7 @@ def chunk_bounds(score_bytes: int, device: torch.device, impl: Implementation) -
     """
     has_loops = device.type != "cpu" and impl in (Implementation.REFERENCE, Implementation.HPU)
     most_inline = MOST_INLINE if has_loops else None
-    # Masks take the place of scores where attention is one operator.
+    # Fused attention has masks instead of scores.
     return ChunkBounds(score_bytes=score_bytes, mask_bytes=score_bytes, most_inline=most_inline)
 
 
@@ -227,13 +227,13 @@ def choose_kernels(
     """The implementation of the attention parts.
 
     Args:
-        name: as asked for, see ``ModelConfig.attention``.
+        name: as configured, see ``ModelConfig.attention``.
         dtype: of the model.
 
     Raises:
-        ValueError: "sdpa" for a device other than CPU, or for a model with soft-capped scores; "triton"
-            where Triton cannot run, or for heads that its kernels are not made for; "hpu" where no fused
-            operator passes its trial; or fast softmax for kernels that have none.
+        ValueError: "sdpa" for a device other than CPU, or for a model with soft-capped scores; "triton" where
+            Triton cannot run, or for heads that its kernels do not support; "hpu" where no fused operator
+            passes its trial; or fast softmax for kernels that have none.
     """
     if name == "auto":
         chosen = _best_kernels(device, layers, dtype, softmax)
@@ -243,7 +243,7 @@ def choose_kernels(
         chosen = ChosenKernels(_asked_for(Implementation(name), device, layers), softmax)
     if softmax is Softmax.FAST and chosen.impl not in (Implementation.REFERENCE, Implementation.HPU):
         raise ValueError(
-            f"softmax 'fast' was asked for, but attention {chosen.impl.value!r} computes scores in float32: "
+            f"softmax 'fast' is not available: attention {chosen.impl.value!r} computes scores in float32: "
             "expected softmax 'exact', or attention 'reference' or 'hpu'"
         )
     return chosen
@@ -308,11 +308,11 @@ def _fused_kernels(
     device: torch.device, layers: tuple[DecoderLayer, ...], dtype: torch.dtype, softmax: Softmax
 ) -> ChosenKernels:
     if device.type != "hpu":
-        raise ValueError(f"attention 'hpu' is made of operators of a Gaudi, got device {str(device)!r}")
+        raise ValueError(f"attention 'hpu' needs operators of a Gaudi, got device {str(device)!r}")
     trial = _try_fused(device, layers, dtype, softmax)
     problems = "; ".join(trial.problems)
     if not trial.operators.names:
-        raise ValueError(f"attention 'hpu' was asked for, but none of its operators passes: {problems}")
+        raise ValueError(f"attention 'hpu' is not available: none of its operators passes: {problems}")
     if problems:
         _log.warning("attention 'hpu' does without some of its operators: %s", problems)
     return ChosenKernels(Implementation.HPU, softmax, trial.operators)
@@ -369,7 +369,7 @@ class Blueprint:
         """Choose the groups of heads of a model, and the kernels' parameters of its layers.
 
         Args:
-            model: whose rotary frequencies are fixed, see ``fix_served_len``.
+            model: with fixed rotary frequencies, see ``fix_served_len``.
             layers: as probed, or as read without data.
             device: where steps will run.
             chosen: the groups, if they have been chosen.
@@ -396,7 +396,7 @@ class Blueprint:
 
         Args:
             budget: of the device.
-            cache: what the stores may take; default: as the user has set it.
+            cache: limits of the stores; default: settings of the user.
             graph_bytes: set aside for graphs first.
 
         Raises:
@@ -412,7 +412,7 @@ class Blueprint:
         return StepTables(self.config, self.specs, *sizes, backend, self.device, is_padding)
 
     def build(self, model: PreTrainedModel, memory: MemoryPlan, live: LiveRows) -> tuple[KVStore, StepModel]:
-        """Allocate the stores, and put model and stores together; heads are in the order of their groups."""
+        """Allocate the stores, and attach them to the model; heads are in the order of their groups."""
         store = KVStore(memory, self.dtype, self.device)
         return store, StepModel(model, self.layers, self.specs, store.layers, live, store.row_tensors)
 
@@ -429,7 +429,7 @@ def fix_served_len(model: PreTrainedModel, config: EngineConfig) -> None:
 def _layer_spec(
     layer: DecoderLayer, groups: tuple[HeadGroup, ...], kernels: ChosenKernels, chunks: ChunkBounds
 ) -> LayerSpec:
-    """The kernels' description of a layer whose heads are in groups."""
+    """Return the kernels' description of a layer of grouped heads."""
     return LayerSpec(
         groups=groups,
         group_size=layer.call.num_heads // layer.call.num_kv_heads,

@@ -107,7 +107,7 @@ _log = logging.getLogger(__name__)
 _ROW_BYTES = 256
 """Room in a message for the sampling parameters of a row."""
 _MESSAGE_BYTES = 1 << 13
-"""Room for the rest of a message: shapes, names and sizes."""
+"""Bytes of the rest of a message: shapes, names and sizes."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ class DeviceSide:
 
     Attributes:
         runner: runs them.
-        blueprint: what it was built from.
-        limits: what steps may hold.
+        blueprint: of the engine.
+        limits: of steps.
         hf_config: transformers' configuration of the whole model, also where ranks share it.
     """
 
@@ -202,10 +202,10 @@ class DeviceSide:
 
 
 def _agreed(memory: MemoryPlan, blueprint: Blueprint, tables: StepTables, shared: Shared) -> MemoryPlan:
-    """The plan with the fewest blocks and snapshots of any rank, with which all make the same steps."""
+    """Return the plan with the fewest blocks and snapshots of any rank, for equal steps on all ranks."""
     membership = shared.membership
     plans: list[MemoryPlan] = membership.collect(memory)
-    # A rank without heads that need them has room for any number, and keeps nothing.
+    # A rank without heads that need them fits any number.
     with_blocks = [plan for plan in plans if plan.uses_blocks] or plans
     memory = replace(
         memory,
@@ -231,7 +231,7 @@ def _agreed(memory: MemoryPlan, blueprint: Blueprint, tables: StepTables, shared
 
 
 def _plan_memory(blueprint: Blueprint, budget: DeviceBudget, tables: StepTables) -> MemoryPlan:
-    """Plan the stores beside the memory of graphs, which is asked for or estimated."""
+    """Plan the stores after reserving memory for graphs, which is configured or estimated."""
     asked = blueprint.config.graph.memory_bytes
     if asked is not None:
         return blueprint.memory(budget, graph_bytes=asked)
@@ -301,7 +301,7 @@ def _make_executor(
         exchanges=exchanges,
     )
     if shared is not None:
-        # One broadcast a step, unless masks or histories of penalties make a message longer than that.
+        # One broadcast per step, unless masks or histories of penalties exceed that.
         rows = executor.largest.num_logits * geometry.decode_len
         shared.membership.link.reserve(executor.inputs.buffer.nbytes + rows * _ROW_BYTES + _MESSAGE_BYTES)
     return executor

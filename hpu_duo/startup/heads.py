@@ -62,10 +62,10 @@ class Kinds(NamedTuple):
     """Kinds of the heads that do not see all tokens.
 
     Attributes:
-        slack: slots of a ring beside those of its window.
+        slack: slots of a ring beyond its window.
         budget: kind of the heads that would stream under the pattern, or of all heads without one.
-        rules: kinds of the same heads, which keep all tokens then.
-        max_ring_window: longest window of a layer that is kept in rings; None = any.
+        rules: kinds of the same heads, which store all tokens then.
+        max_ring_window: longest window of a layer that is stored in rings; None = any.
         planned: instead of budget and rules, the kind of each head of each layer.
     """
 
@@ -85,7 +85,7 @@ class Kinds(NamedTuple):
     ) -> tuple[np.ndarray, tuple[HeadGroup, ...]]:
         """Return the number of each head's group, and the groups, of a layer.
 
-        A layer with a sliding window streams with all heads and no sink, whatever else is said of it.
+        A layer with a sliding window streams with all heads and no sink, whatever other settings are.
 
         Args:
             index: of the layer.
@@ -100,7 +100,7 @@ class Kinds(NamedTuple):
         return self.of_layer(streams, window)
 
     def of_window(self, num_heads: int, length: int) -> tuple[HeadGroup, ...]:
-        """Return the one group of a layer whose heads all have a sliding window."""
+        """Return the one group of a layer with a sliding window."""
         window = Window(0, length)
         if self.max_ring_window is not None and length > self.max_ring_window:
             return sparse_groups([Blocks(window)] * num_heads)[1]
@@ -182,7 +182,7 @@ def resolve_pattern(
     Args:
         max_len: tokens of a request.
         device: where layers will run; decides ``max_layer_kinds`` where that is open.
-        num_ranks: ranks that hold equally many of the retrieval heads of each layer.
+        num_ranks: ranks with equally many of the retrieval heads of each layer.
 
     Returns:
         None when every head is a retrieval head.
@@ -206,12 +206,12 @@ def _of_few_kinds(
     max_len: int,
     device: torch.device,
 ) -> HeadPattern:
-    """The pattern with the fewest promoted heads such that the rule holds."""
+    """Return the pattern with the fewest promoted heads that satisfies the rule."""
     structures = [_structure(layer, max_len) for layer in layers]
     if rule.max_kinds is None and device.type == "hpu":
         rule = replace(rule, max_kinds=max(HPU_LAYER_KINDS, len(set(structures))))
     kept = [count for count, _ in pattern.head_counts]
-    # What a pattern says of a layer whose heads all have a window is not looked at.
+    # The pattern is ignored for layers with a sliding window.
     has_window = [_has_window(layer, max_len) for layer in layers]
     needed = [0 if windowed else count for windowed, count in zip(has_window, kept)]
     chosen = fewest_promotions(needed, rule, structures)
@@ -254,7 +254,7 @@ def _binarised(heads: HeadConfig, layers: tuple[DecoderLayer, ...]) -> HeadPatte
 
 
 def _structure(layer: DecoderLayer, max_len: int) -> Hashable:
-    """Return a key that tells layers apart besides their numbers of heads."""
+    """Return the key of a layer's structure, besides its numbers of heads."""
     call = layer.call
     window = call.sliding_window if _has_window(layer, max_len) else None
     attention = (call.num_heads, call.num_kv_heads, call.head_dim, call.scale, call.softcap, window)
@@ -274,7 +274,7 @@ def check_pattern(heads: HeadConfig, model: str | Path) -> tuple[str, ...]:
         Notes for the user where there is nothing to compare.
 
     Raises:
-        ValueError: the pattern was made for another model, or it cannot be read.
+        ValueError: the pattern is of another model, or it cannot be read.
     """
     if heads.pattern is None:
         return ()
@@ -297,8 +297,8 @@ def assign_heads(
 ) -> list[HeadAssignment]:
     """The groups of heads of each layer, and their order.
 
-    A sliding-window layer streams with all heads and no sink, whatever the pattern says of it;
-    unless its window is no shorter than any request, for then it is a layer of full attention.
+    A sliding-window layer streams with all heads and no sink, whatever the pattern; unless its window is no
+    shorter than any request, for then it is a layer of full attention.
     """
     assigned: list[HeadAssignment] = []
     for index, layer in enumerate(layers):
@@ -314,7 +314,7 @@ def assign_heads(
 
 
 def check_context_parallel(num_kv_heads: int, num_ranks: int) -> None:
-    """Refuse to deal blocks of a layer over more ranks than it has key/value heads.
+    """Raise ValueError for context-parallel blocks over more ranks than a layer has key/value heads.
 
     Raises:
         ValueError: it has fewer.
@@ -333,9 +333,9 @@ class Shares:
     Attributes:
         ranks: this rank among all.
         group: name of the ranks' process group.
-        deals_blocks: whether each rank keeps a part of the tokens of all heads that keep blocks. Ranks then
-            have equally many heads of a layer, and not equally many of each group.
-        is_planned: whether a KV plan names what each head keeps; the same goes for it.
+        deals_blocks: whether blocks are context-parallel: each rank stores a part of the tokens of all heads.
+            Ranks then have equally many heads of a layer, and not equally many of each group.
+        is_planned: whether a KV plan sets the kind of each head; the same applies to it.
     """
 
     ranks: Ranks
@@ -365,7 +365,7 @@ class Shares:
         return RankHeads.of(groups, num_heads, ranks, is_even=self._is_even)
 
     def assignment(self, index: int, whole: HeadAssignment, layer: DecoderLayer) -> HeadAssignment:
-        """Return the groups of the rank, whose heads were loaded in their order.
+        """Return the groups of the rank, with heads in loaded order.
 
         Args:
             index: of the layer.
@@ -375,7 +375,7 @@ class Shares:
         layout = HeadLayout(tuple(range(layer.call.num_kv_heads)), layer.call.num_heads)
         num_kv_heads = whole.layout.num_kv_heads
         if num_kv_heads < self.ranks.size:
-            # Neighbours hold copies of the same one.
+            # Neighbours have copies of the same one.
             nums = [1] * len(whole.groups)
         else:
             sizes = [each.num_heads for each in whole.groups]
@@ -391,7 +391,7 @@ class Shares:
     def _ranks(self, index: int, num_kv_heads: int) -> Ranks:
         """This rank among all, as heads of a layer are dealt: under a plan another one is first each time.
 
-        So no rank has more of the heads that keep most in all layers, where ranks do not share them evenly.
+        So that no rank has the heads with most tokens of all layers, if they are not shared evenly.
         """
         rank, size = self.ranks.rank, self.ranks.size
         is_turned = self.is_planned and not self.deals_blocks and num_kv_heads >= size
@@ -412,7 +412,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class SizedHeads:
-    """Keys and values of heads under an engine's options, by the rules that the engine goes by.
+    """Keys and values of heads by an engine's options, with the rules of the engine.
 
     Attributes:
         config: with a KV policy or a KV plan; the model's files are not read.
@@ -437,14 +437,14 @@ class SizedHeads:
         return f"{int(cache.kv_budget):,} tokens under {cache.kv_policy}"
 
     def kv_layers(self, model: ModelSize, counts: Sequence[int], max_len: int) -> tuple[LayerKV, ...]:
-        """Keys and values that each layer keeps.
+        """Keys and values that each layer stores.
 
         Args:
             counts: heads of each layer that see all tokens, if no plan names them.
             max_len: tokens of the longest request, of which a budget may be a share.
 
         Raises:
-            ValueError: what the engine refuses.
+            ValueError: as the engine.
         """
         config = self.config
         slack = ring_slack(config.scheduler.decode_len)

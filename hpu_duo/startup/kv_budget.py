@@ -20,7 +20,7 @@ from hpu_duo.option_spec import call_with_options
 from kernels_ref import Blocks, Budget, ChosenBlocks, GroupKind, HeadGroup, KVPolicy, Rings, WholePrompts
 
 _CHUNK = 512
-"""Tokens of a chunk unless told: scores of a chunk are computed twice, and decodes wait for it."""
+"""Default tokens of a chunk: scores of a chunk are computed twice, and decodes wait for it."""
 
 
 def resolve_kv_budget(config: EngineConfig, max_len: int) -> Budget | None:
@@ -30,8 +30,8 @@ def resolve_kv_budget(config: EngineConfig, max_len: int) -> Budget | None:
         max_len: most tokens of a request, of which a budget may be a share.
 
     Raises:
-        ValueError: the policy is unknown, the budget too small for it, chunks do not fit a step, or the
-            engine is asked for something that budgets do not serve.
+        ValueError: the policy is unknown, the budget too small for it, chunks do not fit a step, or another
+            setting does not support budgets.
     """
     cache = config.cache
     if cache.kv_policy is None or cache.kv_budget is None:
@@ -102,7 +102,7 @@ def _chunk(config: EngineConfig) -> int:
 
 
 def longest_chunk(config: EngineConfig) -> int:
-    """Return the most tokens of a chunk for a step to hold all chunks and a token of each other request."""
+    """Return the most tokens of a chunk, for a step with all chunks and a token of each other request."""
     scheduler = config.scheduler
     spare = scheduler.max_num_batched_tokens - scheduler.max_num_seqs
     return spare // _chunk_rows(config) + 1
@@ -113,12 +113,12 @@ def _chunk_rows(config: EngineConfig) -> int:
 
 
 def _needed_for_one_step(config: EngineConfig, max_len: int) -> int:
-    """Tokens of a step that holds the longest prompt, and a token of each other request."""
+    """Return the tokens of a step with the longest prompt, and a token of each other request."""
     return max_len + config.scheduler.max_num_seqs - 1
 
 
 def _check_whole_in_chunks(config: EngineConfig, policy: KVPolicy, max_len: int, chunk: int) -> None:
-    """Refuse policies that have to see more queries at the end of a prompt than a chunk has."""
+    """Raise ValueError for policies that observe more queries at the end of a prompt than a chunk has."""
     if policy.num_ahead:
         raise ValueError(
             f"kv_policy={policy.name!r} counts all queries of a whole prompt: expected kv_chunk=None and "
@@ -134,7 +134,7 @@ def _check_whole_in_chunks(config: EngineConfig, policy: KVPolicy, max_len: int,
 
 
 def _check_supported(config: EngineConfig, name: str, policy: KVPolicy) -> None:
-    """Refuse what heads with a budget do not serve."""
+    """Raise ValueError for settings that heads with a budget do not support."""
     refused = {
         "retrieval_parallel='heads'": config.parallel.deals_blocks and policy.pools_heads,
         "decode_len=1": config.scheduler.decode_len > 1,
@@ -157,12 +157,12 @@ def resolve_kv_plan(
     Args:
         num_kv_heads: KV heads of each layer.
         max_len: most tokens of a request.
-        slack: slots of a ring beside those of its window.
+        slack: slots of a ring beyond its window.
         device: where layers will run; kinds of layers are counted on HPU.
 
     Raises:
-        ValueError: the plan does not fit the model, names no policy, or the engine is asked for something
-            that plans do not go with.
+        ValueError: the plan does not fit the model, names an unknown policy, or another setting does not
+            support plans.
     """
     plan = read_kv_plan(config)
     if plan is None:
@@ -213,7 +213,7 @@ def planned_groups(kinds: Sequence[GroupKind]) -> tuple[np.ndarray, tuple[HeadGr
 
 
 def check_shared(parallel: ParallelConfig, layers: Iterable[Sequence[HeadGroup]]) -> None:
-    """Refuse groups under a plan that ranks cannot deal out: those whose scores they sum have to be even.
+    """Raise ValueError for groups of a plan that cannot be sharded: those with summed scores have to be even.
 
     Raises:
         ValueError: there is one; the message names its layer.
@@ -249,7 +249,7 @@ def _check_num_kinds(
             f"expected a kv_plan of at most max_layer_kinds={most} kinds of layers, got {num_kinds}"
         )
     if device.type == "hpu" and num_kinds > HPU_LAYER_KINDS:
-        _log.warning("the kv_plan makes %d kinds of layers, each compiled for every bucket", num_kinds)
+        _log.warning("the kv_plan has %d kinds of layers, each compiled for every bucket", num_kinds)
 
 
 HeadRules: TypeAlias = tuple[GroupKind, ...]
@@ -263,7 +263,7 @@ def resolve_attention_rules(config: EngineConfig, device: torch.device) -> HeadR
     """Return the kinds of the heads that would stream under a pattern, or of all; None without a rule.
 
     Raises:
-        ValueError: a rule is unknown, or the engine is asked for something that rules do not go with.
+        ValueError: a rule is unknown, or another setting does not support rules.
     """
     text = config.heads.attention_rule
     if text is None:
@@ -302,7 +302,7 @@ def _rule_kind(config: EngineConfig, rule: Rule | TopBlocks | None) -> GroupKind
 
 
 def resolve_max_ring_window(config: EngineConfig) -> int | None:
-    """Return the longest window of a layer that is kept in rings; None = any.
+    """Return the longest window of a layer that is stored in rings; None = any.
 
     Raises:
         ValueError: several ranks would share the layers.

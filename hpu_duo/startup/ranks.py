@@ -34,16 +34,16 @@ from hpu_duo.device.ranks import MEETING_S, Membership, RankError, Ranks, Sent, 
 from hpu_duo.engine.orders import WARM_UP_ORDERS, Order, Stop
 
 _END_S = 3.0
-"""Seconds in which ranks that have said that they end do so."""
+"""Timeout in seconds for ranks that have announced their end."""
 _LOOK_S = 0.02
 
 
 class EarlyEnd(NamedTuple):
-    """The end of a rank that had not come to rank 0 yet.
+    """The end of a rank that had not connected to rank 0 yet.
 
     Attributes:
         rank: number of the rank.
-        told: what it has left.
+        told: its report.
     """
 
     rank: int
@@ -51,11 +51,11 @@ class EarlyEnd(NamedTuple):
 
 
 class Launch(Protocol):
-    """The processes of all ranks but 0, as rank 0 knows them."""
+    """The processes of the worker ranks, on rank 0."""
 
     @property
     def store(self) -> dist.Store:
-        """The store that ranks meet at."""
+        """The rendezvous store of the ranks."""
         ...
 
     @property
@@ -64,19 +64,19 @@ class Launch(Protocol):
         ...
 
     def early_end(self) -> EarlyEnd | None:
-        """A rank that has ended, as far as that is known here."""
+        """Return a rank that has ended, if known here."""
         ...
 
     def end_of(self, rank: int) -> str:
-        """Say how the process of a rank has ended, which it has."""
+        """Describe how the process of a rank has ended."""
         ...
 
     def kill(self) -> None:
-        """End the processes at once, if they are this one's."""
+        """Kill the processes, if they are children of this one."""
         ...
 
     def close(self) -> None:
-        """Let go of what the launch holds; the ranks have ended."""
+        """Release the resources of the launch, after the ranks have ended."""
         ...
 
 
@@ -143,7 +143,7 @@ class OwnLaunch:
         try:
             started.result()
         except BaseException:
-            # The caller may have been interrupted while ranks start; no more are to come.
+            # The caller may have been interrupted while ranks start; no more are started.
             self._is_closed.set()
             thread.join()
             raise
@@ -187,7 +187,7 @@ class TorchrunLaunch:
     Args:
         device: name of the device, as the user gave it.
         launched: this rank.
-        timeout_s: most seconds until ranks meet.
+        timeout_s: of the rendezvous.
 
     Raises:
         ValueError: there are fewer devices than ranks on this machine, or one was named for all.
@@ -212,11 +212,11 @@ class TorchrunLaunch:
         """Do nothing: ranks end when rank 0's heartbeats do, and the launcher sees to it."""
 
     def close(self) -> None:
-        """Do nothing: the launcher keeps what there is."""
+        """Do nothing: the launcher owns the resources."""
 
 
 def until(is_so: Callable[[], bool], seconds: float) -> bool:
-    """Wait for something that another thread does; says whether it has come."""
+    """Wait for a condition set by another thread; returns whether it is set."""
     end = time.monotonic() + seconds
     while not is_so():
         if time.monotonic() > end:
@@ -234,16 +234,17 @@ def _kind(device: str) -> str:
 
 _SETTLE_S = 0.3
 _NAMING_S = 3.0
-"""Seconds in which ranks whose peers notice the end of another one report their errors."""
+"""Seconds to collect the errors of ranks after the end of one."""
 _MARGIN_S = 5.0
-"""Seconds that an exchange waits for longer than a silent rank is waited for, so that silence comes first."""
+"""Seconds by which the timeout of an exchange exceeds that of a silent rank, so that silence is detected
+first."""
 
 
 class LedRanks:
-    """The ranks behind rank 0; see ``WorkerRanks``.
+    """The worker ranks, on rank 0; see ``WorkerRanks``.
 
-    A rank that ends, or gives no sign of life, ends the others, and every order from then on is refused with
-    an error that names it.
+    If a rank ends, or sends no heartbeat, the others are stopped, and every later order raises an error that
+    names it.
 
     Args:
         launch: of their processes.
@@ -281,14 +282,14 @@ class LedRanks:
         return self._launch
 
     def join(self, backend: str, device: torch.device) -> Membership:
-        """Join the others as rank 0, when all have come.
+        """Join the process group as rank 0, once all ranks are connected.
 
         Raises:
-            RankError: a rank has failed, or has not come in time.
+            RankError: a rank has failed, or has not connected in time.
         """
         if not until(lambda: not self._heartbeats.missing or self._broken is not None, MEETING_S):
             names = ", ".join(map(str, self._heartbeats.missing))
-            raise self._break(f"expected rank(s) {names} to come within {MEETING_S:.0f} s, and none has")
+            raise self._break(f"expected rank(s) {names} to connect within {MEETING_S:.0f} s, got none")
         if self._broken is not None:
             raise self._broken
         try:
@@ -321,7 +322,7 @@ class LedRanks:
             return error
         words = f"{type(error).__name__}: {error}"
         if may_follow(error):
-            # Who fails first tells of it, while others see only that its connection is closed.
+            # The first rank to fail reports its error, while others see a closed connection.
             trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             self._own = Report(0, words, trace, may_follow=True)
             until(lambda: self._broken is not None, 2 * _NAMING_S)
@@ -355,7 +356,7 @@ class LedRanks:
                 self.membership.link.send(Stop())
             until(lambda: self._heartbeats.have_ended or self._heartbeats.has_silent, _NAMING_S)
             if not self._heartbeats.have_ended:
-                # Whoever leaves the group waits for nobody who is stopped or hangs.
+                # Leaving the group must not wait for ranks that are stopped or hang.
                 self._launch.kill()
         else:
             self._launch.kill()
@@ -398,7 +399,7 @@ class LedRanks:
             self._heartbeats.close()
 
     def _judge(self, signs: Signs, seconds: float) -> None:
-        """Name the rank that has failed first, so many seconds after something went wrong."""
+        """Return the error of the rank that failed first, some seconds after a failure."""
         if seconds < _SETTLE_S:
             return
         found = blamed(signs, self._timeout_s, is_all=seconds > _NAMING_S)
@@ -411,16 +412,16 @@ class LedRanks:
 def joined_as(
     ranks: Ranks, backend: str, store: dist.Store, device: torch.device, timeout_s: float
 ) -> Iterator[Membership]:
-    """Join the others; exchanges wait for longer than it takes to notice that a rank is silent."""
+    """Join the process group; the timeout of exchanges exceeds that of a silent rank."""
     with joined(ranks, backend, store, device, timeout_s + _MARGIN_S) as membership:
         yield membership
 
 
 @contextmanager
 def heartbeat_to_rank_0(rank: int, store: dist.Store, timeout_s: float) -> Iterator[Heartbeat]:
-    """Give signs of life as any rank but 0; errors that leave the context are reported to rank 0."""
+    """Context manager that sends heartbeats of a worker rank, and reports errors to rank 0."""
     heartbeat = Heartbeat(rank, store, timeout_s)
-    # Rank 0 says when to end: whoever stops all processes at once wants calls under way to end first.
+    # Rank 0 decides when to end: a signal to all processes must let running calls end first.
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)

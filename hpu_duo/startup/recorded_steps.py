@@ -1,4 +1,4 @@
-"""Steps recorded to a file, and the engine that they come from."""
+"""Recordings of steps in a file, with a description of their engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hpu_duo.sampling import SamplingBatch, SamplingRoute
 from hpu_duo.startup.warm_up_estimate import configuration_of, versions_of
 
 VERSION = 3
-"""Version of the format; others are refused."""
+"""Version of the format; others are an error."""
 
 _FORMAT = b"hpu-duo steps "
 _INTS, _FLOATS = np.dtype("<i4"), np.dtype("<f4")
@@ -65,8 +65,8 @@ class StepLog:
         """Yield the steps in order.
 
         Raises:
-            CutLogError: the last step has no end, as that of a process that was killed while writing; behind
-                all whole steps.
+            CutLogError: the last step is incomplete, as of a process that was killed while writing; raised
+                after all complete steps.
             ValueError: the file cannot be read, or a step is damaged; the message names which.
         """
         with _opened(self.path) as file:
@@ -115,11 +115,11 @@ class StepRecorder:
     """Writes steps to a file, from an engine's first one on.
 
     Args:
-        path: made anew; an older recording is replaced.
+        path: created; an older recording is replaced.
         origin: returns the description of the engine; called with the first step.
 
     Raises:
-        ValueError: the file cannot be written, or holds something else than recorded steps.
+        ValueError: the file cannot be written, or is no recording.
     """
 
     def __init__(self, path: str | Path, origin: Callable[[], Mapping[str, Any]]) -> None:
@@ -227,10 +227,10 @@ def _check(found: bytes, written: bytes) -> None:
 
 
 def _step(head: bytes, file: BinaryIO) -> LoggedStep:
-    """A step whose first line has been read.
+    """Read the rest of a step after its first line.
 
     Raises:
-        CutLogError: the file ends inside of it.
+        CutLogError: the file ends within it.
         ValueError: it is damaged.
     """
     parts = json.loads(_unsealed(head))
@@ -282,7 +282,7 @@ def origin_of(engine: Engine, config: EngineConfig) -> dict[str, Any]:
     """Describe an engine, as JSON has it.
 
     Args:
-        config: what it was loaded from.
+        config: of the engine.
 
     Returns:
         A mapping with: ``fingerprint``, all that must be equal, flat; ``versions`` of software, with which
@@ -368,11 +368,11 @@ def options_of(origin: Mapping[str, Any]) -> dict[str, Any]:
             options["kv_plan"] = KVPlan.from_dict(options["kv_plan"])
         return options
     except (KeyError, TypeError) as error:
-        raise ValueError(f"expected recorded steps to say how they are replayed, got {error}") from error
+        raise ValueError(f"expected recorded steps with the options of their engine, got {error}") from error
 
 
 def check_origin(origin: Mapping[str, Any], engine: Engine, model: str | Path) -> None:
-    """Raise ValueError unless steps of this origin can be carried out by an engine."""
+    """Raise ValueError unless steps of this origin can be executed by an engine."""
     # As JSON has it: tuples are lists there.
     expected, got = origin.get("fingerprint", {}), json.loads(json.dumps(fingerprint_of(engine, model)))
     differing = [
@@ -387,7 +387,7 @@ def check_origin(origin: Mapping[str, Any], engine: Engine, model: str | Path) -
 
 
 def differing_versions(origin: Mapping[str, Any], engine: Engine) -> list[str]:
-    """List software whose version is not the recorded one, with which tokens may differ."""
+    """List software with another version than the recorded one, with which tokens may differ."""
     before, now = origin.get("versions", {}), versions_of(engine.runner.runtime)
     return [f"{name} {before[name]}, now {now.get(name)}" for name in before if before[name] != now.get(name)]
 

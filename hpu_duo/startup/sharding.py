@@ -1,4 +1,4 @@
-"""Start an engine whose model several ranks share: what they share, and what they must have alike."""
+"""Starts an engine of several ranks: choice of the sharding, and checks that all ranks agree."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _log = logging.getLogger(__name__)
 
 
 def settled(config: EngineConfig) -> EngineConfig:
-    """Return a configuration whose ``retrieval_parallel`` is no longer "auto"; others as they are.
+    """Return a configuration with ``retrieval_parallel`` resolved.
 
     Raises:
         ValueError: the checkpoint's configuration cannot be read, or the head pattern does not fit it.
@@ -77,7 +77,7 @@ def settled(config: EngineConfig) -> EngineConfig:
 
 
 def captures_exchanges(config: EngineConfig) -> bool:
-    """Whether the capture backend takes layers whose blocks are dealt over ranks.
+    """Whether the capture backend supports layers with context-parallel blocks.
 
     Torch's compiler for CPUs writes its outer code in C++, which has no form for gathers.
     """
@@ -110,7 +110,7 @@ def _faster(config: EngineConfig) -> str:
     best = min(seconds, key=seconds.__getitem__)
     _log.info(
         "retrieval_parallel=%s: decodes of %d request(s) of %d tokens are predicted to take %.1f ms by heads "
-        "and %.1f ms by context, by the cost model of %s, which nobody has measured",
+        "and %.1f ms by context, by the cost model of %s, which is not measured",
         *(best, num_requests, context, 1e3 * seconds["heads"], 1e3 * seconds["context"], hardware.title),
     )
     return best
@@ -152,7 +152,7 @@ class _Choice:
         )
 
     def count_requests(self, context: int) -> int:
-        """Return how many requests run at once: 1 or more, and as many as fit on the devices."""
+        """Return how many requests run at a time: 1 or more, as many as fit on the devices."""
         most, num_devices = self._config.scheduler.max_num_seqs, self._config.parallel.tensor_parallel_size
         plan = MemoryPlan(self._kv, Format.BF16.num_bytes, self._config.block_size, 1, 1)
         try:
@@ -162,7 +162,7 @@ class _Choice:
         return max(1, min(most, budget // max(1, plan.bytes_per_request(context))))
 
     def decode_s(self, num_requests: int, context: int) -> float:
-        """Return the predicted seconds of a decode of so many requests."""
+        """Return the predicted seconds of a decode of a number of requests."""
         parallel, scheduler = self._config.parallel, self._config.scheduler
         work = EngineWork(
             self._size,
@@ -181,7 +181,7 @@ class _Choice:
 
 
 _OF_ITS_OWN = ("path", "pattern", "kv_plan", "ranker")
-"""Settings that may differ: places of files, whose contents are compared, or that rank 0 alone reads."""
+"""Settings that may differ: paths of files, which are compared by content, or read by rank 0 only."""
 
 
 def check_alike(config: EngineConfig, runtime: DeviceRuntime, membership: Membership) -> None:
@@ -225,7 +225,7 @@ def check_same_plan(plan: KVPlan | None, membership: Membership) -> None:
 
 
 def plan_digest(plan: KVPlan | None) -> str:
-    """Return a digest of what each head keeps."""
+    """Return a digest of the kinds of heads."""
     return "no plan" if plan is None else hashlib.sha256(repr(plan.as_dict()).encode()).hexdigest()
 
 
@@ -243,7 +243,7 @@ def settings_of(config: EngineConfig) -> dict[str, str]:
 def _text(value: Any) -> str:
     if isinstance(value, BucketTable):
         return f"a table of {len(value)} buckets, {hashlib.sha256(str(list(value)).encode()).hexdigest()}"
-    # A capture backend of the user's own, which would be told by its address.
+    # A custom capture backend, which has no stable representation.
     return str(getattr(value, "name", value))
 
 
@@ -296,13 +296,13 @@ class Followed(SystemExit):
 
 
 def build_led(config: EngineConfig) -> DeviceSide:
-    """Start the other ranks, or meet those that a launcher has started, and build the share of the first one.
+    """Start the worker ranks, or join those of a launcher, and build the shard of rank 0.
 
     Raises:
-        ValueError: the model cannot be shared by so many ranks, or the configuration does not fit it, or the
-            launcher's variables do not.
+        ValueError: the model cannot be sharded over the ranks, or does not fit the configuration or the
+            launcher's variables.
         RankError: a rank could not be started.
-        Followed: this process is another rank than the first, and all have come to their end.
+        Followed: this process is a worker rank, and all ranks have ended.
     """
     _check_shared(config)
     size, timeout_s = config.parallel.tensor_parallel_size, config.parallel.timeout_s
@@ -332,7 +332,7 @@ def build_led(config: EngineConfig) -> DeviceSide:
 
 
 def _check_shared(config: EngineConfig) -> None:
-    """Refuse what cannot be shared before processes start."""
+    """Raise ValueError for models that cannot be sharded, before processes start."""
     path, ranks = config.model.path, Ranks(0, config.parallel.tensor_parallel_size)
     hf_config = read_config(path)
     check_plan(hf_config)
@@ -352,7 +352,7 @@ def _check_shared(config: EngineConfig) -> None:
         if not captures_exchanges(config):
             raise ValueError(
                 "expected graphs other than 'compile' on a CPU for retrieval_parallel='context': torch's "
-                "compiler does not take gathers between ranks there"
+                "compiler does not support gathers between ranks there"
             )
 
 
@@ -366,12 +366,12 @@ def follow_rank_0(member: Member, config: EngineConfig) -> None:
 
 
 def _follow(ranks: Ranks, local_rank: int, store: dist.Store, config: EngineConfig) -> None:
-    """Build the share of any rank but 0, and do what rank 0 says, to the end."""
+    """Build the shard of a worker rank, and execute the orders of rank 0 until the end."""
     timeout_s = config.parallel.timeout_s
     with heartbeat_to_rank_0(ranks.rank, store, timeout_s) as heartbeat:
         place = Place.of(config, local_rank)
         backend = place.runtime.collectives()
-        # Told before the others can notice that this rank has left the group.
+        # Reported before the others can detect that this rank has left the group.
         with joined_as(ranks, backend, store, place.device, timeout_s) as membership, heartbeat.reporting():
             side = build_share(config, place, membership, None)
             follow(membership.link, side.runner, heartbeat.count)

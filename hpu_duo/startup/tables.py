@@ -228,7 +228,7 @@ class WorkingMemory(Enum):
     """Memory of the intermediates of a graph's step.
 
     ``NONE``: they are allocated in each step. ``SHARED``: in a pool as large as the largest graph needs.
-    ``OWN``: each graph keeps its own.
+    ``OWN``: each graph has its own.
     """
 
     NONE = "none"
@@ -238,7 +238,7 @@ class WorkingMemory(Enum):
 
 @dataclass(frozen=True)
 class Kept:
-    """Memory that one kind of graph keeps beside its results.
+    """Memory of one kind of graph besides its results.
 
     Attributes:
         code_bytes: bytes of the code of one unit.
@@ -253,11 +253,11 @@ class Kept:
 
 KEPT = {
     "eager": Kept(0, False, WorkingMemory.NONE),
-    # Measured with small Llamas on a CPU, which holds generated code in host memory.
-    # A list of calls and the programs in it; less than 1 MiB for small Llamas.
+    # Measured with small Llamas on a CPU, with generated code in host memory. A list of calls and the
+    # programs in it; less than 1 MiB for small Llamas.
     "replay": Kept(1 << 20, False, WorkingMemory.NONE),
     "compile": Kept(12 << 20, True, WorkingMemory.NONE),
-    # A graph holds some 64 KiB of kernel arguments per launch with older drivers, far less with newer ones.
+    # A graph has some 64 KiB of kernel arguments per launch with older drivers, far less with newer ones.
     "cuda": Kept(4 << 20, False, WorkingMemory.SHARED),
     "hpu-sim": Kept(0, False, WorkingMemory.NONE),
     "hpu-compile": Kept(0, False, WorkingMemory.OWN),

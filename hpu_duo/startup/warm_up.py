@@ -37,7 +37,7 @@ from hpu_duo.startup.warm_up_estimate import (
 
 @dataclass(frozen=True)
 class GivenBuckets:
-    """A table of buckets, and the manifest that it comes from, if any.
+    """A table of buckets, and its manifest, if any.
 
     Attributes:
         table: the buckets; None leaves the choice to the capture backend.
@@ -68,10 +68,10 @@ class GivenBuckets:
         """Fill in the settings that a configuration leaves open with those of the manifest.
 
         The number of blocks, for example, would otherwise follow from the memory that happens to be free. The
-        result also has the table in place of its file, and says whose cost function ranks it.
+        result also has the table in place of its file, and the cost function that ranks it.
 
         Raises:
-            ValueError: a setting differs from the manifest's, as far as is known before weights are read.
+            ValueError: a setting that is known before weights are read differs from the manifest's.
         """
         own_cost = self.own_cost and config.graph.own_cost
         config = replace(config, graph=replace(config.graph, table=self.table, own_cost=own_cost))
@@ -111,8 +111,8 @@ def parse_phases(text: str) -> tuple[Phase, ...]:
 def select(table: BucketTable, phases: Collection[Phase] | None) -> tuple[BatchShape, ...]:
     """Return the buckets of some phases, or of all, the most expensive first.
 
-    The largest comes first so that a lack of memory shows at once, and so that smaller graphs find
-    allocations that they can use.
+    The largest is first, so that a lack of memory is detected at once, and smaller graphs reuse its
+    allocations.
 
     Raises:
         ValueError: the table has no bucket of one of the phases.
@@ -129,7 +129,7 @@ def select(table: BucketTable, phases: Collection[Phase] | None) -> tuple[BatchS
 
 
 def check_holds_everything(table: BucketTable, limits: StepLimits) -> None:
-    """Refuse a table that lacks a bucket for a shape that the scheduler can produce.
+    """Raise ValueError for a table without a bucket for a shape that the scheduler can produce.
 
     The largest shape of a phase holds every other shape of that phase, so a table has a bucket for every
     reachable shape exactly if it has one for the largest of each reachable phase.
@@ -159,7 +159,7 @@ def digest_tables(model: nn.Module) -> Digests:
 
 
 def check_unchanged(before: Digests, after: Digests) -> None:
-    """Refuse tables that were made or changed between two digests.
+    """Raise an error for tables that were created or changed between two digests.
 
     Raises:
         RuntimeError: a table was; the message names it.
@@ -167,8 +167,8 @@ def check_unchanged(before: Digests, after: Digests) -> None:
     touched = sorted(name for name in after if before.get(name) != after[name])
     if touched:
         raise RuntimeError(
-            f"{', '.join(touched)}: filled or changed while nothing was launched, so what they hold is "
-            "garbage, and so is this model's output from now on; load it again, and warm up without "
+            f"{', '.join(touched)}: filled or changed while nothing was launched, so their content is "
+            "invalid, and so is this model's output from now on; load it again, and warm up without "
             "compile_only"
         )
 
@@ -218,11 +218,11 @@ class WarmUpReport:
     """Result of a warm-up.
 
     Attributes:
-        estimate: made before the start.
+        estimate: computed before the start.
         records: the graphs in order; those that had been captured before have no costs.
         num_captured: graphs that were captured now.
         seconds: of the whole warm-up, tables and sampling included.
-        is_dry_run: whether only the estimate was made.
+        is_dry_run: whether only the estimate was computed.
         notes: sentences for the user.
     """
 
@@ -238,13 +238,13 @@ class WarmUp:
     """A warm-up of an engine's table, prepared and checked; ``run`` does it.
 
     Args:
-        engine: the engine whose buckets are captured.
+        engine: of the buckets.
         table: replaces the engine's buckets, none of which may have been captured.
-        on_miss: policy for shapes that the table does not hold; None = the engine's.
+        on_miss: policy for shapes that fit no bucket; None = the engine's.
         budget: bounds on the warm-up.
         phases: capture the buckets of these only; None = all.
         earlier: an earlier warm-up, whose measurements go into the estimate. It must be of this
-            configuration, and its measurements count only if they were made with this software.
+            configuration, and its measurements count only if they are of the same software.
         compile_only: build graphs without launching them, on devices that can. Steps of padding are launched
             before, one for each phase, to fill tables that are filled at their first use.
 
@@ -381,7 +381,7 @@ class WarmUp:
         runtime = self._runner.runtime
         held, began = runtime.used_bytes(), time.perf_counter()
         try:
-            # For one graph at a time, so that what a compiler leaves behind is found between them.
+            # For one graph at a time, so that memory left by a compiler is measured between them.
             with runtime.compile_only() if self._compile_only else nullcontext(), collector_paused():
                 is_new = self._runner.warmup.capture(bucket)
                 runtime.synchronize()
@@ -439,8 +439,8 @@ def plan_within(
         recordings: files of ``record_shapes`` to plan for; without any, ``planning.simulation.prior``.
 
     Raises:
-        ValueError: the budget does not hold the smallest table, a recording cannot be read, or it has shapes
-            that the engine cannot produce.
+        ValueError: the budget is too small for the smallest table, a recording cannot be read, or it has
+            shapes that the engine cannot produce.
     """
     budget = budget or WarmUpBudget()
     runner, limits, costs = engine.runner, engine.scheduler.limits, GraphCosts.of(engine)

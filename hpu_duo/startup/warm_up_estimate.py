@@ -1,4 +1,4 @@
-"""Estimates of a warm-up, made before it starts, and everything that shapes a graph."""
+"""Estimates of a warm-up before it starts, and the configuration that determines graphs."""
 
 from __future__ import annotations
 
@@ -41,12 +41,11 @@ class Prior:
 
     Attributes:
         low_s, high_s: seconds of one graph, or of one kind of layer in it where ``kept.is_per_kind``.
-        kept: memory that it keeps.
+        kept: memory that it retains.
         source: origin of the seconds.
-        num_operators: operators of such a unit; larger ones take proportionally longer. None: the number is
-            not known to matter.
+        num_operators: operators of such a unit; time is proportional to it. None: no known dependency.
         trace_s: further seconds of each operator, in which torch traces it.
-        unknown: what of the seconds nobody has measured; empty where that is nothing.
+        unknown: which part of the seconds is not measured; empty if none.
     """
 
     low_s: float
@@ -85,7 +84,7 @@ PRIORS = {
         TRACE_S_PER_OPERATOR,
         UNKNOWN_SECONDS,
     ),
-    # Lazy graphs hold whole steps and are not traced by torch's compiler.
+    # Lazy graphs are of whole steps and are not traced by torch's compiler.
     "hpu-graph": Prior(
         *SECONDS_PER_GRAPH,
         KEPT["hpu-graph"],
@@ -99,13 +98,13 @@ PRIORS = {
 UNKNOWN = Prior(0.7, 14.0, UNKNOWN_KEPT, "nothing is known of this backend; the figures of Gaudi")
 
 ROUTE_S = (0.02, 0.25)
-"""Seconds of one way of sampling, low and high, where each operator is compiled: 12 of them take 1 to 3 s on
+"""Seconds of one route of sampling, low and high, if each operator is compiled: 1 to 3 s for 12 of them on
 Gaudi (vllm-gaudi, pull request 129)."""
 
 
 @dataclass(frozen=True)
 class GraphEstimate:
-    """Estimate of one bucket: ``low_s`` to ``high_s`` seconds, and the bytes that its graph keeps."""
+    """Estimate of one bucket: ``low_s`` to ``high_s`` seconds, and the bytes of its graph."""
 
     shape: BatchShape
     low_s: float
@@ -123,7 +122,7 @@ class Estimate:
         other_s: seconds for the work of steps around their graphs, low and high.
         transient_bytes: peak size of the intermediates of one step.
         source: origin of the seconds of graphs that have not been measured.
-        unknown: what of these seconds nobody has measured; empty where that is nothing.
+        unknown: which part of these seconds is not measured; empty if none.
     """
 
     graphs: tuple[GraphEstimate, ...]
@@ -144,17 +143,17 @@ class Estimate:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that all graphs keep."""
+        """Bytes of all graphs."""
         return sum(graph.num_bytes for graph in self.graphs)
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes that graphs keep, and the largest step on top of them."""
+        """Bytes of all graphs, and of the largest step on top of them."""
         return self.kept_bytes + self.transient_bytes
 
     @property
     def num_measured(self) -> int:
-        """Graphs whose figures were measured in an earlier warm-up."""
+        """Graphs with measurements of an earlier warm-up."""
         return sum(graph.is_measured for graph in self.graphs)
 
 
@@ -165,7 +164,7 @@ class WarmUpBudget:
     Args:
         max_graphs: captured buckets.
         max_seconds: seconds of the whole warm-up.
-        max_gib: GiB that graphs keep, with the intermediates of the largest step.
+        max_gib: GiB of graphs, with the intermediates of the largest step.
 
     Raises:
         ValueError: a bound that is not positive.
@@ -185,7 +184,7 @@ class WarmUpBudget:
                 raise ValueError(f"expected {name} to be a number above 0, got {value!r}")
 
     def check(self, estimate: Estimate) -> None:
-        """Refuse a warm-up that may exceed the budget.
+        """Raise ValueError for a warm-up that may exceed the budget.
 
         Raises:
             ValueError: it may; the message names each bound that is exceeded, with the estimate.
@@ -208,14 +207,14 @@ class WarmUpBudget:
 
 @dataclass(frozen=True)
 class GraphCosts:
-    """Cost of one graph of an engine, as far as it is known before any has been captured.
+    """Cost of one graph of an engine, estimated before capture.
 
     Attributes:
         prior: of the backend.
         num_units: factor of the prior's figures: the kinds of layers, where each is captured on its own.
         sizes: sizes of a step.
-        max_captured_tokens: longer buckets are run and not captured, so they keep nothing; None = no limit.
-        operators: operators of one unit in a bucket; None where their number is not known to matter.
+        max_captured_tokens: longer buckets run uncaptured, so they retain nothing; None = no limit.
+        operators: operators of one unit in a bucket; None without a known dependency on their number.
     """
 
     prior: Prior
@@ -251,7 +250,7 @@ class GraphCosts:
         return self.num_units * (low * scale + trace_s), self.num_units * (high * scale + trace_s)
 
     def kept_bytes(self, shape: BatchShape) -> int:
-        """Bytes that the graph of a bucket keeps: code, results, and working memory of its own."""
+        """Bytes of the graph of a bucket: code, results, and its own working memory."""
         memory = GraphMemory(self.prior.kept, self.num_units, self.sizes, self.max_captured_tokens)
         return memory.kept_bytes(shape)
 
@@ -355,7 +354,7 @@ def configuration_of(engine: Engine) -> Configuration:
 
 
 def known_before_loading(config: EngineConfig) -> Configuration:
-    """Return the part of ``configuration_of`` that is known before weights are read.
+    """Return the part of ``configuration_of`` that does not need weights.
 
     Raises:
         ValueError: the checkpoint's configuration cannot be read.

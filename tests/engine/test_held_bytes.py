@@ -111,5 +111,5 @@ def test_a_real_store_of_32k_tokens_at_half_sparsity_holds_less_than_0_51(tmp_pa
 def test_a_cache_larger_than_the_free_memory_is_refused_before_it_is_allocated(
     tiny: Tiny, options: dict[str, Any]
 ) -> None:
-    with pytest.raises(ValueError, match=r"asked to take \d+ bytes .* only \d+ bytes are free"):
+    with pytest.raises(ValueError, match=r"needs \d+ bytes .* only \d+ bytes are free"):
         tiny.load(**{"max_num_batched_tokens": 10**9, **options})

@@ -113,9 +113,7 @@ def test_a_cache_of_a_given_size_must_fit_beside_the_reserve(
     plan = load(tiny, 100_000, monkeypatch, graph_memory_bytes=0, num_blocks=12)
     room = plan.total_bytes + 5_000
     assert load(tiny, room, monkeypatch, graph_memory_bytes=5_000, num_blocks=12).num_blocks == 12
-    problem = (
-        rf"asked to take {plan.total_bytes} bytes .* only {room - 5_001} bytes are free beside 5001 bytes"
-    )
+    problem = rf"needs {plan.total_bytes} bytes .* only {room - 5_001} bytes are free beside 5001 bytes"
     for size in ({"num_blocks": 12}, {"kv_cache_bytes": plan.total_bytes}):
         with pytest.raises(ValueError, match=problem):
             load(tiny, room, monkeypatch, graph_memory_bytes=5_001, **size)
