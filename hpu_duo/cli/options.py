@@ -294,8 +294,7 @@ def _group_of(annotation: Any) -> _Group | None:
     only = next((note for note in notes if isinstance(note, Only)), Only())
     if kind is EngineOverrides:
         offered = {name: each for name, each in SETTINGS.items() if each.option.panel is not None}
-        is_all = not only.names and only.defaults.keys() <= offered.keys()
-        return _settings(offered, tuple(offered) if is_all else only.names, only.defaults, {})
+        return _settings(offered, only.names or tuple(offered), only.defaults, {})
     return _fields(kind, only) if isinstance(kind, type) and is_dataclass(kind) else None
 
 
