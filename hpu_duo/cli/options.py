@@ -302,6 +302,10 @@ _annotated: Any = Annotated
 """For types that are known only when this runs."""
 
 
+_PANELS: dict[str | None, int] = {HEADS: 1, LIMITS: 2, ENGINE: 3}
+"""Order of panels in the help; others come first, in the order of their fields."""
+
+
 def _settings(
     known: Mapping[str, Setting], names: tuple[str, ...], defaults: Mapping[str, Any], keys: Mapping[str, str]
 ) -> _Group:
@@ -313,16 +317,18 @@ def _settings(
         defaults: of options, in place of the settings' own.
         keys: of the dictionary, where they are not the names.
     """
+    chosen = dict.fromkeys((*names, *defaults))
+    if unknown := chosen.keys() - known.keys():
+        raise TypeError(f"{', '.join(sorted(unknown))}: expected settings that are options")
     options = []
-    for name in dict.fromkeys((*names, *defaults)):
-        if name not in known:
-            raise TypeError(f"EngineOverrides.{name}: expected a setting that is an option")
+    for name in sorted(chosen, key=lambda name: _PANELS.get(known[name].option.panel, 0)):
         setting = known[name]
         default = defaults.get(name, setting.default)
         kind = setting.kind
         if setting.option.is_size:
             kind, default = str, None if default is None else exact_size(default)
-        annotation = _annotated[kind | None if default is None else kind, _typer_option(setting.option)]
+        shown = _typer_option(setting.option, "" if default is None else True)
+        annotation = _annotated[kind | None if default is None else kind, shown]
         options.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
 
     def make(**values: Any) -> dict[str, Any]:

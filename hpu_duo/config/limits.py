@@ -43,7 +43,9 @@ class CacheConfig:
     """
 
     block_size: int = option(128, "Tokens of one KV block.", LIMITS)
-    num_blocks: int | None = option(None, "KV blocks to hold.", LIMITS, unset="what the requests need")
+    num_blocks: int | None = option(
+        None, "KV blocks to hold.", LIMITS, unset="what the requests need and memory holds"
+    )
     kv_cache_bytes: int | None = option(
         None,
         "Memory of the KV cache instead of a number of blocks, such as 4GiB.",
@@ -168,13 +170,18 @@ class SchedulerConfig:
     max_model_len: int | None = option(
         None, "Tokens of prompt and output together.", LIMITS, unset="what the model serves"
     )
-    max_num_seqs: int = option(32, "Requests that run at the same time.", LIMITS)
+    max_num_seqs: int = option(
+        32, "Requests that run at the same time.", LIMITS, unset="as many as there are, at most 32"
+    )
     max_num_batched_tokens: int = option(
         2048, "Tokens of one step; longer prompts are cut into chunks.", LIMITS
     )
     max_chunk_rows: int = option(1, "Prompts that may continue in the same step.", LIMITS)
     decode_len: int = option(
-        1, "Tokens of a request that are decoded together where they are known beforehand.", ENGINE
+        1,
+        "Tokens of a request that are decoded together where they are known beforehand; 1 with --kv-policy "
+        "or top_blocks.",
+        ENGINE,
     )
     trim_chunks: bool = option(
         False,

@@ -26,7 +26,7 @@ class Option:
         name: of the argument, and with dashes of the option; "" = the name of the field.
         flags: names on the command line, where they are not made from ``name``.
         metavar: placeholder of the value in the help.
-        unset: text in the help for the default None.
+        unset: text in the help of commands for the default None.
         choices: all values that there are.
         is_size: on the command line a size with a unit, such as 4GiB.
     """

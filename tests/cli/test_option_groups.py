@@ -102,5 +102,5 @@ def test_settings_that_are_for_python_alone_are_no_options() -> None:
     def command(*, engine: Annotated[EngineOverrides, Only("score_bytes")]) -> None:
         """Does nothing."""
 
-    with pytest.raises(TypeError, match="score_bytes: expected a setting that is an option"):
+    with pytest.raises(TypeError, match="score_bytes: expected settings that are options"):
         grouped(command)

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hpu_duo.cli.options import CUT, KEPT, Json, Only, grouped, model_option
+from hpu_duo.cli.options import CUT, KEPT, Json, Only, grouped, of_setting, model_option
 from hpu_duo.cli.terminal import show_bytes, user_errors
 from hpu_duo.config.overrides import EngineOverrides
 
@@ -25,7 +25,6 @@ _Offered = Annotated[
         *(*CUT, *KEPT, "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_chunk_rows"),
         *("block_size", "num_blocks", "kv_cache_bytes", "device_memory_utilization"),
         *("enable_prefix_caching", "num_prefix_snapshots", "buckets"),
-        attention="reference",
     ),
 ]
 
@@ -40,6 +39,9 @@ def audit(
         str, typer.Option(help="gaudi2 or gaudi3: how many KV blocks fit, unless they are given.")
     ] = "gaudi3",
     asked: _Offered,
+    attention: Annotated[
+        str, of_setting("attention", help="Attention kernels: reference, or hpu for the fused operators.")
+    ] = "reference",
     bucket: Annotated[
         list[str] | None,
         typer.Option(
@@ -69,7 +71,7 @@ def audit(
         from hpu_duo.planning import find_hardware
 
         table = BucketTable.from_strings(bucket) if bucket else read_table(buckets) if buckets else None
-        config = EngineConfig.of(model, **asked).override(buckets=table)
+        config = EngineConfig.of(model, **asked).override(buckets=table, attention=attention)
         structure = build_structure(config, find_hardware(hardware))
     report = _traced(structure, shows_progress=not as_json)
     if as_json:

@@ -91,7 +91,7 @@ class HardwareOptions:
     sparsity: Annotated[
         list[float] | None,
         typer.Option(
-            help="Shares of KV heads that stream; the table is planned for the first.",
+            help="Shares of KV heads that stream, 0 is full attention; a table is planned for the first.",
             show_default="0 0.5 0.75",
             rich_help_panel=HARDWARE,
         ),
@@ -99,7 +99,7 @@ class HardwareOptions:
     kv_cache_dtype: Annotated[
         list[str] | None,
         typer.Option(
-            help="Formats of keys and values; the table is planned for the first.",
+            help="Formats of keys and values; a table is planned for the first.",
             show_default="bf16 fp8",
             rich_help_panel=HARDWARE,
         ),

@@ -44,7 +44,7 @@ class MachineOptions:
 
 def _replacing(name: str, usual: object) -> Any:
     """Return the option of a limit that is otherwise the hardware's or the measured engine's."""
-    return of_setting(name, unset=f"{usual}, or that of the measured engine")
+    return of_setting(name, unset=f"{usual}, or the measured engine's")
 
 
 @dataclass(frozen=True)
