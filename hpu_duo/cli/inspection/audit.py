@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hpu_duo.cli.options import CUT, KEPT, Json, Only, grouped, of_setting, model_option
+from hpu_duo.cli.options import CUT, KEPT, Json, Only, grouped, model_option, of_setting
 from hpu_duo.cli.terminal import show_bytes, user_errors
 from hpu_duo.config.overrides import EngineOverrides
 
