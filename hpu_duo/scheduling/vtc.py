@@ -302,7 +302,7 @@ class DeficitLongestPrefixMatch(SchedulingPolicy):
                 self._credits[user] = raised
 
     def _leave(self, request: Request) -> None:
-        """Take a request from the queue, if it is there."""
+        """Remove a request from the queue, if it is there."""
         self._new.discard(request)
         user = request.params.user
         if request not in self._queues:
