@@ -197,7 +197,7 @@ def unnamed(kills: Sequence[Kill], told: Sequence[str]) -> list[str]:
     missed = []
     for kill, words in zip(kills, told, strict=True):
         rank, number, _ = KINDS[kill.what]
-        end = "gave no sign of life" if number == signal.SIGSTOP else "ended with exit code -9"
+        end = "sent no heartbeat" if number == signal.SIGSTOP else "ended with exit code -9"
         if rank and f"rank {rank} {end}" not in words:
             missed.append(kill.what)
     return missed

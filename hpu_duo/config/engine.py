@@ -288,7 +288,7 @@ class ParallelConfig:
             part of the tokens of all of them, so that no layer waits for the rank that has one, at four
             exchanges a layer instead of two. "auto": as decodes are predicted to be faster
             (``hpu_duo.startup.sharding``).
-        timeout_s: of a rank that gives no sign of life before all ranks end, of a step, what it compiles
+        timeout_s: of a rank that sends no heartbeat before all ranks end, of a step, what it compiles
             included, and, with 5 more, of an exchange inside a step.
         launcher: "own": rank 0, all on its machine. "torchrun": torchrun, on one machine or several; this
             process is then one of them, as torchrun's variables say.
@@ -317,7 +317,7 @@ class ParallelConfig:
     )
     timeout_s: float = option(
         300.0,
-        "Seconds of a step, or without a sign of life of a device's process, before all end.",
+        "Seconds of a step, or without a heartbeat of a device's process, before all end.",
         ENGINE,
         name="rank_timeout_s",
         flags=("--rank-timeout-seconds",),

@@ -82,7 +82,7 @@ def problem(name: str, lazy: bool | None = None) -> str | None:
 def usable_name(name: str | torch.device, lazy: bool | None = None) -> str:
     """Return the name of a device that is usable here; "auto" becomes the first such of HPU, CUDA and CPU.
 
-    Takes no device, so a process that only starts others can call it.
+    Acquires no device, so a process that only starts others can call it.
 
     Args:
         lazy: as in ``resolve_device``, which raises the same errors.
@@ -97,14 +97,14 @@ def usable_name(name: str | torch.device, lazy: bool | None = None) -> str:
         raise ValueError(f"expected device 'auto' or one of {', '.join(NAMES)}, got {text!r}")
     reason = problem(kind, lazy)
     if reason is not None:
-        raise ValueError(f"device {text!r} was asked for, but {reason}")
+        raise ValueError(f"device {text!r} is not available: {reason}")
     return text
 
 
 def resolve_device(name: str | torch.device, lazy: bool | None = None) -> torch.device:
-    """Return the device for a name; "auto" takes the first of HPU, CUDA and CPU that is usable.
+    """Return the device for a name; "auto" is the first of HPU, CUDA and CPU that is usable.
 
-    "hpu-sim" gives this process a simulated ``hpu:0``, see ``hpu_duo.lab.sim``.
+    "hpu-sim" is a simulated ``hpu:0``, see ``hpu_duo.lab.sim``.
 
     Args:
         lazy: the mode that HPU is used in, if it is; None leaves it to the user's environment.
@@ -144,7 +144,7 @@ def process_environments(name: str, num_processes: int) -> list[Mapping[str, str
 def own_device(device: torch.device, local_rank: int) -> torch.device:
     """The device of one of several processes of a machine.
 
-    CUDA devices are taken in order; an HPU process has one device, whose card the environment chose.
+    CUDA devices are used in order; an HPU process has one device, with the card chosen by the environment.
 
     Args:
         device: as ``resolve_device`` returned it in this process.
@@ -162,7 +162,7 @@ def _check_enough(kind: str, num_devices: int, num_processes: int) -> None:
 
 
 def runtime_for(device: torch.device, lazy: bool | None = None) -> DeviceRuntime:
-    """Return the runtime of a device of ``resolve_device``, in the mode that was given there."""
+    """Return the runtime of a device of ``resolve_device``, in the mode chosen there."""
     match device.type:
         case "cpu":
             return CpuRuntime()

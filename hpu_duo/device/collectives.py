@@ -44,10 +44,10 @@ class ExchangeTrial(NamedTuple):
     expected: torch.Tensor
 
     def fault(self) -> str | None:
-        """Exchange, and say what is wrong with the values; None if nothing.
+        """Run the exchanges, and describe wrong values; None if nothing.
 
         Raises:
-            RuntimeError: the exchange failed, or a rank took no part in it in time; the message names it.
+            RuntimeError: the exchange failed, or a rank did not participate in time; the message names it.
         """
         try:
             got = self.run()
@@ -72,7 +72,7 @@ def fault_of(what: str, got: torch.Tensor, expected: torch.Tensor) -> str | None
 def check_exchanges(
     membership: Membership, device: torch.device, dtype: torch.dtype, *, sends_to_each: bool
 ) -> None:
-    """Check all exchanges of an engine with a few kilobytes, on all ranks at once.
+    """Check all exchanges of an engine with a few kilobytes; called by all ranks.
 
     Args:
         device: of this rank's steps.
@@ -140,21 +140,21 @@ def _exchanged_values(number: int, dtype: torch.dtype, most: int = _MOST) -> tor
 
 
 _PATTERN = 251
-"""Period of the values. They are small integers, whose sums float32 holds exactly. The period is a prime, so
-that no two chunks of a ring are alike."""
+"""Period of the values. They are small integers, with exact sums in float32. The period is a prime, so that
+no two chunks of a ring are alike."""
 _ITEM_BYTES = torch.float32.itemsize
 _NUM_TIMED = 3
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Result of the check, for a machine whose devices exchange data correctly.
+    """Result of a successful check.
 
     Attributes:
         backend: its name in ``torch.distributed``.
         devices: the device of each process; of HPUs, the module.
         num_bytes: size of the tensor that every device contributed to a sum.
-        seconds: the shortest time that a sum took in the slowest process.
+        seconds: the shortest time of an all-reduce, in the slowest process.
     """
 
     backend: str
@@ -164,7 +164,7 @@ class Exchange:
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes a second that each device sends if the sum goes around a ring; 0 for one device.
+        """Bytes per second that each device sends in a ring all-reduce; 0 for one device.
 
         Of each byte, ``2 (n - 1) / n`` have to leave a device. Source: nccl-tests, ``PERFORMANCE.md``.
         """
@@ -186,8 +186,8 @@ def check_collectives(
         deadline_s: most seconds in all, the start of processes included.
 
     Raises:
-        ValueError: the device is not usable, there are fewer of it, or one was named for all; or no tensor
-            has that many bytes.
+        ValueError: the device is not usable, there are too few of it, or a number is set for all; or no
+            tensor has that many bytes.
         WorkerError: a process failed, a value was wrong, or time ran out.
     """
     if num_bytes <= 0 or num_bytes % _ITEM_BYTES:
@@ -268,7 +268,7 @@ def check_values(what: str, got: torch.Tensor, expected: torch.Tensor) -> None:
     """Compare received values with the expected ones, both ``[count]``.
 
     Raises:
-        RuntimeError: a value differs; the message gives the number of such values, and the first of them.
+        RuntimeError: a value differs; the message has the number of such values, and the first of them.
     """
     if (fault := fault_of(what, got, expected)) is not None:
         raise RuntimeError(fault)

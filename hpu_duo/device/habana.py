@@ -1,7 +1,7 @@
 """Gaudi: the calls that the engine needs of its software.
 
-Written from public sources (the open PyTorch bridge 1.19, vllm-gaudi, docs.habana.ai); no Gaudi has run
-it. A stand-in of ``habana_frameworks`` exercises it in the tests.
+Written from public sources (the open PyTorch bridge 1.19, vllm-gaudi, docs.habana.ai); no Gaudi has run it.
+Tested with a fake ``habana_frameworks``.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class HabanaRuntime:
         """Return None: ``hpu-compile`` and ``hpu-graph`` capture on a Gaudi."""
 
     def collectives(self) -> str:
-        """Import the vendor's module, which makes HCCL known to ``torch.distributed``; returns its name.
+        """Import the vendor's module, which registers HCCL with ``torch.distributed``; returns its name.
 
         The import also reads ``LOCAL_RANK`` and ``PT_HPU_LAZY_MODE``, which must be set before.
         """

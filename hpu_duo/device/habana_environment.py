@@ -19,7 +19,7 @@ _ENVIRONMENT = {
 }
 _LAZY_ENVIRONMENT = {"PT_HPU_ENABLE_LAZY_COLLECTIVES": "true"}
 _EAGER_ENVIRONMENT = {
-    # Recipes of single operators are kept, which eager steps and everything around compiled ones consist of.
+    # Recipes of single operators are cached, for eager steps and operators around compiled ones.
     "PT_HPU_ENABLE_EAGER_CACHE": "true",
     # Recipes of a compiled graph are built by several threads.
     "FUSER_ENABLE_MULTI_THREADED_INVOCATIONS": "1",
@@ -29,7 +29,7 @@ _MODULE, _VISIBLE = "HLS_MODULE_ID", "HABANA_VISIBLE_MODULES"
 _RECIPES = "PT_HPU_RECIPE_CACHE_CONFIG"
 _RECIPES_FORM = "'directory,delete,megabytes' with delete true or false"
 _MOST_RECIPE_MB = 16384
-"""Room for the recipes of some hundred graphs; serving scripts in public use 8 to 40 GB."""
+"""Size for the recipes of some hundred graphs; public serving scripts use 8 to 40 GB."""
 
 
 def prepare_environment(lazy: bool | None = None) -> Mapping[str, str]:
@@ -78,7 +78,7 @@ def _own_recipes() -> str:
 
 
 def _check_recipes(config: str) -> None:
-    """Check what the bridge would take silently: compilations that are lost with the process.
+    """Check settings that the bridge silently accepts, with which compilations would be lost.
 
     Raises:
         ValueError: another form, a size that is none, or a directory that cannot be written to.
@@ -88,18 +88,18 @@ def _check_recipes(config: str) -> None:
     if not 3 <= len(parts) <= 4 or parts[1].lower() not in ("true", "false"):
         raise ValueError(expected)
     if not parts[2].isascii() or not parts[2].isdigit():
-        raise ValueError(f"{expected}, whose size is no number")
+        raise ValueError(f"{expected}, with a size that is no number")
     # Without a directory recipes stay in memory, which is a choice.
     if parts[0]:
         check_directory(f"the recipe cache of {_RECIPES}", Path(parts[0]))
 
 
 def card_environment(local_rank: int, num_processes: int) -> Mapping[str, str]:
-    """Variables that give one of several processes of a machine a card of its own.
+    """Variables that assign a card to one of several processes of a machine.
 
     The card is that of the list ``HABANA_VISIBLE_MODULES``, or of all modules, at the place of the process.
-    The vendor's ``hccl`` module chooses the same when it is imported, but gloo alone does not import it. One
-    process takes any card that is free.
+    The vendor's ``hccl`` module chooses the same when it is imported, but gloo alone does not import it. A
+    single process uses any free card.
 
     Raises:
         ValueError: the list is shorter than the processes are many, or the user has named one card for all.

@@ -24,19 +24,19 @@ _WORDS_OF_EXCHANGES = re.compile(
     r"connection|peer|timed? ?out|broken pipe|socket|gloo|nccl|hccl|collective|\bDist\w*Error", re.IGNORECASE
 )
 _ALIVE_S = 1.5
-"""Most seconds without a sign of life of a rank that is taken to live."""
+"""Seconds without a heartbeat after which a rank is considered dead."""
 UNKNOWN_S = 1.0
-"""Seconds that late ranks have in addition where it is not known which of them the others wait for."""
+"""Additional seconds for late ranks if it is not known which of them the others wait for."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Error that a rank has told of before it ended.
+    """Error that a rank reported before it ended.
 
     Attributes:
         rank: number of the rank.
         message, trace: the error in one line, and with its traceback.
-        may_follow: whether exchanges raise errors of such a type where another rank is gone or late.
+        may_follow: whether exchanges raise errors of this type if another rank is lost or late.
     """
 
     rank: int
@@ -46,7 +46,7 @@ class Report:
 
     @property
     def names_an_exchange(self) -> bool:
-        """Whether its words are those of an exchange that others take no part in."""
+        """Whether its message is that of an exchange without other participants."""
         return self.may_follow and _WORDS_OF_EXCHANGES.search(self.message) is not None
 
     @property
@@ -61,10 +61,10 @@ class Signs:
 
     Attributes:
         size: number of ranks.
-        reports: errors, in the order in which they came.
-        gone: ranks whose process has ended without a word that it would.
+        reports: errors, in order of arrival.
+        gone: ranks that ended without an announcement.
         silent_s: seconds since each rank's last sign of life.
-        num_done: orders that each rank has carried out, as far as it has told.
+        num_done: executed orders of each rank, as reported.
         late_s: seconds that each rank has been at the same order, of those that have a limit.
         waiting: ranks that were last inside an exchange with others.
     """
@@ -78,13 +78,13 @@ class Signs:
     waiting: frozenset[int] = frozenset()
 
     def with_report(self, report: Report | None) -> Signs:
-        """Return the signs with one report more, behind the others."""
+        """Return the signs with one more report."""
         if report is None:
             return self
         return replace(self, reports=(*self.reports, report))
 
     def are_bad(self, timeout_s: float) -> bool:
-        """Whether ranks cannot go on.
+        """Whether ranks cannot continue.
 
         Args:
             timeout_s: most seconds of silence, and of an order.
@@ -98,7 +98,7 @@ class Blamed(NamedTuple):
 
     Attributes:
         rank: number of the rank.
-        told: its error, or why it is taken for hung; None if its process has ended without a word.
+        told: its error, or why it is considered hung; None if its process has ended without a word.
     """
 
     rank: int
@@ -106,13 +106,13 @@ class Blamed(NamedTuple):
 
 
 def blamed(signs: Signs, timeout_s: float, *, is_all: bool) -> Blamed | None:
-    """Return the rank that failed first, once that is known.
+    """Return the rank that failed first, once known.
 
     An error of its own comes first, then a process that has ended without a word, then silence, then an order
     that does not end: of the ranks that are late, the one that does not wait for others. Where there are only
     errors that may follow from another rank's end or delay, the first one that is not in the words of an
-    exchange is a rank's own. Where all are, a rank that has told of none hangs, and others have waited for it
-    in vain: rank 0, or the one that has done the least.
+    exchange is a rank's own. If all have errors of exchanges, the one without a report hangs: rank 0, or the
+    one with the fewest executed orders.
 
     Args:
         timeout_s: most seconds of silence, and of an order.
@@ -129,7 +129,7 @@ def blamed(signs: Signs, timeout_s: float, *, is_all: bool) -> Blamed | None:
     waited_for = {rank: silence for rank, silence in silent.items() if rank not in reported} or silent
     if waited_for:
         rank = max(waited_for, key=waited_for.__getitem__)
-        return Blamed(rank, f"gave no sign of life for {waited_for[rank]:.0f} s")
+        return Blamed(rank, f"sent no heartbeat for {waited_for[rank]:.0f} s")
     if not reported:
         return _late(signs, timeout_s)
     if not is_all:
@@ -190,7 +190,7 @@ class Lateness:
         """Return the seconds of each rank that is at an order with a limit.
 
         Args:
-            num_done: orders that each rank has carried out.
+            num_done: executed orders of each rank.
             passed_s: seconds since the last look.
         """
         with self._lock:
@@ -220,7 +220,7 @@ _OWN_END_S = 2.0
 _MOST_TRACE = 1 << 14
 _MOST_LINE = 1 << 18
 _ADDRESS = "hpu-duo/heartbeats"
-"""Key of the address in the store that ranks meet at."""
+"""Key of the address in the rendezvous store."""
 
 
 @dataclass
@@ -244,7 +244,7 @@ class Heartbeats:
         store: that ranks meet at.
 
     Attributes:
-        lateness: of the other ranks; gets the orders sent to them.
+        lateness: of the other ranks; notified of orders.
     """
 
     def __init__(self, host: str, size: int, store: dist.Store) -> None:
@@ -267,12 +267,12 @@ class Heartbeats:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not come yet."""
+        """Ranks that have not connected yet."""
         return [rank for rank in range(1, self._size) if rank not in self._lines]
 
     @property
     def have_ended(self) -> bool:
-        """Whether all other ranks are gone, or have said that they end."""
+        """Whether all other ranks have ended, or announced it."""
         return len(self._ended | self._gone) == self._size - 1
 
     @property
@@ -281,14 +281,14 @@ class Heartbeats:
         return any(silent_s > _ALIVE_S for silent_s in self.signs().silent_s.values())
 
     def look(self) -> None:
-        """Take what has come, for a tenth of a second at most, and give a sign of life."""
+        """Receive reports, for at most a tenth of a second, and send a heartbeat."""
         for key, _ in self._selector.select(_LOOK_S):
             if key.data is None:
                 self._accept()
             else:
                 self._read(key.data)
         now = time.monotonic()
-        # Only while this process runs: one that was stopped and goes on has not seen what the others did.
+        # Only while this process runs: one that was stopped and continued has missed heartbeats.
         passed, self._looked_at = min(now - self._looked_at, 2 * BEAT_S), now
         for line in self._lines.values():
             line.silent_s += passed
@@ -301,7 +301,7 @@ class Heartbeats:
                     line.connection.send(b"\n")
 
     def signs(self) -> Signs:
-        """Return what is known of the other ranks."""
+        """Return the signs of the other ranks."""
         silent = {rank: line.silent_s for rank, line in self._lines.items() if rank not in self._ended}
         num_done = {rank: line.num_done for rank, line in self._lines.items()}
         waiting = frozenset(rank for rank, line in self._lines.items() if line.is_waiting)
@@ -338,7 +338,7 @@ class Heartbeats:
                 self._gone.add(line.rank)
 
     def _take(self, line: _Line, text: bytes) -> bool:
-        """Take one line; returns False for that of a stranger."""
+        """Process one line; returns False for one of another peer."""
         try:
             told = json.loads(text)
         except ValueError:
@@ -369,7 +369,7 @@ class Heartbeat:
         timeout_s: most seconds without a sign of rank 0, before this process ends.
 
     Attributes:
-        num_done: orders that this rank has carried out, which it tells.
+        num_done: executed orders of this rank, to report.
     """
 
     def __init__(self, rank: int, store: dist.Store, timeout_s: float) -> None:
@@ -380,7 +380,7 @@ class Heartbeat:
         self._timeout_s = timeout_s
         self._is_closed = self._has_reported = False
         self.num_done = 0
-        # Who connects is who carries out orders.
+        # The connecting thread is the one that executes orders.
         self._thread_id = threading.get_ident()
         self._tell({"rank": rank, "token": token})
         for work in (self._beat, self._follow_rank_0):
@@ -388,7 +388,7 @@ class Heartbeat:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Tell rank 0 of an error that leaves the context; of the first one only."""
+        """Context manager that reports an error to rank 0; only the first one."""
         try:
             yield
         except BaseException as error:
@@ -398,11 +398,11 @@ class Heartbeat:
             raise
 
     def count(self) -> None:
-        """Note that an order has been carried out."""
+        """Count an executed order."""
         self.num_done += 1
 
     def close(self) -> None:
-        """Say that this rank ends as it should."""
+        """Announce that this rank ends normally."""
         self._tell({"ended": True})
         self._is_closed = True
         self._connection.close()
@@ -434,13 +434,13 @@ class Heartbeat:
         time.sleep(_OWN_END_S)
         if not self._is_closed:
             is_gone = silent_s < self._timeout_s
-            why = "has ended" if is_gone else f"gave no sign of life for {silent_s:.0f} s"
+            why = "has ended" if is_gone else f"sent no heartbeat for {silent_s:.0f} s"
             print(f"hpu-duo: rank 0 {why}; this rank ends, too", file=sys.stderr, flush=True)
             os._exit(1)
 
 
 def may_follow(error: BaseException) -> bool:
-    """Whether an error may come of another rank's end: exchanges raise it where a peer is gone or late."""
+    """Whether an error may be caused by another rank's end: exchanges raise it if a peer is lost or late."""
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 

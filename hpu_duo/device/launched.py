@@ -16,13 +16,13 @@ _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"
 
 @dataclass(frozen=True)
 class Launched:
-    """One rank as its launcher tells it, by torch's variables.
+    """One rank, by torch's environment variables of a launcher.
 
     Attributes:
         rank, size: number of this rank, and of ranks on all machines.
         local_rank, local_size: the same on this machine.
-        host, port: of the store that ranks meet at, and of rank 0's machine.
-        has_store: whether the launcher keeps that store; otherwise rank 0 does.
+        host, port: of the rendezvous store, and of rank 0's machine.
+        has_store: whether the launcher runs that store; otherwise rank 0 does.
         attempt: how often the launcher has started all ranks anew.
     """
 
@@ -40,7 +40,7 @@ class Launched:
         """Read the variables of a process.
 
         Args:
-            size: number of ranks that is asked for.
+            size: configured number of ranks.
 
         Raises:
             ValueError: variables are missing or no numbers, or there is another number of ranks.
@@ -78,11 +78,11 @@ class Launched:
         return cls.of(os.environ, size)
 
     def take_card(self, environments: Sequence[Mapping[str, str]]) -> None:
-        """Give this process its own of the variables of each process here, before it takes a device."""
+        """Set the environment variables of this process, before it acquires a device."""
         os.environ.update(environments[self.local_rank])
 
     def store(self, timeout_s: float) -> dist.Store:
-        """Return the store that all ranks meet at; those of another attempt have another one.
+        """Return the rendezvous store of all ranks, separate for each attempt.
 
         Args:
             timeout_s: most seconds to wait for it.

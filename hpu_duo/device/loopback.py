@@ -1,8 +1,8 @@
-"""Process groups of one machine: nobody outside of it reaches them, and on Linux no other user does.
+"""Process groups of one machine: not reachable from outside, and on Linux not by other users.
 
-gloo knows a rank by the number that it sends when it connects, and numbers are counted from 0: whoever
-connects first is taken for it. Its listening sockets stay open as long as the group. So once ranks have met,
-their listeners drop what comes, and connections of another user are an error.
+gloo identifies a rank by the number that it sends when it connects, counted from 0: the first connection with
+a number is accepted. Its listening sockets stay open as long as the group. So after the rendezvous, listeners
+drop connections, and connections of another user are an error.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _ADDRESS, _PEER, _STATE, _USER, _INODE = 1, 2, 3, 7, 9
 """Columns of ``/proc/net/tcp``."""
 _LISTEN, _CLOSE_WAIT = "0A", "08"
 _NO_INODE = "0"
-"""Of a socket that no process has open; its user is 0, whoever had it, on most kernels."""
+"""Inode of a socket without a process; its user is 0 on most kernels."""
 
 
 @contextmanager
 def on_loopback(store: dist.FileStore) -> Iterator[None]:
-    """Have process groups that are made inside the context listen on the loopback interface alone.
+    """Context manager in which new process groups listen on the loopback interface only.
 
     At its end, on Linux, their listeners are closed to further connections.
 
     Args:
-        store: that the processes meet at; it has the addresses of the listeners.
+        store: rendezvous store, with the addresses of the listeners.
 
     Raises:
         PermissionError, RuntimeError: see ``check_users``.
     """
     name = next((name for _, name in socket.if_nameindex() if name in _LOOPBACK), None)
-    # All connections are made before listeners are closed.
+    # All connections are established before listeners are closed.
     values = {"TORCH_GLOO_LAZY_INIT": "0", **({} if name is None else {"GLOO_SOCKET_IFNAME": name})}
     before = {each: os.environ.get(each) for each in values}
     os.environ.update(values)
@@ -62,14 +62,14 @@ def on_loopback(store: dist.FileStore) -> Iterator[None]:
 
 
 def _close_listeners(known: bytes) -> set[int]:
-    """Have listeners of this process drop what comes; returns their ports.
+    """Let listeners of this process drop connections; returns their ports.
 
     Args:
-        known: bytes among which the addresses of the listeners are, as ``sockaddr`` has them.
+        known: bytes that contain the addresses of the listeners, in the format of ``sockaddr``.
     """
     ports = set()
     for entry in os.listdir("/proc/self/fd"):
-        # Descriptors of other threads may be gone, and some systems have no filters.
+        # Descriptors of other threads may be closed, and some systems have no filters.
         with suppress(OSError), _socket_of(int(entry)) as one:
             if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 continue
@@ -95,13 +95,13 @@ def _socket_of(descriptor: int) -> socket.socket:
 
 
 def check_users(table: str, ports: Collection[int]) -> None:
-    """Check that connections to ports of this process come from its own user, and are open.
+    """Check that connections to ports of this process are of its own user, and open.
 
     Args:
         table: text of ``/proc/net/tcp``.
 
     Raises:
-        PermissionError: one comes from another user.
+        PermissionError: one is of another user.
         RuntimeError: the peer has closed one, as when a rank ends. Its user is unknown.
     """
     rows = [line.split() for line in table.splitlines()]
@@ -117,8 +117,8 @@ def check_users(table: str, ports: Collection[int]) -> None:
         is_open = row[_STATE] != _CLOSE_WAIT and (peer is None or peer[_INODE] != _NO_INODE)
         if peer is not None and peer[_USER] != own and (is_open or peer[_USER] != "0"):
             raise PermissionError(
-                f"expected connections of user {own} alone while ranks meet, got one of user {peer[_USER]} "
-                f"to port {port}"
+                f"expected connections of user {own} only during the rendezvous of ranks, got one of user "
+                f"{peer[_USER]} to port {port}"
             )
         if not is_open:
-            raise RuntimeError(f"a peer has closed its connection to port {port} while ranks meet")
+            raise RuntimeError(f"a peer closed its connection to port {port} during the rendezvous of ranks")

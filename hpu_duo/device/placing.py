@@ -1,4 +1,4 @@
-"""Put a model's tensors elsewhere where ``module.to`` cannot, because it would lose their kind."""
+"""Moves a model's tensors where ``module.to`` would lose their subclass."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from torch import nn
 
 
 def replace_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Put other tensors in place of a model's parameters and buffers; shared ones stay shared.
+    """Replace a model's parameters and buffers; shared ones stay shared.
 
     Args:
-        make: gives the new tensor for an old one, or the old one, which then stays; called once for each.
+        make: returns the new tensor for an old one, or the old one, which is not replaced then; called once
+            for each.
     """
-    # With the old tensors, whose identity none of the new ones may take.
+    # With references to the old tensors, so that new ones cannot have their ids.
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():
         held = [

@@ -1,8 +1,9 @@
-"""Values between processes as JSON and arrays: reading them runs no code, whoever wrote them.
+"""Serialization of values between processes as JSON and arrays; reading runs no code.
 
 A value is None, a number, a text, bytes, a path, an array, a tensor, a list, tuple, set or dictionary of such
-values, a member of an enumeration, or a dataclass or named tuple of such values. Classes are named, and must
-be imported where the value is read; an object of a dataclass is made of its fields without its constructor.
+values, a member of an enumeration, or a dataclass or named tuple of such values. Classes are stored by name,
+and must be imported where the value is read; an object of a dataclass is created from its fields without its
+constructor.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def encode(value: Any) -> bytearray:
     """Write a value.
 
     Raises:
-        TypeError: it holds something that is not plain; the message names its type.
+        TypeError: it contains something that is not plain; the message names its type.
     """
     parts: list[memoryview] = []
     head = json.dumps(_written(value, parts)).encode()
@@ -51,7 +52,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
     """Read what ``encode`` wrote.
 
     Raises:
-        ValueError: it is not that, or names a class that is not known here or is not plain.
+        ValueError: it is invalid, or has a class that is not imported here or is not plain.
     """
     end = _HEADER_BYTES + int.from_bytes(data[:_HEADER_BYTES], "little")
     try:
@@ -98,7 +99,7 @@ def _written(value: Any, parts: list[memoryview]) -> Any:
 
 
 class _Reader:
-    """Reads the JSON part, and takes arrays in the order in which they were written."""
+    """Decodes the JSON part, with arrays in the order of writing."""
 
     def __init__(self, data: memoryview, at: int) -> None:
         self._data, self._at = data, at

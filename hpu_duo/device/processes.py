@@ -72,7 +72,7 @@ def shares_of_this_machine(num_processes: int) -> list[set[int]]:
 def cores_by_device(kind: str, num_processes: int) -> list[set[int]]:
     """Return the cores of processes that have a device each; empty sets leave it to the system.
 
-    A process that drives a card wants cores near it, and not those of the others.
+    A process of a card should run on cores near it, and not on those of the others.
     """
     return shares_of_this_machine(num_processes) if kind == "hpu" else [set()] * num_processes
 
@@ -87,13 +87,13 @@ def read_list(text: str) -> list[int]:
 
 
 def bind_process(pid: int, cores: Collection[int]) -> None:
-    """Run a process that was just started on these cores only; on none given, wherever the system likes."""
+    """Pin a started process to cores; empty = no pinning."""
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(pid, set(cores))
 
 
 def bind(cores: Collection[int]) -> None:
-    """Run this process on these cores only; on none given, wherever the system likes."""
+    """Pin this process to cores; empty = no pinning."""
     if cores:
         os.sched_setaffinity(0, set(cores))
 
@@ -112,7 +112,7 @@ def bound(cores: Collection[int]) -> Iterator[None]:
 def leave(code: int, *, calls_exit_functions: bool = True) -> NoReturn:
     """End this process now, without tearing the interpreter down.
 
-    With a model that takes seconds, in which nothing is done for anybody.
+    With a model that takes seconds, which block all requests.
 
     Args:
         code: exit code.
@@ -127,14 +127,14 @@ def leave(code: int, *, calls_exit_functions: bool = True) -> NoReturn:
 
 HOST = "127.0.0.1"
 GRACE_S = 20.0
-"""Seconds that a process may go on after SIGTERM, to save its state."""
+"""Seconds between SIGTERM and SIGKILL, to save state."""
 
 
 _PR_SET_PDEATHSIG = 1
 
 
 class Refused(Exception):
-    """The user's request cannot be carried out.
+    """The request of the user is invalid.
 
     A worker raises it instead of a ``ValueError``; ``run_processes`` raises it again in the same words.
     """
@@ -150,7 +150,7 @@ class Member:
             no other user may read it.
         cores: CPU cores that the process runs on; empty = any.
         death_signal: what Linux sends this process when the thread that started it ends, as every thread does
-            at its process's end. ``SIGCONT`` lets a stopped process see that its parent has ended, and
+            at its process's end. ``SIGCONT`` lets a stopped process detect that its parent has ended, and
             ``SIGKILL`` ends it.
     """
 
@@ -171,7 +171,7 @@ class Member:
         """Join ``torch.distributed`` among all processes inside the context; once in the life of a process.
 
         Args:
-            backend: a name that ``torch.distributed`` knows, see ``DeviceRuntime.collectives``.
+            backend: a registered name of ``torch.distributed``, see ``DeviceRuntime.collectives``.
             device: the process's device, if that is a CUDA device.
             timeout_s: most seconds of an exchange; None = torch's default.
         """
@@ -191,14 +191,14 @@ class Member:
         try:
             yield
         except BaseException as error:
-            # Before the others can notice: who fails first is what the user has to know.
+            # Before the others can detect it: the user has to see the first failure.
             self.report(error)
             raise
         finally:
             dist.destroy_process_group()
 
     def report(self, error: BaseException) -> None:
-        """Write down the error that ended this process; only the first one is kept."""
+        """Write the error that ended this process; only the first one is stored."""
         path = self.directory / f"{self.rank}.failure"
         if not path.exists():
             write(path, Failure(self.rank, time.time_ns(), isinstance(error, Refused), *_words(error)))
@@ -268,7 +268,7 @@ def _words(error: BaseException) -> tuple[str, str]:
 
 
 def store_in(directory: Path) -> dist.FileStore:
-    """Return the store of the processes of one machine: a file, for whoever may write in the directory."""
+    """Return the store of processes of one machine: a file, protected by the permissions of its directory."""
     return dist.FileStore(str(directory / "store"))
 
 
@@ -294,13 +294,13 @@ def read(path: Path) -> Any:
 
 
 _KILLED_S = 2.0
-"""Seconds in which the system ends killed processes; one that a driver keeps longer is not waited for."""
+"""Timeout in seconds for killed processes; one that hangs in a driver is not waited for."""
 _starting = threading.Lock()
 Result = TypeVar("Result")
 
 
 class WorkerError(RuntimeError):
-    """A process failed, and the others were stopped; the message holds its traceback.
+    """A process failed, and the others were stopped; the message has its traceback.
 
     Attributes:
         rank: number of the process that failed first.
@@ -398,7 +398,7 @@ def replica_environments(num_replicas: int, num_devices: int) -> list[dict[str, 
 
 
 def member_environment(member: Member) -> dict[str, str]:
-    """Return the variables of one process that tell it its place among all; see ``run_processes``."""
+    """Return the environment variables of one process among several; see ``run_processes``."""
     return {
         "RANK": str(member.rank),
         "LOCAL_RANK": str(member.rank),
@@ -409,7 +409,7 @@ def member_environment(member: Member) -> dict[str, str]:
 
 
 def become(member: Member, own: Mapping[str, str]) -> None:
-    """Give this process the variables of a member, before it takes a device.
+    """Set the variables of a member in this process, before it acquires a device.
 
     Args:
         own: variables of this process besides ``member_environment``.
@@ -460,13 +460,13 @@ class Family:
         self._error_files += context.error_files
 
     def kill(self) -> None:
-        """End all processes at once, stopped ones included, and wait for none."""
+        """Kill all processes, stopped ones included, without waiting."""
         self._is_killed = True
         for process in self.processes:
             process.kill()
 
     def join(self, seconds: float) -> None:
-        """Wait for the end of all processes, for so many seconds in all."""
+        """Wait for the end of all processes, with a total timeout in seconds."""
         end = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0.0, end - time.monotonic()))
@@ -486,8 +486,8 @@ def _join(family: Family, directory: Path, deadline_s: float | None) -> None:
                 names = ("process " if len(late) == 1 else "processes ") + ", ".join(map(str, late))
                 raise WorkerError(late[0], f"{names} had not ended after {deadline_s:g} s")
     except mp.ProcessExitedException as error:
-        # It left no word of its own: killed from outside, or it never came as far as our code.
-        raise WorkerError(error.error_index, f"{error}; see above for what it printed") from None
+        # It left no report: killed from outside, or it failed before our code.
+        raise WorkerError(error.error_index, f"{error}; see its output above") from None
     except mp.ProcessRaisedException as error:
         raise first_failure(directory, error.error_index, str(error)) from None
     for rank in range(len(family.processes)):
@@ -501,7 +501,7 @@ def first_failure(directory: Path, rank: int, told: str) -> Exception:
 
     Args:
         directory: of the processes' results and errors.
-        rank, told: the process and its end, if none has reported any.
+        rank, told: the process and its end, if none has reported an error.
     """
     failures = [read(path) for path in directory.glob("*.failure")]
     if not failures:

@@ -39,7 +39,7 @@ class Ranks:
 
 
 class RankError(RuntimeError):
-    """Ranks no longer take the same steps: one died, hung, or failed where others went on.
+    """Ranks no longer run the same steps: one died, hung, or failed while others continued.
 
     Nothing can be computed any more; the process has to be started again.
     """
@@ -60,7 +60,7 @@ class Sent(NamedTuple):
 
 
 class WorkerRanks(Protocol):
-    """The ranks behind the first one, which do what it does."""
+    """The interface of the worker ranks, which execute the orders of rank 0."""
 
     @property
     def sent(self) -> Sent:
@@ -68,7 +68,7 @@ class WorkerRanks(Protocol):
         ...
 
     def tell(self, order: Any) -> None:
-        """Have an order carried out by all of them; returns at once.
+        """Send an order to all of them; returns at once.
 
         Raises:
             RankError: they can no longer follow.
@@ -76,11 +76,11 @@ class WorkerRanks(Protocol):
         ...
 
     def failed(self, error: BaseException) -> RankError:
-        """Take note that an order has failed here, so that no more orders are sent; returns what to raise."""
+        """Record that an order failed here, so that no more orders are sent; returns the error to raise."""
         ...
 
     def when_lost(self, told: Callable[[RankError], None]) -> None:
-        """Have a function called, in any thread, once they can no longer follow; at once if they cannot now.
+        """Register a callback, called in any thread, for the loss of worker ranks, before or after this call.
 
         They may be lost between two orders, or while an order waits for one of them and does not end.
         """
@@ -124,7 +124,7 @@ class Link:
         return len(self._buffer)
 
     def reserve(self, num_bytes: int) -> None:
-        """Make room for messages of so many bytes, as all ranks do at the same time, before one is sent."""
+        """Grow the buffer of messages to a number of bytes, on all ranks at the same time."""
         needed = _HEADER_BYTES + num_bytes
         if needed > len(self._buffer):
             self._grow(needed)
@@ -220,7 +220,7 @@ class Membership:
 
 
 def first_difference(facts: Sequence[Mapping[str, Any]]) -> str | None:
-    """Say what differs first between rank 0 and another rank, of named values of each; None if nothing."""
+    """Describe the first difference between named values of rank 0 and another rank; None if nothing."""
     for rank, of_rank in enumerate(facts):
         for what in (*facts[0], *of_rank):
             own, other = facts[0].get(what), of_rank.get(what)
@@ -244,9 +244,8 @@ def joined(
 
     Args:
         backend: of tensors of devices, see ``DeviceRuntime.collectives``.
-        store: the one store that all ranks meet at; ranks that meet at a file exchange messages of the host
-            over the loopback interface.
-        timeout_s: most seconds of an exchange, and until all have taken a message.
+        store: rendezvous store of all ranks; with a file, host messages use the loopback interface.
+        timeout_s: of an exchange, and of the delivery of a message.
 
     Raises:
         ValueError: this process is a member already.
@@ -259,7 +258,7 @@ def joined(
     if is_cuda:
         torch.cuda.set_device(device)
     try:
-        # Who meets at a file is of one machine, and needs no other interface.
+        # Ranks with a file store are on one machine, and need no other interface.
         with on_loopback(store) if isinstance(store, dist.FileStore) else nullcontext():
             dist.init_process_group(
                 backend,
@@ -271,7 +270,7 @@ def joined(
             )
             everybody, in_time = range(ranks.size), timedelta(seconds=timeout_s)
             host_group = dist.new_group(everybody, backend="gloo", timeout=_PATIENCE)
-            # Whoever waits for a message may wait for a long time; whoever sends one may not.
+            # Receiving a message may take long, sending must not.
             orders = dist.new_group(everybody, backend="gloo", timeout=_PATIENCE if ranks.rank else in_time)
             group: Any = dist.new_group(everybody, timeout=in_time)
         yield Membership(ranks, group.group_name, Link(ranks, orders), host_group)

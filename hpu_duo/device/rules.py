@@ -28,7 +28,7 @@ _TABLE = Path(__file__).with_name("operators.json")
 
 
 class Engine(str, Enum):
-    """Engine that an operator keeps busy.
+    """Engine of the device that an operator runs on.
 
     ``MATRIX``: the matrix engine. ``VECTOR``: whatever computes elements, on the programmable cores.
     ``MEMORY``: moves data and computes nothing, whichever unit does it. ``VIEW``: nothing at all.
@@ -81,20 +81,20 @@ _HERE = str(Path(__file__).parent)
 class Rule(str, Enum):
     """The rules; the value of each is its name in reports.
 
-    ``DYNAMIC_SHAPE``: the size of a result depends on values, so the host must wait for it and every
-    size is compiled anew. ``BOOLEAN_INDEX``: the same, hidden in an index. ``MIXED_DEVICES``: a tensor
-    in host memory meets one on the device. ``WIDE_DTYPE``: an int64 or float64 tensor, which the device
-    narrows silently. ``BAD_INDEX``: an index below zero or past the end, undefined on the device.
-    ``VIEW_WRITE``: a write through a view of a part of a tensor, which graphs cannot hold. ``SCATTER``:
-    ``index_put`` and ``scatter``, slow or not native. ``HOST_IN_GRAPH``: a transfer or a wait inside a
-    captured graph. ``HOST_WAIT``: the host waits for a value outside of one. ``GRAPH_CHANGED``: a replay that
-    computes something else than was captured. ``GRAPH_SIZE``: more operators than compile in reasonable time.
+    ``DYNAMIC_SHAPE``: the size of a result depends on values, so the host must wait for it and every size is
+    compiled anew. ``BOOLEAN_INDEX``: the same, hidden in an index. ``MIXED_DEVICES``: operands in host memory
+    and on the device. ``WIDE_DTYPE``: an int64 or float64 tensor, which the device narrows silently.
+    ``BAD_INDEX``: an index below zero or past the end, undefined on the device. ``VIEW_WRITE``: a write
+    through a view of a part of a tensor, which graphs do not support. ``SCATTER``: ``index_put`` and
+    ``scatter``, slow or not native. ``HOST_IN_GRAPH``: a transfer or a wait inside a captured graph.
+    ``HOST_WAIT``: the host waits for a value outside of one. ``GRAPH_CHANGED``: a replay that computes
+    something else than was captured. ``GRAPH_SIZE``: more operators than compile in reasonable time.
     ``STORE_COPY``: a graph that copies a whole store to write a few vectors. ``REPEATED_INDEX``: a write to
     the same place twice, of which either may win, outside of null units. ``AS_STRIDED``: a view by strides,
-    which says nothing of what it shows of its base. ``UNKNOWN_OPERATOR``: one that public sources do not
-    show on HPU. ``FLOAT_TYPE``: a product with a weight in another float type than its own, or float16
-    in a model of another type. ``RANDOM_IN_GRAPH``: random numbers inside a captured graph, the same in each
-    replay. ``NAN``: NaN made of numbers that are none.
+    of an unknown part of its base. ``UNKNOWN_OPERATOR``: one that public sources do not show on HPU.
+    ``FLOAT_TYPE``: a product with a weight in another float type than its own, or float16 in a model of
+    another type. ``RANDOM_IN_GRAPH``: random numbers inside a captured graph, the same in each replay.
+    ``NAN``: NaN computed from numbers that are none.
     """
 
     DYNAMIC_SHAPE = "data-dependent output shape"
@@ -114,7 +114,7 @@ class Rule(str, Enum):
     UNKNOWN_OPERATOR = "operator that sources do not show"
     FLOAT_TYPE = "float type other than the model's"
     RANDOM_IN_GRAPH = "random numbers inside a graph"
-    NAN = "NaN made of numbers"
+    NAN = "NaN computed from numbers"
 
 
 class HpuRuleViolation(RuntimeError):
@@ -149,7 +149,7 @@ def mark_null(store: torch.Tensor, begin: int, end: int, *, is_state: bool = Fal
 
     Args:
         store: its entries are those of dimension 0.
-        is_state: it is small beside keys and values, so that a compiler may copy it to write it.
+        is_state: it is small relative to keys and values, so that a compiler may copy it to write it.
     """
     mark = getattr(store, "mark_null", None)
     if mark is not None:
@@ -167,7 +167,7 @@ _WIDE_RESULTS = frozenset({"argmax", "argmin", "argsort", "max", "min", "sort", 
 """Operators that return indices, and have no form that returns them as int32."""
 
 _COPIES = frozenset({"_to_copy", "copy_", "clone", "detach", "lift_fresh", "alias", "_unsafe_view"})
-"""Operators whose results hold the same numbers, possibly in a narrower dtype."""
+"""Operators with the same numbers as results, possibly in a narrower dtype."""
 
 _INDEX_LISTS = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
 _INDEX_ARGUMENT = {
@@ -205,7 +205,7 @@ class Operator:
 
     Attributes:
         name: as torch prints it.
-        is_composite: made of other operators, which are checked instead.
+        is_composite: composed of other operators, which are checked instead.
         is_view: returns views and launches nothing.
         written: positions of positional arguments that it changes.
         written_names: keyword arguments that it changes.
@@ -213,16 +213,17 @@ class Operator:
         is_dynamic: the size of its result depends on values.
         is_scatter: writes to scattered places.
         may_make_wide, may_take_wide: 64-bit results or operands are its only form, or about to end.
-        makes_indices: its results hold indices that the device computed, below the size of a dimension.
-        keeps_numbers: its results hold the numbers of an operand: a view, or a copy, of another type perhaps.
+        makes_indices: its results are indices computed by the device, below the size of a dimension.
+        keeps_numbers: its results are the numbers of an operand: a view, or a copy, possibly of another
+            dtype.
         reads_indices: it looks up entries by index.
         index: position of an index argument, and of the dimension; None for an operator without.
         takes_index_list: ``aten.index`` and its relatives, with a list of indices.
         needs_long: torch's CPU kernel insists on int64 for this index.
         overwrites: it writes entries by index, of which the last one stays where an index repeats.
-        is_strided: it makes a view by strides.
+        is_strided: its result is a view by strides.
         is_random: its result depends on the state of a random number generator.
-        engine: that it keeps busy; None for an operator that public sources do not show on HPU.
+        engine: that it runs on; None for an operator that public sources do not show on HPU.
     """
 
     name: str
@@ -248,7 +249,7 @@ class Operator:
 
 
 def base_name(func: OpOverload) -> str:
-    """``aten.index_copy_.default`` is ``index_copy_``; other namespaces keep theirs."""
+    """``aten.index_copy_.default`` is ``index_copy_``; other namespaces are not removed."""
     namespace, _, name = func._schema.name.partition("::")
     return name if namespace == "aten" else f"{namespace}.{name}"
 
@@ -338,17 +339,17 @@ def store_copies(
 ) -> tuple[StoreCopy, ...]:
     """Find the copies of stores in a graph.
 
-    A store is an input of one of ``layouts``, or a view of one, that an ``index_copy`` writes. It is
-    written in place if the write takes the input itself and no view of it, and the input has exactly two
+    A store is an input of one of ``layouts``, or a view of one, that an ``index_copy`` writes. It is written
+    in place if the write has the input itself as argument, not a view of it, and the input has exactly two
     users, the write and the final ``copy_``.
 
     Args:
-        graph: without mutations but those of its inputs, as ``aot_autograd`` makes it with
+        graph: without mutations except those of its inputs, as ``aot_autograd`` returns it with
             ``keep_inference_input_mutations``.
         layouts: of stores; None for all inputs. Others that a graph writes, such as positions of slots, are
             small, and may be copied.
         strict: as release 1.19.0 of the bridge does it. Later public sources also allow reads before the
-            write, and a second write of what the first one made.
+            write, and a second write of the first one's result.
 
     Source: gaudi-pytorch-bridge 1.19.0, ``pass_reinplace_index_copy_ops``, and for the later ones
     ``pass_reinplace_inplaceable_ops_v2``.
@@ -370,7 +371,7 @@ def store_copies(
             if reason is None:
                 in_place.add(node)
         elif node.target is not _RETURN and not _is_view(node) and _num_bytes(node) >= _num_bytes(store):
-            reason = "it makes as much as the store holds"
+            reason = "its result is as large as the store"
         if reason is not None:
             found.append(StoreCopy(store.name, str(node.target), _num_bytes(store), reason))
     return tuple(found)

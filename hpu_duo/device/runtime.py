@@ -115,7 +115,7 @@ class DeviceRuntime(Protocol):
 
     @property
     def name(self) -> str:
-        """The name that a user asks for the device by."""
+        """The name of the device in settings."""
         ...
 
     @property
@@ -140,7 +140,7 @@ class DeviceRuntime(Protocol):
         ...
 
     def collectives(self) -> str:
-        """Make the device's backend known to ``torch.distributed``; returns its name there."""
+        """Register the device's backend with ``torch.distributed``; returns its name."""
         ...
 
     def step(self) -> AbstractContextManager[None]:
@@ -164,7 +164,7 @@ class DeviceRuntime(Protocol):
         ...
 
     def used_bytes(self) -> int:
-        """Device memory that this process holds, its allocator's reserves included."""
+        """Device memory of this process, reserves of its allocator included."""
         ...
 
     def compile_only(self) -> AbstractContextManager[None]:
@@ -195,7 +195,7 @@ class DeviceMetrics:
 
 @runtime_checkable
 class Metered(Protocol):
-    """A runtime whose device counts compilations and fallbacks."""
+    """A runtime that counts compilations and fallbacks."""
 
     @property
     def counted_by(self) -> str:
@@ -208,7 +208,7 @@ class Metered(Protocol):
 
 
 def no_compile_only(name: str) -> AbstractContextManager[None]:
-    """Refuse compile-only mode, for a device that launches all it builds.
+    """Raise ValueError for compile-only mode, for a device without it.
 
     Raises:
         ValueError: always; the message names the device.
@@ -312,7 +312,7 @@ class CudaRuntime:
         return torch.cuda.mem_get_info(self._device)[1]
 
     def used_bytes(self) -> int:
-        """Memory that the caching allocator has taken from the driver, the pools of graphs included."""
+        """Memory that the caching allocator has reserved from the driver, pools of graphs included."""
         return torch.cuda.memory_reserved(self._device)
 
     def compile_only(self) -> AbstractContextManager[None]:

@@ -105,7 +105,7 @@ def write_and_copy(store: torch.Tensor, index: torch.Tensor, new: torch.Tensor) 
         (write_a_view, ("a view",), ("a view",)),
         (read_and_write, ("3 users",), ()),
         (write_twice, ("the result of another write",), ()),
-        (write_and_copy, ("as much as the store holds",), ("as much as the store holds",)),
+        (write_and_copy, ("as large as the store",), ("as large as the store",)),
     ],
 )
 def test_the_conditions_of_the_compiler(
@@ -178,7 +178,7 @@ def test_a_report_tells_of_stores_that_only_the_compiler_would_copy(
     (found,) = audit(build_structure(config, GAUDI2)).findings
     assert (found.rule, found.operator) == (Rule.STORE_COPY, "aten.mul.Tensor")
     assert found.severity is Severity.FORBIDDEN
-    assert "as much as the store holds" in found.detail
+    assert "as large as the store" in found.detail
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ KILLED, SERVER, STOPPED = (Kill(0.0, what, 1.0, 2.0) for what in KINDS)
     [
         (KILLED, "RankError: rank 1 ended with exit code -9; all ranks have ended", True),
         (KILLED, "RankError: rank 0 hangs: rank 1 waited for it in vain", False),
-        (STOPPED, "RankError: rank 1 gave no sign of life for 5 s", True),
+        (STOPPED, "RankError: rank 1 sent no heartbeat for 5 s", True),
         (STOPPED, "RankError: rank 1 ended with exit code -9", False),
         (SERVER, "", True),
     ],

@@ -36,7 +36,7 @@ def test_a_process_that_ends_without_a_word_is_named_before_those_that_saw_it_en
 
 def test_a_silent_rank_is_named_before_those_that_waited_for_it() -> None:
     signs = Signs(4, (follows(3),), frozenset(), {1: 4.5, 2: 0.2, 3: 5.0})
-    assert blamed(signs, TIMEOUT_S, is_all=False) == (1, "gave no sign of life for 4 s")
+    assert blamed(signs, TIMEOUT_S, is_all=False) == (1, "sent no heartbeat for 4 s")
     assert not Signs(4, (), frozenset(), {1: 3.9}).are_bad(TIMEOUT_S)
 
 
@@ -102,7 +102,7 @@ def test_a_late_rank_that_gives_no_sign_of_life_is_silent() -> None:
     signs = Signs(2, silent_s={1: 3.8}, late_s={1: 4.2})
     assert blamed(signs, TIMEOUT_S, is_all=True) is None
     found = blamed(replace(signs, silent_s={1: 4.1}, late_s={1: 4.5}), TIMEOUT_S, is_all=True)
-    assert found == (1, "gave no sign of life for 4 s")
+    assert found == (1, "sent no heartbeat for 4 s")
 
 
 def test_late_ranks_of_which_the_first_is_not_known_have_some_seconds_to_tell_more() -> None:

@@ -83,7 +83,7 @@ def test_a_rank_that_hangs_is_named(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -
     model.engine.step()
     [process] = processes_of(model)
     os.kill(process.pid, signal.SIGSTOP)
-    with pytest.raises(RankError, match=r"rank 1 gave no sign of life for [34] s; all ranks have ended"):
+    with pytest.raises(RankError, match=r"rank 1 sent no heartbeat for [34] s; all ranks have ended"):
         step_on(model, [])
     ranks_of(model).stop()
     assert not process.is_alive()

@@ -102,7 +102,7 @@ def ends_with_an_error(events: list[str], named: str) -> None:
     ("number", "named"),
     [
         (signal.SIGKILL, r"rank 1 ended with exit code -9; all ranks have ended"),
-        (signal.SIGSTOP, r"rank 1 gave no sign of life for \d s; all ranks have ended"),
+        (signal.SIGSTOP, r"rank 1 sent no heartbeat for \d s; all ranks have ended"),
     ],
 )
 def test_a_stream_ends_with_an_error_that_names_the_rank_and_the_server_with_it(

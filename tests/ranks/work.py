@@ -59,7 +59,7 @@ class HangInWarmUp(Touch):
 
 @dataclass(frozen=True)
 class Nap(Execute):
-    """A step in which every rank but 0 sleeps, while its thread of signs of life goes on."""
+    """A step in which every rank but 0 sleeps, while its heartbeat thread goes on."""
 
     def carry_out(self, runner: object) -> None:
         """Sleep."""

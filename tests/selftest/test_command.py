@@ -37,7 +37,7 @@ def test_a_device_that_is_not_there_is_reported(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "selftest.json").read_text(encoding="utf-8"))
     failed = [finding for finding in report["stages"][0]["findings"] if finding["is_ok"] is False]
     assert [finding["name"] for finding in failed] == ["device: cuda"]
-    assert "device 'cuda' was asked for, but" in report["stages"][1]["error"]
+    assert "device 'cuda' is not available:" in report["stages"][1]["error"]
 
 
 def test_bad_options_are_refused() -> None:

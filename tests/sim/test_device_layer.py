@@ -38,7 +38,7 @@ def vendor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_without_the_vendors_package_hpu_says_so() -> None:
     assert hpu_problem() == "the package habana_frameworks is not installed"
-    with pytest.raises(ValueError, match="'hpu' was asked for, but the package habana_frameworks is not"):
+    with pytest.raises(ValueError, match="'hpu' is not available: the package habana_frameworks is not"):
         resolve_device("hpu")
 
 
@@ -224,7 +224,7 @@ def test_recipes_outlive_the_process_and_eager_mode_compiles_in_threads(
     [
         ("recipes", "expected PT_HPU_RECIPE_CACHE_CONFIG='directory,delete,megabytes'"),
         ("recipes,maybe,1024", "expected PT_HPU_RECIPE_CACHE_CONFIG='directory,delete,megabytes'"),
-        ("recipes,false,much", "whose size is no number"),
+        ("recipes,false,much", "with a size that is no number"),
         (
             "/proc/recipes,false,1024",
             "expected the recipe cache of PT_HPU_RECIPE_CACHE_CONFIG to be",
@@ -244,7 +244,7 @@ def test_a_process_has_a_real_hpu_or_a_simulated_one(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("hpu_duo.lab.sim.installation._installed", [])
     with pytest.raises(ValueError, match="either a real HPU or a simulated one"):
         sim.install()
-    with pytest.raises(ValueError, match="'hpu-sim' was asked for, but habana_frameworks is installed"):
+    with pytest.raises(ValueError, match="'hpu-sim' is not available: habana_frameworks is installed"):
         resolve_device("hpu-sim")
 
 
