@@ -31,7 +31,7 @@ NARROWED = (*_WIDTHS, *_HEADS, _KV_HEADS, *_VOCABULARIES, _BY_LAYER, "head_dim",
 
 
 def check_plan(config: Any) -> None:
-    """Refuse a family that transformers has no tensor-parallel plan for.
+    """Raise ValueError for a family without a tensor-parallel plan of transformers.
 
     Raises:
         ValueError: it has none; the message names the family.
@@ -45,7 +45,7 @@ def check_plan(config: Any) -> None:
 
 
 def padded_vocab(vocab_size: int, size: int) -> int:
-    """Rows of the vocabulary that each of ``size`` ranks holds, padding included."""
+    """Rows of the vocabulary of each of ``size`` ranks, padding included."""
     return -(-vocab_size // size)
 
 
@@ -54,10 +54,10 @@ def narrowed_config(config: Any, head_dim: int, size: int, experts: ExpertShare 
 
     Args:
         config: transformers' configuration.
-        head_dim: channels of a head, for configurations that do not say it: families derive it from the
-            number of heads.
+        head_dim: channels of a head, for configurations without it: families derive it from the number of
+            heads.
         size: number of ranks.
-        experts: that a rank holds whole; None = a part of the width of each.
+        experts: whole experts of a rank; None = a part of the width of each.
 
     Raises:
         ValueError: ranks cannot share heads or widths evenly, or transformers has no plan for the family.
@@ -89,7 +89,7 @@ def narrowed_config(config: Any, head_dim: int, size: int, experts: ExpertShare 
 def _narrowed(name: str, value: Any, size: int) -> Any:
     """One rank's share of a value of a configuration; all of what ranks do not share."""
     if isinstance(value, list):
-        # Of other lists nothing is known: slices that do not fit are refused by the shapes of parameters.
+        # Other lists are unknown: slices that do not fit fail by the shapes of parameters.
         return [_narrowed(name, each, size) for each in value] if name in _HEADS else value
     if name in (*_WIDTHS, *_HEADS):
         return _share(name, value, size)
@@ -109,7 +109,7 @@ class RankHeads:
     """Heads of one layer on one rank, by their numbers in the checkpoint.
 
     Attributes:
-        kv: key/value heads, in the order in which the rank holds them.
+        kv: key/value heads, in the order of the rank.
         query: query heads, those of a key/value head side by side.
     """
 
@@ -122,8 +122,8 @@ class RankHeads:
     ) -> RankHeads:
         """Return the rank's share of each group of key/value heads.
 
-        With fewer key/value heads than ranks, neighbouring ranks hold the same one, and each of them a share
-        of its query heads.
+        With fewer key/value heads than ranks, neighbouring ranks have copies of the same one, and each of
+        them a share of its query heads.
 
         Args:
             groups: key/value heads of each group.

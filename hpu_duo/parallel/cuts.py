@@ -1,4 +1,4 @@
-"""The part of each tensor of a checkpoint that one rank holds."""
+"""The shard of each tensor of a checkpoint for one rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Span = tuple[int, int]
 
 _LAYER = re.compile(r"\.(\d+)\.")
 _EXPERTS = frozenset(("experts", "shared_experts", "shared_expert", "shared_mlp", "block_sparse_moe"))
-"""Modules of routed experts, and of those that every token takes."""
+"""Modules of routed experts, and of shared ones."""
 _EXPANDED = "kv_b_proj"
 """Projection from a latent to the keys without position and the values of each head, side by side."""
 _MLP = frozenset(("gate_proj", "up_proj", "down_proj"))
@@ -85,7 +85,7 @@ class Cut:
 
     Attributes:
         dim: dimension that is cut.
-        spans: ``[begin, end)`` of what is kept of it, in order.
+        spans: ``[begin, end)`` of the shard, in order.
         is_padded: what of the spans is beyond the tensor's end is zero.
     """
 
@@ -146,8 +146,9 @@ class Cutter:
         vocabulary: names of the modules whose rows are tokens, such as ``lm_head``.
         table: shape of the table of tokens. Files may have a head by another name than the model.
         ranks: this rank among all.
-        others: names of the modules beside the decoder layers, such as a tower for images, which are whole.
-        experts: that the rank holds whole; None = a part of the width of each.
+        others: names of the modules besides the decoder layers, such as a vision tower, which are not
+            sharded.
+        experts: whole experts of the rank; None = a part of the width of each.
         is_transposed: whether experts in one tensor are ``[experts, in, out]``, not ``[experts, out, in]``.
     """
 
@@ -172,7 +173,7 @@ class Cutter:
         self._others, self._is_transposed = frozenset(others), is_transposed
 
     def cut(self, key: str, shape: Sequence[int]) -> Cut | None:
-        """Return the part of a tensor that the rank holds; None for all of it.
+        """Return the shard of a tensor; None for all of it.
 
         Args:
             key: its name in the checkpoint.
@@ -207,7 +208,7 @@ class Cutter:
         return tuple(size)
 
     def name(self, key: str) -> str | None:
-        """Return the name in the rank's share of a checkpoint's tensor; None if it holds nothing of it."""
+        """Return the name in the rank's share of a checkpoint's tensor; None if the rank has none."""
         return key if self.experts is None else self.experts.name(key)
 
     def is_added_once(self, key: str) -> bool:
@@ -301,12 +302,12 @@ def _single(heads: Sequence[int]) -> list[Span]:
 def head_sizes(layer: DecoderLayer) -> HeadSizes:
     """Return the sizes of a layer's heads, with the order of its fused projection.
 
-    Families have other orders under the same name, and shapes do not tell them apart. So the projection is
-    replaced by one that returns the numbers of its rows, and the attention is run on a token at position 0,
-    which rotary embeddings leave as it is. What arrives as queries, keys and values are numbers of rows.
+    Families have different orders under the same name, with the same shapes. So the projection is replaced by
+    one that returns the numbers of its rows, and the attention is run on a token at position 0, which rotary
+    embeddings leave as it is. What arrives as queries, keys and values are numbers of rows.
 
     Args:
-        layer: of a model whose weights need not be there.
+        layer: of a model, possibly without weights.
 
     Raises:
         ValueError: the order is no known one, or the attention cannot be run by itself.
@@ -340,7 +341,7 @@ def _expected(sizes: HeadSizes) -> tuple[list[int], list[int], list[int]]:
 
 
 class _Read(Exception):
-    """The end of a run whose queries, keys and values have been read."""
+    """Raised to end a run after its queries, keys and values are read."""
 
 
 class _Numbers(nn.Module):
@@ -355,7 +356,7 @@ class _Numbers(nn.Module):
 
 
 class _Reader(Trial):
-    """Keeps the queries, keys and values of a token, head by head."""
+    """Stores the queries, keys and values of a token, head by head."""
 
     def __init__(self) -> None:
         self.seen: tuple[list[int], ...] = ()
@@ -394,7 +395,7 @@ _OF_ONE_HEAD = ("head_dim", "head_size", "rotary_ndims", "scaling")
 
 @dataclass(frozen=True)
 class Fit:
-    """Sizes of modules in a share that a narrowed configuration does not give them.
+    """Sizes of modules of a shard that a narrowed configuration does not determine.
 
     Families derive some sizes of attention from the hidden size, which ranks do not share: the size of a
     head, an output projection, a norm over all heads together. Routed experts may be whole, and fewer.
@@ -415,8 +416,8 @@ class Fit:
     ) -> Fit:
         """Compare the modules of a whole model with those of a narrowed configuration.
 
-        Projections and norms over all heads get the shapes of their slices, and so do routed experts that a
-        rank holds whole. What else differs is left.
+        Projections and norms over all heads get the shapes of their slices, and so do the experts of a rank.
+        What else differs is left.
 
         Args:
             whole, narrow: both without weights.
@@ -450,7 +451,7 @@ class Fit:
         return cls(tuple(shapes), tuple(numbers), whole.config.get_text_config().pad_token_id)
 
     def apply(self, model: PreTrainedModel) -> None:
-        """Give a model of the narrowed configuration these sizes, in place; its weights are not filled."""
+        """Set these sizes in a model of the narrowed configuration, in place; weights are uninitialized."""
         for key, shape in self.shapes:
             path, _, leaf = key.rpartition(".")
             module = model.get_submodule(path)

@@ -1,6 +1,6 @@
 """Bytes that ranks exchange in a step, by formula: what runs in a captured step cannot be counted there.
 
-Counts what ``connect``, ``HeadExchange`` and ``SharedPolicy`` do; tests of ranks hold them together.
+Formulas of the traffic of ``connect``, ``HeadExchange`` and ``SharedPolicy``, compared by tests of ranks.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ _FLOAT32 = 4
 
 
 class HeadExchanges(NamedTuple):
-    """Bytes that one rank gives to the exchanges of one layer, and the number of these.
+    """Bytes that one rank sends in the exchanges of one layer, and the number of these.
 
     Attributes:
-        gathered: bytes that every other rank gets: new keys and values, queries, and the partial results of
-            decodes where no prompt continues.
-        scattered: bytes of which every other rank gets its part, one of so many as there are ranks: partial
-            results where a prompt continues.
+        gathered: bytes sent to every other rank: new keys and values, queries, and the partial results of
+            decodes if no prompt continues.
+        scattered: bytes split over all ranks: partial results if a prompt continues.
         number: of exchanges.
     """
 
@@ -36,7 +35,7 @@ class HeadExchanges(NamedTuple):
     number: int = 0
 
     def bytes_to_each(self, num_ranks: int) -> float:
-        """Bytes that go from a rank to each other one."""
+        """Bytes from a rank to each other one."""
         return self.gathered + self.scattered / num_ranks
 
 
@@ -73,7 +72,7 @@ def head_exchanges(
 
 
 def summed_score_bytes(kind: Budget, num_summed: int, bucket: BatchShape) -> int:
-    """Return the bytes of scores that a rank gives to sums, of heads with a budget in one layer and step.
+    """Return the bytes of scores that a rank all-reduces, for heads with a budget in one layer and step.
 
     Args:
         num_summed: numbers of each slot; see ``SharedPolicy``.
@@ -89,7 +88,7 @@ def summed_score_bytes(kind: Budget, num_summed: int, bucket: BatchShape) -> int
 
 
 class Exchanged(NamedTuple):
-    """Bytes that one rank gives to exchanges.
+    """Bytes that one rank sends in exchanges.
 
     Attributes:
         reduced: to sums over ranks.
@@ -110,14 +109,14 @@ class StepExchanges:
     """The exchanges of a step, but for those of its logits.
 
     Attributes:
-        token_bytes: bytes of a query token that ranks sum: rows of tables of tokens, the residual
-            stream behind attention and MLP of each layer, with a float32 number for each norm over all heads.
-        dealt: retrieval heads of all ranks, their query heads each and their size, for each layer whose
-            blocks are dealt out.
+        token_bytes: bytes of a query token that ranks sum: rows of tables of tokens, the residual stream
+            after attention and MLP of each layer, with a float32 number for each norm over all heads.
+        dealt: retrieval heads of all ranks, their query heads each and their size, for each layer with
+            context-parallel blocks.
         dtype_bytes: of an element.
         decode_len: tokens of a decode row.
         num_ranks: number of ranks.
-        scored: heads with a budget whose scores ranks sum, and numbers of each slot, for each group.
+        scored: heads with a budget and summed scores, and numbers of each slot, for each group.
     """
 
     token_bytes: int
@@ -131,7 +130,7 @@ class StepExchanges:
     def of_model(
         cls, model: nn.Module, specs: Sequence[LayerSpec], hidden_size: int, dtype_bytes: int, decode_len: int
     ) -> StepExchanges:
-        """Read them off a rank's share of a model, behind ``connect``."""
+        """Derive them from a rank's shard of a model, after ``connect``."""
         token_bytes = 0
         for each in model.modules():
             match each:

@@ -1,4 +1,4 @@
-"""Expert parallel: each rank holds some routed experts whole, instead of a part of the width of each."""
+"""Expert parallel: each rank has some whole routed experts, instead of a part of the width of each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ExpertShare:
     Args:
         num_experts: of the model.
         first: the rank's first one.
-        size: how many it holds.
+        size: number of its experts.
     """
 
     num_experts: int
@@ -73,7 +73,7 @@ class ExpertShare:
     def span(self, path: Sequence[str], shape: Sequence[int]) -> tuple[int, int] | None:
         """Return ``[begin, end)`` of the rank's experts in such a tensor; None if it is of one expert.
 
-        So it is if a tensor has a number for each expert: that is of their choice, which every rank makes.
+        True if a tensor has a number for each expert, which routes tokens on every rank.
         """
         behind = path[path.index(_ROUTED) :] if _ROUTED in path else ()
         has_all = len(shape) > 1 and shape[0] == self.num_experts and not any(map(str.isdigit, behind))
@@ -93,7 +93,7 @@ def routed_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules that have all routed experts of a layer, by name.
 
     Raises:
-        ValueError: there are none, or they do not run as transformers' interface of experts says.
+        ValueError: there are none, or they do not follow transformers' interface of experts.
     """
     found = [
         (name, module)

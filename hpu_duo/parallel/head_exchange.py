@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 class HeadExchange:
     """The heads of a group on all ranks, and their exchanges; see ``hpu_duo.parallel.config.placed``.
 
-    All ranks take part in every exchange, also those that have no head of the group. Where ranks have
-    unequal numbers of heads, what they send is padded to the most.
+    All ranks participate in every exchange, also those without a head of the group. Where ranks have unequal
+    numbers of heads, what they send is padded to the most.
 
     Attributes:
         num_heads: K.
@@ -126,7 +126,7 @@ class HeadExchange:
 
 
 def _padded(heads: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """``[A, O, ...]`` with heads of zeros behind them, ``[A, num_heads, ...]``."""
+    """``[A, O, ...]`` padded by heads of zeros to ``[A, num_heads, ...]``."""
     missing = num_heads - heads.shape[1]
     if not missing:
         return heads
@@ -141,8 +141,8 @@ class ContextParallelStep(NamedTuple):
     """Tensors that a step derives once for all stores of dealt blocks of one layout.
 
     Attributes:
-        own: what blocks have, for this rank's slots: new tokens that other ranks keep go to the null block,
-            and tails are seen as far as they lie here.
+        own: step tensors of blocks, for this rank's slots: new tokens of other ranks are written to the null
+            block, and tails are visible as far as they are stored here.
         shared_start: position of this rank's first slot of each shared block, ``[NS]``.
     """
 
@@ -152,10 +152,10 @@ class ContextParallelStep(NamedTuple):
 
 @dataclass(frozen=True)
 class ContextParallelBlocks(GroupKind):
-    """Heads that keep all tokens, in blocks that are dealt out over ranks.
+    """Heads that store all tokens, in context-parallel blocks.
 
-    All ranks get the new keys, and the queries that meet the context, of all heads; each writes and reads its
-    slots; and the rank that has a head merges what all ranks have found for it with the causal part, which it
+    All ranks gather the new keys, and the queries that attend to the context, of all heads; each writes and
+    reads its slots; and the rank of a head merges the partials of all ranks with the causal part, which it
     computes alone.
 
     Attributes:
@@ -209,7 +209,7 @@ class ContextParallelBlocks(GroupKind):
         }
 
     def attend(self, run: Kernels, inputs: PartInputs, step: Step) -> torch.Tensor:
-        """Write first: decode rows find their new keys in their blocks, on the rank that keeps them."""
+        """Writes first: decode rows read their new keys from their blocks, on the rank that stores them."""
         parts, t, units = step.parts, inputs.tensors, inputs.units
         plan: ContextParallelStep = step.plans[self.key, units.layout]
         q_QOGD = inputs.q
@@ -239,7 +239,7 @@ class ContextParallelBlocks(GroupKind):
 
     @staticmethod
     def _asked(q_QOGD: torch.Tensor, step: Step, *, has_shared: bool) -> list[torch.Tensor]:
-        """The queries that meet the context: those of all tokens, of decode rows, or none."""
+        """The queries that attend to the context: those of all tokens, of decode rows, or none."""
         if has_shared:
             return [q_QOGD]
         return [gather(q_QOGD, step.row_token)] if step.parts.unique else []
@@ -253,7 +253,7 @@ class ContextParallelBlocks(GroupKind):
         return Partial(*(each[:num_tokens] for each in both)), Partial(*(each[num_tokens:] for each in both))
 
     def transient_bytes(self, heads: HeadSizes, sizes: PartSizes) -> int:
-        """Intermediates of blocks, for the heads of all ranks and this rank's slots, beside what is sent."""
+        """Intermediates of blocks, for the heads of all ranks and this rank's slots, and of exchanges."""
         parts, every = sizes.parts, heads._replace(num_heads=self.exchange.num_heads)
         context = replace(parts, causal=False)
         own = sizes._replace(block_size=self.num_slots(sizes.block_size), parts=context)

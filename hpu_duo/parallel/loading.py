@@ -36,7 +36,7 @@ def load_share(
     """Load the heads, widths and tokens of one rank, as a smaller model of the same family.
 
     Run alone it computes nothing useful: what its layers add are partial sums of what the whole model adds,
-    see ``connect``. A bias of such a sum is kept by rank 0 and is zero elsewhere.
+    see ``connect``. A bias of such a sum is on rank 0 only, and zero elsewhere.
 
     Args:
         path: directory of the checkpoint.
@@ -44,11 +44,11 @@ def load_share(
         whole: the whole model on ``meta``.
         layers: its layers.
         heads: the rank's heads of each layer.
-        experts: that the rank holds whole; None = a part of the width of each.
+        experts: whole experts of the rank; None = a part of the width of each.
 
     Raises:
-        ValueError: the family has no plan, ranks cannot share it evenly, or the weights cannot be read or are
-            of other shapes than the configuration says.
+        ValueError: the family has no plan, ranks cannot share it evenly, or the weights cannot be read or do
+            not have the shapes of the configuration.
     """
     cutter = make_cutter(config, whole, layers, heads, ranks, experts)
     narrow = narrowed_config(config, layers[0].call.head_dim, ranks.size, experts)
@@ -98,9 +98,9 @@ def _beside(whole: PreTrainedModel, layer: DecoderLayer) -> set[str]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's part of a tensor in a file, which is read when it is asked for by ``[...]``.
+    """A rank's shard of a tensor in a file, read lazily by ``[...]``.
 
-    Nobody holds it twice then: transformers merges experts into one tensor, and lets go of each as it does.
+    So it is not in memory twice: transformers merges experts into one tensor, and frees each one.
 
     Attributes:
         tensors: the open file.
@@ -125,10 +125,10 @@ class Piece:
 
 
 def read_share(path: str | Path, whole: nn.Module, cutter: Cutter, ranks: Ranks) -> dict[str, Piece]:
-    """Return the slices of a checkpoint that a rank holds, by name; none is read yet.
+    """Return the shards of a checkpoint for a rank, by name; none is read yet.
 
     Args:
-        whole: the whole model on ``meta``. Files may have other names, whose shapes are then not compared.
+        whole: the whole model on ``meta``. Files may have other names, which are not compared then.
 
     Raises:
         ValueError: a file is damaged, or a tensor has another shape than the model's or cannot be cut.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
-"""Names by which families keep the epsilon."""
+"""Names of the epsilon in families."""
 _OFFSETS = (0.0, 1.0)
 _NUM_TOKENS = 16
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
@@ -35,7 +35,7 @@ class NormFormula:
     Attributes:
         epsilon: added to the mean.
         offset: added to the weight.
-        rounds_first: whether ``x`` is rounded to its type before it meets the weight, and not after.
+        rounds_first: whether ``x`` is rounded to its dtype before the product with the weight, not after.
     """
 
     epsilon: float
@@ -137,7 +137,7 @@ class Sums:
         """Read them off a whole model, weights apart.
 
         Raises:
-            ValueError: a norm over all heads has a formula that ranks do not know, see ``NormFormula``.
+            ValueError: a norm over all heads has an unknown formula, see ``NormFormula``.
         """
         names = {id(parameter): name for name, parameter in whole.named_parameters()}
         return cls(
@@ -163,7 +163,7 @@ def wide_norms(layer: DecoderLayer) -> dict[str, NormFormula]:
         layer: of the whole model; its weights need not be there.
 
     Raises:
-        ValueError: one of them has a formula that ranks do not know, see ``NormFormula``.
+        ValueError: one of them has an unknown formula, see ``NormFormula``.
     """
     wide = {}
     for name, norm in layer.attention.named_children():
@@ -175,7 +175,7 @@ def wide_norms(layer: DecoderLayer) -> dict[str, NormFormula]:
 
 
 def _shared_children(cutter: Cutter, layer: DecoderLayer, names: dict[int, str]) -> tuple[str, ...]:
-    """The children of which ranks hold parts; what each of them holds whole is the same on all."""
+    """The children that are sharded; others are replicated."""
     return tuple(
         name
         for name, child in layer.module.named_children()
@@ -184,7 +184,7 @@ def _shared_children(cutter: Cutter, layer: DecoderLayer, names: dict[int, str])
 
 
 class SummedOverRanks(nn.Module):
-    """A module whose first output is the sum of what it is on all ranks; inputs are the same on all.
+    """A row-parallel module: its first output is summed over all ranks; inputs are replicated.
 
     Args:
         inner: the rank's share.
@@ -203,7 +203,7 @@ class SummedOverRanks(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embeddings of tokens, each of which one rank holds.
+    """Token embeddings, sharded by vocabulary.
 
     Args:
         inner: the rank's rows ``[first, first + V / ranks)``.
@@ -224,7 +224,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class RMSNormOverRanks(nn.Module):
-    """A root-mean-square norm over a dimension that ranks share, equally much of it each.
+    """A root-mean-square norm over a dimension that is sharded evenly.
 
     Args:
         weight: the rank's share.
@@ -247,11 +247,11 @@ class RMSNormOverRanks(nn.Module):
 def connect(
     model: PreTrainedModel, layers: Sequence[DecoderLayer], sums: Sums, ranks: Ranks, group: str
 ) -> None:
-    """Put the exchanges between ranks into a rank's share of a model, in place.
+    """Insert the exchanges between ranks into a rank's shard of a model, in place.
 
-    Two sums a layer, behind the attention and behind the MLP or its experts, and one for each table of
-    tokens; two more of one number a token where queries and keys have norms over all heads together. Logits
-    stay the rank's own: its columns of the vocabulary.
+    Two all-reduces per layer, after the attention and after the MLP or its experts, and one for each
+    embedding table; two more of one number per token if queries and keys have norms over all heads together.
+    Logits stay the rank's own: its columns of the vocabulary.
 
     Args:
         sums: where ranks sum.

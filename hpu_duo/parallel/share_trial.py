@@ -1,4 +1,4 @@
-"""Trials of a rank's share, and refusals of families whose shares are more than smaller models."""
+"""Trials of a rank's shard, and errors for families with shards that are not just smaller models."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class _Call:
 
     def run(self, module: nn.Module) -> torch.Tensor:
         """Run a module; returns its first output."""
-        # Some attention modules write their keys and values into what they are given.
+        # Some attention modules write their keys and values into their arguments.
         with attending(module, _PerHead()):
             output = module(*self.args, **_mapped(lambda each: each, self.kwargs))
         first: torch.Tensor = output[0] if isinstance(output, tuple) else output
@@ -121,7 +121,7 @@ class _Call:
 
 
 def _mapped(change: Any, value: Any) -> Any:
-    """Change what lies in tuples, lists and dictionaries; these are copied."""
+    """Map the items of tuples, lists and dictionaries, which are copied."""
     if isinstance(value, dict):
         return {name: _mapped(change, each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -178,7 +178,7 @@ class _PerHead(Trial):
 
 
 class _Product(nn.Module):
-    """A linear layer whose matrix is a product, ``outer[out, r] @ inner[in, r].T``."""
+    """A linear layer with a low-rank matrix, ``outer[out, r] @ inner[in, r].T``."""
 
     def __init__(self, outer: torch.Tensor, inner: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ _Values = Mapping[str, tuple[torch.Tensor, ...]]
 
 @dataclass(frozen=True)
 class _Module:
-    """A module of the whole model whose outputs ranks sum.
+    """A row-parallel module of the whole model.
 
     Attributes:
         path: its name.
@@ -340,7 +340,7 @@ def check_share(
         whole: the whole model on ``meta``.
         layers: its layers.
         heads: the rank's heads of each layer.
-        experts: that the rank holds whole; None = a part of the width of each.
+        experts: whole experts of the rank; None = a part of the width of each.
 
     Raises:
         ValueError: transformers has no plan for the family, ranks cannot share it evenly, or something in it
@@ -388,7 +388,7 @@ class _ByToken(nn.Module):
 
 
 def _read_by_token(family: str, narrow: PreTrainedModel, sums: Sums) -> tuple[DecoderLayer, ...]:
-    """Return the layers of a share; refuse a model that cannot run as one, or reads a table by itself."""
+    """Return the layers of a shard; raise ValueError for a model that cannot be sharded."""
     for path in sums.tables:
         parent, _, name = path.rpartition(".")
         setattr(narrow.get_submodule(parent), name, _ByToken(narrow.get_submodule(path)))
@@ -413,7 +413,7 @@ def _check_shapes(family: str, cutter: Cutter, whole: nn.Module, narrow: nn.Modu
 def _check_sums(
     config: Any, cutter: Cutter, whole: PreTrainedModel, layers: Sequence[DecoderLayer], sums: Sums
 ) -> None:
-    """Refuse a sum over ranks of what each of them has whole, and parts that nobody sums."""
+    """Raise ValueError for sums of replicated modules, and for sharded modules without a sum."""
     names = {id(parameter): name for name, parameter in whole.named_parameters()}
     _check_all_are_summed(config.model_type, cutter, whole, layers, sums)
     paths = {id(module): path for path, module in whole.named_modules()}
@@ -438,7 +438,7 @@ def _check_sums(
 def _check_all_are_summed(
     family: str, cutter: Cutter, whole: PreTrainedModel, layers: Sequence[DecoderLayer], sums: Sums
 ) -> None:
-    """Refuse parts of a tensor outside of all modules whose outputs ranks sum or gather."""
+    """Raise ValueError for sharded tensors outside of all modules that are summed or gathered."""
     modules = [
         layer.module.get_submodule(name) for layer, own in zip(layers, sums.layers) for name in own.children
     ]
@@ -457,7 +457,7 @@ def _check_all_are_summed(
 def _check_attention(
     name: str, number: int, whole: DecoderLayer, share: DecoderLayer, heads: RankHeads
 ) -> None:
-    """Refuse a family whose attention depends on the number of heads in other ways than its sizes do."""
+    """Raise ValueError for attention that depends on the number of heads other than by sizes."""
     expected, got = _traits(whole.call), _traits(share.call)
     expected = (len(heads.query), len(heads.kv), *expected[2:])
     if expected != got:

@@ -1,11 +1,11 @@
-"""Scores of tokens that several ranks make together, for heads with a KV budget.
+"""Scores of tokens summed over ranks, for heads with a KV budget.
 
-A rank weighs tokens by its own query heads. That is all of a policy's measure where each rank has key/value
-heads of its own and the policy looks at one of them at a time. It is a part of it where ranks hold copies of
-one key/value head with some of its query heads each, and where a policy averages over all heads of a layer.
+A rank weighs tokens by its own query heads. That is a policy's whole measure if each rank has key/value heads
+of its own and the policy scores them separately. It is a part of it if ranks have copies of one key/value
+head with some of its query heads each, and if a policy averages over all heads of a layer.
 
 Shapes: X rows, K key/value heads of the group on this rank, S slots or candidates for them, t ranks, H
-key/value heads of the layer where ranks hold copies of them.
+key/value heads of the layer if ranks have copies of them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kernels_ref import FutureQueries, KVPolicy, SlotView
 
 @dataclass(frozen=True)
 class ScoreExchange:
-    """Sums over the ranks that share the heads of a layer, equally many each; all of them take part.
+    """All-reduces over the ranks of a layer, with equally many heads each; all of them participate.
 
-    Backends give every rank the same sum, to the last bit, so that what is chosen by it is the same.
+    Backends return the same sum on every rank, bit for bit, so that choices are equal.
 
     Attributes:
         num_ranks: t.
-        num_copies: ranks that hold the same key/value head, neighbours, with a share of its query heads each;
-            1 where each has heads of its own.
+        num_copies: neighbouring ranks with copies of the same key/value head, with a share of its query heads
+            each; 1 if each has heads of its own.
         rank: this one; equal on all ranks is what does not depend on it.
         group: name of the ranks' process group.
     """
@@ -41,12 +41,12 @@ class ScoreExchange:
 
     @classmethod
     def of(cls, num_kv_heads: int, ranks: Ranks, group: str) -> ScoreExchange:
-        """Return the exchange of a layer of so many key/value heads; see ``RankHeads.of``."""
+        """Return the exchange of a layer with a number of key/value heads; see ``RankHeads.of``."""
         return cls(ranks.size, max(1, ranks.size // num_kv_heads), ranks.rank, group)
 
     @property
     def num_summed(self) -> int:
-        """Heads whose numbers are in a sum over copies (H)."""
+        """Number of heads in a sum over copies (H)."""
         return self.num_ranks // self.num_copies
 
     def mean_of_heads(self, mass: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ class ScoreExchange:
         return sum_over_ranks(own, self.group) * (self.num_copies / self.num_ranks)
 
     def sum_of_copies(self, own_X1S: torch.Tensor) -> torch.Tensor:
-        """Add up what the ranks have that hold copies of this rank's one head, ``[X, 1, S]``.
+        """Sum over the ranks with copies of this rank's one head, ``[X, 1, S]``.
 
         One sum over all ranks carries all heads, each in its place.
         """
@@ -76,7 +76,7 @@ class ScoreExchange:
 
 @dataclass(frozen=True)
 class SharedPolicy(KVPolicy):
-    """A policy whose scores count the heads of all ranks as if one rank had them.
+    """A policy with scores over the heads of all ranks, as if one rank had them.
 
     Attributes:
         policy: that of one rank.

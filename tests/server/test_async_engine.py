@@ -105,7 +105,7 @@ def test_a_late_reader_gets_more_at_a_time_and_a_very_late_one_an_error(tiny: Ti
     ("limits", "expected"),
     [
         ({"max_answer_bytes": 40_000}, "answer of at most 40,000 bytes in memory"),
-        ({"answer_memory_bytes": 40_000}, "ended: .* all calls together of at most 40,000 bytes"),
+        ({"answer_memory_bytes": 40_000}, "aborted: .* all calls together of at most 40,000 bytes"),
     ],
 )
 def test_a_stream_that_is_read_and_echoes_too_much_is_not_called_slow(
