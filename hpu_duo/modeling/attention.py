@@ -1,7 +1,7 @@
 """The attention function that transformers models call; ``loading`` registers it under ``NAME``.
 
-In normal running it finds the layer's stores and the step on the attention module, whatever arguments the
-family hands on to it. At load, it takes notes for a probe, or attends for a trial, see ``attending``.
+In a step it reads the layer's stores and the step from the attention module, whatever arguments the family
+passes on. At load, it records calls for a probe, or attends for a trial, see ``attending``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NO_STEP = f"attention implementation {NAME!r}: expected a step of an engine, go
 _BUFFERS = ("k", "v", "k_scratch", "v_scratch", "slot_position", "slot_score")
 _REGION_BUFFERS = ("k_region", "v_region", "region_score")
 
-# What the attention of a decoder may be told besides tensors, and which of it changes the result.
+# Arguments of a decoder's attention besides tensors, and which of them change the result.
 _HONOURED = {"scaling", "sliding_window", "softcap", "s_aux"}
 _HARMLESS = {
     "cache_position",
@@ -67,9 +67,9 @@ class AttentionCall:
         scale: factor of the scores.
         sliding_window: tokens that a token sees, itself included; None for all.
         softcap: bound of the scores, or None.
-        has_sinks: whether the layer brings attention-sink logits.
+        has_sinks: whether the layer has attention-sink logits.
         mask: what the layer got as its mask.
-        unknown: names of arguments that are set and that this function does not know.
+        unknown: names of unknown arguments that are set.
     """
 
     module: nn.Module
@@ -100,7 +100,7 @@ class Probe:
         mask: torch.Tensor | None,
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
-        """Note what a layer asks for; returns zeros in the shape of its output."""
+        """Record the call of a layer; returns zeros in the shape of its output."""
         scale = kwargs.get("scaling")
         known = _HONOURED | _HARMLESS
         self.calls.append(
@@ -156,10 +156,10 @@ class RunningStep:
 
 
 class AttentionLayer(nn.Module):
-    """The stores of one layer as buffers, so that compiled layers take them as inputs.
+    """The stores of one layer as buffers, so that they are inputs of compiled layers.
 
     One compiled function then serves all layers whose specs and layouts are equal. Stores are lists of
-    vectors; the units that attention reads are views of them which a layer makes itself.
+    vectors; each layer derives the views of units that attention reads.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class AttentionLayer(nn.Module):
         step = self.running.step
         if step is None:
             raise ValueError(_NO_STEP)
-        # One after the other: a graph that writes a store may not hold a view of it from before a cut.
+        # One after the other: a graph that writes a store must not use a view of it from before a cut.
         cache = (self._units(i, layout) for i, layout in enumerate(self.layouts))
         output = unified_attention(q, k, v, cache, step, self.spec, sinks)
         for kind, names in self._rows:
@@ -222,7 +222,7 @@ def attention(
 
     Args:
         query, key, value: ``[1, heads, Q, D]``, after rotary embedding.
-        attention_mask: only noted by a probe; visibility comes with the step.
+        attention_mask: recorded by a probe only; visibility is part of the step.
 
     Returns:
         ``[1, Q, H, D]`` and no weights.
@@ -250,18 +250,17 @@ def placeholder_mask(device: torch.device) -> torch.Tensor:
     return torch.zeros(1, 1, 1, 1, device=device)
 
 
-# The number of a layer differs everywhere and changes nothing but where its cache lies.
+# The index of a layer always differs, and affects only the place of its cache.
 _NUMBERING = {"layer_idx", "layer_id", "training"}
 
 
 class LayerKind:
-    """Everything about a layer that its compiled code may take for granted: structure, shapes, plain values.
+    """Everything about a layer that its compiled code may depend on: structure, shapes, plain values.
 
-    Its attention included, which ``spec`` describes: any value that says enough of it.
+    Its attention included, which ``spec`` describes.
 
-    Compiled layers are entered without checks, so two layers are of one kind only if nothing that
-    Python code could branch on tells them apart. Hashed once, because it is looked up in every layer
-    of every step.
+    Compiled layers are called without guards, so two layers are of one kind only if nothing that Python code
+    could branch on differs. Hashed once, because it is looked up in every layer of every step.
     """
 
     __slots__ = ("_hash", "_parts")
@@ -308,7 +307,7 @@ def _is_plain(value: Any) -> bool:
 class LiveRows:
     """Two pairs of numbers that captured layers read as they run: rows they get, and rows that count.
 
-    A layer that gets another number of rows than its pair says computes all of them, as all do before the
+    A layer with another number of rows than in its pair computes all of them, as all layers do before the
     first step.
 
     Attributes:
@@ -320,13 +319,13 @@ class LiveRows:
         self._tokens, self._logits = self.tokens.numpy(), self.logits.numpy()
 
     def set(self, shape: BatchShape, bucket: BatchShape, decode_len: int = 1) -> None:
-        """The next step has ``shape`` and runs as ``bucket``; rows that count come first in both.
+        """The next step has ``shape`` and runs as ``bucket``; valid rows are first in both.
 
         Args:
             decode_len: logits of each row.
         """
         num_logits = shape.num_logits * decode_len
-        # Rows of a head that is not known as one may be as many as the tokens.
+        # An unknown head may have as many rows as tokens.
         live = max(shape.query_len, num_logits)
         self._tokens[:] = bucket.query_len, live
         self._logits[:] = bucket.num_logits * decode_len, num_logits

@@ -52,7 +52,7 @@ _LAYERS = Range(1, 10_000, is_whole=True)
 _HEADS = Range(1, 65_536, is_whole=True)
 _WIDTH = Range(1, 2**24, is_whole=True)
 _TOKENS = Range(1, _INT32, is_whole=True)
-_NUM_EXPERTS = Range(0, 65_536, is_whole=True)  # Dense models of a family with experts say 0.
+_NUM_EXPERTS = Range(0, 65_536, is_whole=True)  # Dense models of a family with experts have 0.
 _POSITIVE = Range(0, is_open=True)
 _SHARE = Range(0, 1, is_open=True)
 
@@ -90,7 +90,7 @@ RANGES: dict[str, Range] = {
 def check_numbers(file: Path, fields: dict[str, Any]) -> None:
     """Check every number of a parsed config.json, those of nested objects included.
 
-    Fields that are null are taken for absent.
+    Null fields count as absent.
 
     Raises:
         ValueError: a number is out of its range, infinite or NaN, or is no number.
@@ -126,18 +126,19 @@ _BESIDE = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
 }
-"""Files that tools write beside a config.json, or in place of its field, and the method if they name none."""
+"""Files of quantisation tools beside a config.json, or in place of its field, and the method if they name
+none."""
 
 _DEQUANTISED = {
     "compressed-tensors": "CompressedTensorsConfig",
     "fp8": "FineGrainedFP8Config",
     "mxfp4": "Mxfp4Config",
 }
-"""Methods whose weights transformers makes plain while it loads them, and the class that asks it to."""
+"""Methods that transformers can dequantize at load, and the class that enables it."""
 
 
 def refuse_quantised(file: Path, fields: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint with quantised weights.
+    """Raise ValueError for a checkpoint with quantised weights.
 
     Args:
         file: its config.json.
@@ -158,11 +159,11 @@ def refuse_quantised(file: Path, fields: Mapping[str, Any]) -> None:
             f"{str(file.parent)!r}, dtype='bfloat16', quantization_config=transformers.{maker}"
             "(dequantize=True)).save_pretrained(NEW_DIRECTORY), and the same with AutoTokenizer"
         )
-    raise ValueError(f"{said}: {asked}; for sizes alone, take a copy of config.json without it")
+    raise ValueError(f"{said}: {asked}; for sizes alone, use a copy of config.json without it")
 
 
 def refuse_adapter(directory: Path) -> None:
-    """Refuse a directory that holds an adapter of PEFT, alone or beside a base model, or GGUF files alone.
+    """Raise ValueError for a directory with a PEFT adapter, or with GGUF files only.
 
     Raises:
         ValueError: it does; it names the base model, and how the two become one checkpoint.
@@ -214,7 +215,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 NO_REMOTE_CODE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-"""Arguments of each ``from_pretrained`` of transformers: without them it may ask, and go online."""
+"""Arguments of each ``from_pretrained`` of transformers, without which it may prompt, and go online."""
 
 
 def refuse_remote_code(trust_remote_code: bool) -> None:

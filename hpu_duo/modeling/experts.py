@@ -1,4 +1,4 @@
-"""Mixtures of experts whose shapes do not depend on the routing, where that matters.
+"""Mixtures of experts with shapes that do not depend on the routing.
 
 Shapes: T tokens, k experts of each, E experts, X of them (or of their copies) at a time, H hidden size.
 """
@@ -19,7 +19,7 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk",
 """Names of the number of them that a token uses."""
 
 HELD = "num_held_experts"
-"""Name, in the configuration of a rank's share, of the number of experts that it holds whole."""
+"""Name, in the configuration of a rank's shard, of its number of whole experts."""
 
 GROUP_BYTES = 256 << 20
 """Bound on the intermediates of the experts that run together; a smaller one means more launches."""
@@ -31,7 +31,7 @@ Pick = Callable[[torch.Tensor], torch.Tensor]
 
 
 def register_experts() -> str | None:
-    """Make ``run_experts`` known to transformers, and return its name; None before transformers 5."""
+    """Register ``run_experts`` with transformers, and return its name; None before transformers 5."""
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError:
@@ -63,7 +63,7 @@ def run_experts(
     Args:
         self: transformers' module of all experts, with its weights in one tensor for each projection.
         top_k_index, top_k_weights: ``[T, k]``, numbers among all experts. A module with ``first_expert`` runs
-            only those that it has, of as many as its weights hold.
+            only its own ones, as many as in its weights.
         group_bytes: bound on the intermediates of experts that run together.
     """
     # Found as int64, which no operator here has to read.
@@ -93,11 +93,11 @@ def run_in_static_shapes(
     *,
     group_bytes: int = GROUP_BYTES,
 ) -> torch.Tensor:
-    """``run_experts`` for devices and compilers that do not look at the routing, behind ``of_own``.
+    """``run_experts`` with static shapes, after ``of_own``.
 
-    A few tokens gather the weights of their experts. More tokens meet every expert, whose weights are then
-    read once, and all but the chosen ones are dropped: more operations, in memory that is bounded
-    however many tokens there are.
+    A few tokens gather the weights of their experts. More tokens run through every expert, whose weights are
+    then read once, and results of others than the chosen ones are dropped: more operations, in bounded
+    memory.
     """
     if copies_weights(index_Tk.numel(), self.down_proj.shape[0]):
         return _run_copies(self, hidden_TH, index_Tk, top_k_weights)
@@ -147,10 +147,10 @@ def _run_all(
 
 
 def _run_group(self: Any, hidden_TH: torch.Tensor, share_ET: torch.Tensor, some: slice) -> torch.Tensor:
-    """The shares of some experts in all tokens, float32 ``[T, H]``; what they make of them ends here."""
+    """The weighted outputs of some experts for all tokens, float32 ``[T, H]``; frees intermediates."""
     share_XT1 = share_ET[some, :, None]
     out_XTH = _run_some(self, hidden_TH, lambda weights: weights[some]) * share_XT1
-    # Selecting, not only multiplying, keeps out what overflows in an expert that was not chosen.
+    # Selecting, not only multiplying, excludes overflows in experts that were not chosen.
     return torch.where(share_XT1 != 0, out_XTH, 0).float().sum(dim=0)
 
 
@@ -172,5 +172,5 @@ def _project(self: Any, x: torch.Tensor, name: str, pick: Pick) -> torch.Tensor:
 
 
 def _has(self: Any, what: str, default: bool) -> bool:
-    """Not every version of transformers says everything of its experts."""
+    """Not every version of transformers has all attributes of experts."""
     return bool(getattr(self, f"has_{what}", default))

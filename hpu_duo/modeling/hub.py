@@ -34,12 +34,12 @@ _UNUSED_FILES = ["*/*", "consolidated*"]
 
 @dataclass(frozen=True)
 class HubAccess:
-    """A way to ask the hub; without a value the hub's own environment variables and login hold.
+    """Settings for the hub; None = the hub's own environment variables and login.
 
     Attributes:
         cache_dir: of downloads.
         token: of a user; True is that of the login, False none.
-        local_files_only: take what is in the cache, and do not ask.
+        local_files_only: use the cache only.
     """
 
     cache_dir: Path | None = None
@@ -59,8 +59,8 @@ def find_checkpoint(
 ) -> Path:
     """Return the directory of a checkpoint, after a download into the hub's cache if need be.
 
-    What exists on disk goes before the hub. The hub's own environment variables and login hold: its cache,
-    its token, its offline mode. Python files are not downloaded.
+    Local directories take precedence over the hub. The hub's own environment variables and login apply: its
+    cache, its token, its offline mode. Python files are not downloaded.
 
     Args:
         name: a directory, or an id such as ``org/name``.
@@ -68,8 +68,8 @@ def find_checkpoint(
         needs_weights: False downloads config.json only, or an adapter's.
 
     Raises:
-        ValueError: there is no such directory, and the hub has no such model or revision, does not give it to
-            this user, or cannot be reached while its cache has none; or a directory comes with a revision.
+        ValueError: there is no such directory, and the hub has no such model or revision, denies access, or
+            cannot be reached while its cache has none; or a revision is set for a directory.
     """
     text = str(name)
     if revision is not None and (not isinstance(revision, str) or not revision):
@@ -101,7 +101,7 @@ def find_checkpoint(
 
 
 def _reason(name: str, revision: str | None, access: HubAccess, error: Exception) -> str:
-    """Say in a sentence what went wrong."""
+    """Describe an error in a sentence."""
     what = repr(name) if revision is None else f"{name!r} at {revision!r}"
     if isinstance(error, GatedRepoError):
         return f"{name!r} is gated: accept its terms there, and log in with 'hf auth login' or HF_TOKEN"
@@ -110,7 +110,7 @@ def _reason(name: str, revision: str | None, access: HubAccess, error: Exception
     if isinstance(error, RepositoryNotFoundError):
         return (
             f"expected a directory or a model of the hub, got {name!r}: there is no such directory, and the "
-            "hub has no such model, or none that it gives to this user: log in with 'hf auth login' or "
+            "hub has no such model, or none that this user may access: log in with 'hf auth login' or "
             "HF_TOKEN to see your own"
         )
     if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
@@ -154,7 +154,7 @@ def model_fingerprint(directory: Path) -> str:
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether a directory holds the files that ``model_fingerprint`` reads."""
+    """Whether a directory has the files that ``model_fingerprint`` reads."""
     return (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
 
 

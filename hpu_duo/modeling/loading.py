@@ -1,4 +1,4 @@
-"""Read a transformers checkpoint from a directory, or say why it cannot be read."""
+"""Loading of transformers checkpoints from directories."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "
 def resolve_dtype(dtype: str | torch.dtype, config: Any, device_type: str = "cpu") -> torch.dtype:
     """The dtype of weights and caches; "auto" is the checkpoint's own, and on an HPU always bfloat16.
 
-    Short names are known too: bf16, fp16, half, fp32, float.
+    Short names are valid too: bf16, fp16, half, fp32, float.
 
     A Gaudi computes float32 at a fraction of its speed, and float16 at the speed of bfloat16 with less range.
 
@@ -60,7 +60,7 @@ def resolve_dtype(dtype: str | torch.dtype, config: Any, device_type: str = "cpu
         ValueError: a name or type that is not one of ``DTYPES``, be it the checkpoint's.
     """
     if isinstance(dtype, str) and dtype == "auto":
-        # Without a word on it, transformers takes weights for float32 as well.
+        # The default of transformers is float32 as well.
         own = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or "float32"
         name = str(own).removeprefix("torch.")
         if name not in DTYPES:
@@ -89,7 +89,7 @@ def dtype_note(asked: str | torch.dtype, config: Any, dtype: torch.dtype) -> tup
 
 
 def choose_dtype(dtype: str | torch.dtype, torch_dtype: str | torch.dtype | None = None) -> str | torch.dtype:
-    """Return the dtype that two names of one argument ask for; ValueError when they ask for two."""
+    """Return the dtype of two names of one argument; ValueError if they differ."""
     if torch_dtype is None:
         return dtype
     if dtype not in ("auto", torch_dtype):
@@ -101,7 +101,7 @@ def read_config(path: str | Path, *, needs_weights: bool = True) -> Any:
     """The model's configuration.
 
     Args:
-        needs_weights: refuse a directory that has none.
+        needs_weights: raise ValueError for a directory without weights.
 
     Raises:
         ValueError: the directory, its config.json or its weights are missing, the configuration
@@ -139,7 +139,7 @@ def _other_weights(directory: Path) -> str:
     if not pickled:
         return "none"
     return (
-        f"{pickled[0]}, which may hold code and is not read; convert it once, if you trust it: "
+        f"{pickled[0]}, which may contain code and is not read; convert it once, if you trust it: "
         f"transformers.AutoModelForCausalLM.from_pretrained({str(directory)!r}, "
         "dtype='auto').save_pretrained(NEW_DIRECTORY), and the same with AutoTokenizer"
     )
@@ -163,15 +163,15 @@ def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.
     """The model in evaluation mode, with our attention function in place of its own.
 
     Raises:
-        ValueError: the weights are unreadable, incomplete, or of other shapes than the configuration
-            says, or the architecture does not take its attention function from transformers' interface.
+        ValueError: the weights are unreadable, incomplete, or of other shapes than in the configuration, or
+            the architecture does not use transformers' attention interface.
     """
     model = _loaded(path, config, dtype, AutoModelForCausalLM, path, **NO_REMOTE_CODE)
     return model.to(device)  # type: ignore[arg-type]
 
 
 class Readable(Protocol):
-    """A tensor, or something that reads one when it is asked for by ``[...]``."""
+    """A tensor, or an object that reads one lazily by ``[...]``."""
 
     def __getitem__(self, index: Any, /) -> torch.Tensor:
         """Return it."""
@@ -185,12 +185,12 @@ def load_state(
     state: Mapping[str, Readable],
     fit: Callable[[PreTrainedModel], None],
 ) -> PreTrainedModel:
-    """Build the same from tensors, by their names in checkpoints; they are taken over, not copied.
+    """Build the same from tensors, by their names in checkpoints; they are not copied.
 
     Args:
         state: the tensors, or what reads them, so that none is in memory twice.
-        path: where they come from, for error messages.
-        fit: gives the model of the configuration further sizes, in place, before it gets its weights.
+        path: of the checkpoint, for error messages.
+        fit: sets further sizes of the model, in place, before its weights are loaded.
 
     Raises:
         ValueError: see ``load_model``.
@@ -218,7 +218,7 @@ def load_state(
 def _loaded(
     path: str | Path, config: Any, dtype: torch.dtype, source: Any, name: str | Path | None, **given: Any
 ) -> PreTrainedModel:
-    """Let transformers load a model, and say why where it cannot."""
+    """Load a model by transformers, and describe errors."""
     options = {**_build_options(config, dtype), **given, "use_safetensors": True}
     if _IS_5:
         # Reported below with both shapes; older versions raise an error that has them.
@@ -279,7 +279,7 @@ def _check_complete(path: str | Path, report: Any) -> None:
 
 
 def read_generation_config(path: str | Path, config: Any) -> GenerationConfig:
-    """generation_config.json, or what config.json says of special tokens when there is none.
+    """generation_config.json, or the special tokens of config.json if there is none.
 
     Raises:
         ValueError: the file cannot be read.

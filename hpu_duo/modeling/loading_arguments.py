@@ -1,4 +1,4 @@
-"""Arguments of transformers' ``from_pretrained`` and of vLLM's ``LLM``: taken, or answered with ours."""
+"""Arguments of transformers' ``from_pretrained`` and of vLLM's ``LLM``: accepted, or rejected with ours."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpu_duo.modeling.loading import choose_dtype
 _QUANTISED = "weights are served in bfloat16, float16 or float32: choose dtype"
 _ONE_FILE = "config.json, *.safetensors and the tokenizer of the directory are read"
 _FREED = "weights and caches stay on the device: set device_memory_utilization or kv_cache_bytes"
-_PLACED = "a model lies on one device: set device, or tensor_parallel_size to share it between several"
+_PLACED = "a model is on one device: set device, or tensor_parallel_size to shard it over several"
 _HUB = "it is downloaded with revision, cache_dir, token and local_files_only alone"
 _CODE = "code of a checkpoint is never run"
 _ATTENTION = "set attention to 'auto', 'reference', 'sdpa', 'triton' or 'hpu'"
@@ -45,16 +45,16 @@ _ANSWERS = {
     "variant": _ONE_FILE,
     "key_mapping": _ONE_FILE,
     "adapter_kwargs": "adapters are not served: merge them into a checkpoint",
-    "generation_config": "set model.generation_config after loading, or give it to generate",
+    "generation_config": "set model.generation_config after loading, or pass it to generate",
     "force_download": _HUB,
     "proxies": _HUB,
     "mirror": _HUB,
     "use_auth_token": "set token",
     "code_revision": _CODE,
     "use_kernels": _ATTENTION,
-    "ignore_mismatched_sizes": "weights have the shapes that config.json says",
+    "ignore_mismatched_sizes": "weights have the shapes of config.json",
     "output_loading_info": "there is none: a checkpoint that is not whole is refused",
-    "weights_only": "*.safetensors hold nothing but weights",
+    "weights_only": "*.safetensors have nothing but weights",
     "from_tf": _ONE_FILE,
     "from_flax": _ONE_FILE,
     # vLLM
@@ -78,7 +78,7 @@ _ANSWERS = {
     "hf_overrides": _ONE_FILE,
     "load_format": _ONE_FILE,
 }
-"""Of what is refused: the answer, ours to use instead where there is one."""
+"""Messages of rejected arguments, with ours to use instead if there is one."""
 
 _AS_ALWAYS = {
     "low_cpu_mem_usage": (True, False, None),
@@ -86,7 +86,7 @@ _AS_ALWAYS = {
     "resume_download": (True, False, None),
     "enable_chunked_prefill": (True, None),
 }
-"""Values that ask for what happens anyhow."""
+"""Values without effect."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class LoadingArguments:
     """Arguments of ``from_pretrained``, read.
 
     Attributes:
-        settings: those of an ``EngineConfig``, with what ``device_map`` and ``torch_dtype`` say.
+        settings: those of an ``EngineConfig``, including ``device_map`` and ``torch_dtype``.
         access: to the hub.
         revision: branch, tag or commit of a model of the hub.
     """

@@ -26,17 +26,17 @@ _ALIGNMENT = 64
 
 
 class HugePages:
-    """One range of memory in huge pages, handed out piece by piece.
+    """An arena in huge pages.
 
-    Where the system gives huge pages to those who ask (the usual setting "madvise"), reading weights from
-    them is a tenth to a third faster than from ordinary pages. Where it gives none, it is ordinary memory.
-    Pages are taken when they are first written, so a range costs nothing before.
+    If the system has huge pages on request (the usual setting "madvise"), reading weights from them is a
+    tenth to a third faster than from ordinary pages. Otherwise it is ordinary memory. Pages are allocated at
+    their first write.
 
     Args:
         num_bytes: of all pieces together, each rounded up by ``rounded``.
 
     Raises:
-        MemoryError: the system does not give such a range.
+        MemoryError: the system has no such range of addresses.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -51,14 +51,14 @@ class HugePages:
 
     @staticmethod
     def rounded(num_bytes: int) -> int:
-        """Bytes that a piece takes."""
+        """Allocated bytes of a piece."""
         return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The next piece, as zeros. It keeps the range alive.
+        """The next piece, as zeros. It has a reference to the arena.
 
         Raises:
-            ValueError: less is left than the piece takes.
+            ValueError: the arena is too small for the piece.
         """
         count = 1
         for size in shape:
@@ -103,9 +103,9 @@ def can_pack(dtype: torch.dtype) -> bool:
 class PanelLinear(nn.Module):
     """``nn.Linear`` for inference, with the weight in panels for our kernel.
 
-    Takes ``[..., F]``, ``F`` being ``in_features``. With ``live``, an input ``[1, T, F]`` with as many rows
-    as the step's bucket (query tokens; for the head, rows of logits) must hold those of the step in order,
-    padding last: padding gives 0. Of any other shape, every row is computed.
+    Inputs are ``[..., F]``, ``F`` being ``in_features``. With ``live``, an input ``[1, T, F]`` with as many
+    rows as the step's bucket (query tokens; for the head, rows of logits) must have those of the step in
+    order, padding last: results of padding are 0. Of any other shape, every row is computed.
 
     Args:
         memory: receives the panels; see ``num_bytes``.
@@ -136,7 +136,7 @@ class PanelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Only [1, tokens, features] has the tokens of the step in their order.
         live = self.live if x.dim() == 3 and x.shape[0] == 1 else None
-        # ``panels.multiply`` without its check, which ``panels.fits`` has made.
+        # ``panels.multiply`` without the check of ``panels.fits``, which precedes it.
         operator = torch.ops.hpu_duo_x86.linear.default
         return operator(x, self.packed, self.bias, self.out_features, live, "best")
 
@@ -154,7 +154,7 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().contiguous())
         self.register_buffer("packed", packed, persistent=False)
-        # A view would keep the whole file that the bias was read from.
+        # A view would keep the whole mapped file alive.
         bias = None if linear.bias is None else linear.bias.detach().clone()
         self.register_buffer("bias", bias, persistent=False)
 
@@ -166,10 +166,10 @@ class PackedLinear(nn.Module):
 
 
 class VectorLinear(nn.Module):
-    """``nn.Linear`` that a compiled step of one token turns into a plain sum of products.
+    """``nn.Linear`` that is a plain sum of products in a compiled step of one token.
 
-    The compiler makes one pass over the weight of it, which reads memory faster than oneDNN does
-    for a single row. Longer steps, and steps that are not compiled, take the ordinary product.
+    The compiler generates one pass over the weight, which reads memory faster than oneDNN does for a single
+    row. Longer steps, and uncompiled steps, use the ordinary product.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -194,15 +194,15 @@ def pack_linears(
 ) -> int:
     """Replace every bfloat16 ``nn.Linear`` of the model in place; returns their number.
 
-    A weight shared with the embedding table stays there for look-ups and is packed beside it.
+    A weight shared with the embedding table is packed in addition.
 
     Args:
-        vector: modules whose linears become ``VectorLinear`` instead of being packed for oneDNN.
-        head: the linear that gets rows of logits; all others get query tokens.
+        vector: modules with linears to replace by ``VectorLinear`` instead of packing for oneDNN.
+        head: the linear with rows of logits as input; all others have query tokens.
         live: numbers of rows that are not padding.
     """
     as_vectors = {id(module) for parent in vector for module in parent.modules()}
-    # Names only: a list of the layers themselves would keep all plain weights until the end.
+    # Names only: a list of the layers themselves would keep all plain weights alive until the end.
     targets = [
         (module, name)
         for module in model.modules()
@@ -227,16 +227,16 @@ _Place = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 def plain_bytes(model: nn.Module) -> int:
-    """Bytes of the weights that checkpoints have, as far as the model still holds them; shared ones once."""
+    """Bytes of the checkpoint's weights that the model still references; shared ones once."""
     return sum(x.nbytes for x in _by_place(_weights(model)).values())
 
 
 def leave_files(model: nn.Module, packed_bytes: int) -> int:
     """Copy the plain weights of a packed model to memory of their own, in place; returns the bytes copied.
 
-    A checkpoint is mapped as a whole, and one small weight that is left in it keeps all its pages, those of
-    weights which have been packed among them. Nothing is copied where more is left than was packed.
-    Weights that share memory share it after it.
+    A checkpoint is mapped as a whole, and one remaining small weight keeps all its pages mapped, those of
+    packed weights included. Nothing is copied where more is left than was packed. Weights that share memory
+    share it after it.
 
     Args:
         packed_bytes: by which packing has reduced ``plain_bytes``.
@@ -271,7 +271,7 @@ _Key = tuple[Any, ...]
 def join_linears(calls: Sequence[Call]) -> list[Call]:
     """Return the same step with one call of our kernel for all its products with the same inputs.
 
-    Results come where the first of them was. Between the first and the last nothing writes to memory.
+    Results replace the first of them. Between the first and the last nothing writes to memory.
 
     Args:
         calls: the trace.

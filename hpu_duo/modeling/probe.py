@@ -271,7 +271,7 @@ def read_window(mask: torch.Tensor | None) -> float | None:
     """Return the result of ``look_through`` for the mask that a layer received.
 
     The window is an attribute of the very tensor that our mask function returned. Any tensor that a model
-    makes of it, such as a sum with biases or a choice of keys by content, does not have the attribute.
+    derives from it, such as a sum with biases or a choice of keys by content, does not have the attribute.
 
     Returns:
         None if the layer received another tensor, or no mask.
@@ -305,7 +305,7 @@ def mark(
 ) -> torch.Tensor:
     """The mask function that transformers calls: a tensor that carries the window of the rule."""
     window = look_through(mask_function)
-    # Its value is for people who print it; attention of a family's own making adds it to scores.
+    # Custom attention of a family adds it to scores.
     marker = torch.full((1, 1, 1, 1), window, dtype=torch.float64).to(device, dtype)
     setattr(marker, _WINDOW, window)
     return marker
@@ -322,7 +322,7 @@ class DecoderLayer:
         module: the layer.
         attention: its attention module.
         call: its attention call.
-        rows: kinds of state that a row has in it besides what its heads keep.
+        rows: kinds of state of a row in the layer, besides what its heads store.
     """
 
     module: nn.Module
@@ -337,7 +337,7 @@ def probe(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
     A trial run checks that the model does nothing else with a text.
 
     Raises:
-        ValueError: the model cannot be served; the message says what is missing.
+        ValueError: the model cannot be served; the message has the reason.
     """
     layers = read_layers(model)
     try_flat_batch(model, [layer.call for layer in layers])
@@ -351,7 +351,7 @@ def read_layers(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
     needs no code of its own here.
 
     Raises:
-        ValueError: the model cannot be served; the message says what is missing.
+        ValueError: the model cannot be served; the message has the reason.
     """
     name = type(model).__name__
     calls = _record_calls(model)
@@ -372,7 +372,7 @@ def read_layers(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
 
 
 def _count_text(num_calls: int, num_modules: int, num_layers: int | None) -> str:
-    """Say how a number of calls is wrong."""
+    """Describe a wrong number of calls."""
     expected = f"expected one attention call in each of its {num_layers} layers, got"
     if not num_calls:
         return (
@@ -394,7 +394,7 @@ def _count_text(num_calls: int, num_modules: int, num_layers: int | None) -> str
 
 @torch.inference_mode()
 def _record_calls(model: PreTrainedModel) -> list[AttentionCall]:
-    """Run one token through the model, which makes its own mask, and return its attention calls."""
+    """Run one token through the model, which creates its own mask, and return its attention calls."""
     recorder = Probe()
     device = next(model.parameters()).device
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
@@ -436,7 +436,7 @@ def _with_window(model: PreTrainedModel, index: int, call: AttentionCall) -> Att
         )
     seen = read_window(call.mask)
     if seen is None:
-        got = "no mask" if call.mask is None else "a mask of its own making"
+        got = "no mask" if call.mask is None else "a mask of its own"
         raise ValueError(
             f"{where} cannot be served: expected its attention to get the mask that transformers' mask "
             f"function returned, as it is, got {got}; who may attend to whom may depend on the text there"

@@ -25,20 +25,20 @@ def rope_types(config: Any) -> set[str]:
 
 
 class NoPositionsError(ValueError):
-    """A configuration does not say how many positions the model has."""
+    """A configuration without the number of positions of the model."""
 
 
 def positions_served(config: Any) -> int:
     """Return the length that a model is served up to by default, from its configuration.
 
     Raises:
-        NoPositionsError: the configuration does not say how many positions the model has.
+        NoPositionsError: the configuration has no number of positions.
     """
     limit = getattr(config, "max_position_embeddings", None)
-    # Some say -1 for no limit.
+    # Some have -1 for no limit.
     if not isinstance(limit, int) or limit < 1:
         raise NoPositionsError(
-            "expected max_model_len, since the configuration does not say how many positions the model has "
+            "expected max_model_len, since the configuration has no number of positions of the model "
             f"(max_position_embeddings: {limit!r})"
         )
     # PhiMoE scales queries and keys by the longest text of a batch in every step; it serves short ones only.
@@ -64,7 +64,7 @@ def served_len(config: Any, wanted: int | None) -> int:
         wanted: ``max_model_len``, or None for ``positions_served``.
 
     Raises:
-        NoPositionsError: see ``positions_served``; it is not given.
+        NoPositionsError: see ``positions_served``; ``max_model_len`` is not set.
         ValueError: it is more than ``longest_served``.
     """
     if wanted is None:
@@ -81,7 +81,7 @@ def served_len(config: Any, wanted: int | None) -> int:
 
 
 def short_len(config: Any) -> int | None:
-    """Return the longest ``max_model_len`` for which a model keeps the frequencies of short texts.
+    """Return the longest ``max_model_len`` with which a model uses the frequencies of short texts.
 
     Returns:
         None when its frequencies do not depend on the length.
@@ -121,7 +121,7 @@ def fix_frequencies(model: nn.Module, max_len: int) -> None:
 
 def _choose(module: Any, kind: str, layer_type: str | None, max_len: int) -> None:
     """Set the frequencies of one kind of layer; a model may have seen a text of another length before."""
-    # Slow to import, and lengths are asked for without it.
+    # Slow to import, and not needed for lengths.
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     prefix = "" if layer_type is None else f"{layer_type}_"

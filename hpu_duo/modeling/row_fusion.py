@@ -102,7 +102,7 @@ _COPY_ARGUMENTS = {"dtype", "layout", "device", "pin_memory", "non_blocking", "m
 
 
 def _copy(call: Call, result: Value) -> RowOperator | None:
-    """Return a copy in another layout or dtype; None if the call asks for anything else."""
+    """Return a copy in another layout or dtype; None for any other call."""
     if not {*call.kwargs} <= _COPY_ARGUMENTS:
         return None
     source = call.args[0]
@@ -284,7 +284,7 @@ class _Group:
     same: dict[Value, Value] = field(default_factory=dict)
 
     def has(self, value: Value) -> bool:
-        """Whether a call of the group makes ``value``, or the same rows of another shape."""
+        """Whether ``value``, or a reshaped view of it, is a result of the group."""
         return self.same.get(value, value) in self.results
 
     def calls(self, needed: set[Value]) -> list[Call]:
@@ -378,7 +378,7 @@ class _Writer:
         self._tensors: dict[Value, int] = {}
 
     def calls(self) -> list[Call]:
-        """Return the call that runs the program; none if nobody reads its results."""
+        """Return the call that runs the program; none if its results are unused."""
         outputs = []
         for call, operator in self._live_members():
             result = call.results[0]
@@ -438,7 +438,7 @@ def _source(call: Call) -> Value:
 
 
 def _in_rows(value: Value) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides with a last dimension that holds one row."""
+    """Shape and strides with a last dimension of one row."""
     return ((*value.shape, 1), (*value.stride, 0)) if is_narrow(value) else (value.shape, value.stride)
 
 
@@ -447,7 +447,7 @@ def _key_of(value: Value) -> _Key:
 
 
 def _layout_of(value: Value) -> tuple[Any, ...]:
-    """Return a key that is equal for values whose items lie at the same places, row by row."""
+    """Return a key that is equal for values with items at the same places, row by row."""
     shape, stride = _in_rows(value)
     steps = [(size, step) for size, step in zip(shape[:-1], stride) if size != 1]
     last = (shape[-1], stride[-1] if shape[-1] != 1 else 0) if shape else (1, 0)
@@ -474,7 +474,7 @@ def _after_first(rows: Rows, result: Value) -> tuple[int, ...]:
 def arrange(calls: Sequence[Call], outputs: Any) -> list[Call]:
     """Return the same step with products joined and, where fused programs can be run, small operators fused.
 
-    Their interpreter is asked for here, when a step is traced: until then it may be under way.
+    Their interpreter is needed here, when a step is traced; it may be built in the background until then.
 
     Args:
         calls: the trace.

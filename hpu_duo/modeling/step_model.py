@@ -37,9 +37,9 @@ def run_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class ServedLayer(NotPicklable):
-    """Takes the place of a layer's ``forward``: calls whatever runs layers of its kind in this step.
+    """Replacement of a layer's ``forward``: calls the function that runs layers of its kind in this step.
 
-    The layer has it, so it holds the layer weakly.
+    It has a weak reference to the layer, to avoid a cycle.
     """
 
     def __init__(self, runners: Mapping[Hashable, LayerRunner], kind: Hashable, layer: nn.Module) -> None:
@@ -59,7 +59,7 @@ class StepModel(NotPicklable):
     Attributes:
         specs: attention of each layer.
         stores: the kinds of head groups of all layers, with the distinct layouts of their stores.
-        live: what tells linears on a CPU which rows of a step are padding.
+        live: tells linears on a CPU which rows of a step are padding.
         kinds: distinct kinds of layers; layers of one kind run the same compiled region.
     """
 
@@ -77,7 +77,7 @@ class StepModel(NotPicklable):
         self._caches = tuple(caches)
         self._running = RunningStep()
         self._runners: dict[Hashable, LayerRunner] = {}
-        # Where it is not given, transformers counts it anew in each step, as int64.
+        # Without it, transformers computes it in each step, as int64.
         self._takes_cache_position = "cache_position" in signature(model.forward).parameters
         self._mask = placeholder_mask(caches[0][0].k_flat.device)
         kinds: dict[LayerKind, LayerKind] = {}

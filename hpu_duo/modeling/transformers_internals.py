@@ -14,10 +14,10 @@ ENDS = "_eos_token_tensor"
 """Field of a ``GenerationConfig``: ids that end a text, a LongTensor or None, which processors read."""
 
 FROM_MODEL_CONFIG = "_from_model_config"
-"""Field of a ``GenerationConfig``: whether a model's configuration gave it."""
+"""Field of a ``GenerationConfig``: whether it was derived from a model's configuration."""
 
 EXPERTS = "_experts_implementation"
-"""Field of a configuration whose experts can be computed by other functions, from transformers 5 on."""
+"""Field of a configuration with exchangeable functions of experts, from transformers 5 on."""
 
 NAME_OR_PATH = "_name_or_path"
 """Field of a configuration: where it was read from."""
@@ -32,13 +32,13 @@ def causal_model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None
 
 
 def logits_processors(model: GenerationMixin, **arguments: Any) -> LogitsProcessorList:
-    """Return the processors that ``generate`` itself makes, in its order.
+    """Return the processors that ``generate`` creates, in its order.
 
     Args:
         arguments: those of ``GenerationMixin._get_logits_processor``.
 
     Raises:
-        TypeError, AttributeError, ValueError: arguments that a processor does not take.
+        TypeError, AttributeError, ValueError: arguments that a processor rejects.
     """
     generation: Any = model
     return generation._get_logits_processor(**arguments)

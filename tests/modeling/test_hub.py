@@ -79,7 +79,7 @@ def test_a_revision_is_a_branch_or_a_commit(checkpoint: Path, use_hub: Callable[
 def test_a_token_opens_what_the_hub_hides_from_others(checkpoint: Path, use_hub: Callable[..., None]) -> None:
     with hub_of(NAME, checkpoint, token="hf_secret") as address:
         use_hub(address)
-        with pytest.raises(ValueError, match="no such model, or none that it gives to this user"):
+        with pytest.raises(ValueError, match="no such model, or none that this user may access"):
             find_checkpoint(NAME)
         use_hub(address, token="hf_secret")
         assert find_checkpoint(NAME, needs_weights=False).name == COMMIT

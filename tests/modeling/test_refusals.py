@@ -96,11 +96,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {},
         "each attention module to be called once.*got 32 calls of 8 attention modules",
     ),
-    "masks_by_content": ("DogeConfig", {}, "a mask of its own making"),
+    "masks_by_content": ("DogeConfig", {}, "a mask of its own"),
     "masks_by_content_beyond_the_trial": (
         "DogeConfig",
         {"keep_window_size": 2048},
-        "a mask of its own making",
+        "a mask of its own",
     ),
 }
 if not IS_5:
