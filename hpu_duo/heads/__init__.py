@@ -1,4 +1,4 @@
-"""Head patterns: the KV heads that keep the whole context, and weights reordered to match."""
+"""Head patterns: the KV heads that store the whole context, and weights reordered to match."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -32,10 +32,10 @@ def check_sparsity(sparsity: float) -> float:
 
 
 def round_half_up(num_heads: int, sparsity: float, unit_size: int = 1) -> int:
-    """Number of units of ``unit_size`` heads to keep: ``round(num_heads * (1 - sparsity) / unit_size)``.
+    """Number of retained units of ``unit_size`` heads: ``round(num_heads * (1 - sparsity) / unit_size)``.
 
-    One half rounds up, so that a tie keeps the head. The sparsity is read as the decimal number it prints as,
-    so 0.9 of 5 heads is exactly one half whatever binary floating point makes of it.
+    One half rounds up. The sparsity is read as the decimal number it prints as, so 0.9 of 5 heads is exactly
+    one half whatever binary floating point makes of it.
     """
     kept = num_heads * (1 - Fraction(str(sparsity))) / unit_size
     return math.floor(kept + Fraction(1, 2))
@@ -52,7 +52,7 @@ def keep_above(scores_LK: FloatArray, threshold: float) -> BoolArray:
 
 
 def keep_strongest(scores_LK: FloatArray, sparsity: float, balance: Balance, num_ranks: int) -> BoolArray:
-    """Keep a fixed number of the heads with the highest raw scores: bool [L, K].
+    """Choose a fixed number of the heads with the highest raw scores: bool [L, K].
 
     Heads become streaming heads from the weakest on, equal scores in the order (layer, head). The masks are
     nested: a head that streams at one sparsity streams at every higher one.
@@ -62,8 +62,8 @@ def keep_strongest(scores_LK: FloatArray, sparsity: float, balance: Balance, num
       differ by at most one; the layers that get one more are those whose next best head scores highest. At
       most two distinct (retrieval, streaming) pairs exist, and one pair when L divides the total.
     - ``per_rank``: the KV heads of each layer are cut into ``num_ranks`` contiguous slices, and all slices of
-      a layer keep the same number. The j-th best heads of the slices of a layer are kept or dropped together,
-      judged by their mean score, so the total is ``num_ranks * round(L*K*(1-sparsity)/num_ranks)``.
+      a layer have the same number. The j-th best heads of the slices of a layer are chosen together, by their
+      mean score, so the total is ``num_ranks * round(L*K*(1-sparsity)/num_ranks)``.
     """
     num_layers, num_kv_heads = scores_LK.shape
     match balance:
@@ -83,13 +83,13 @@ def keep_strongest(scores_LK: FloatArray, sparsity: float, balance: Balance, num
 
 
 def keep_by_noisy_quantile(scores_LK: FloatArray, sparsity: float, seed: int) -> BoolArray:
-    """The rule of the published repository, made repeatable: bool [L, K].
+    """The rule of the published repository, made deterministic: bool [L, K].
 
     Scores are clipped to [0, 1], uniform noise in [0, 1e-6) is added to separate equal ones, and a head is a
     retrieval head when it reaches the linearly interpolated ``sparsity`` quantile. The repository draws the
     noise from numpy's global generator and adds it to the caller's array; here it comes from
-    ``RandomState(seed)``, which is the same stream as ``numpy.random.seed(seed)``, and the caller's array
-    stays as it is. The number of heads kept can differ by one from that of the other rules, and the masks of
+    ``RandomState(seed)``, which is the same stream as ``numpy.random.seed(seed)``, and the caller's array is
+    not changed. The number of chosen heads can differ by one from that of the other rules, and the masks of
     two seeds differ wherever clipped scores tie at the cut.
 
     Source: ``sparsify_attention_heads`` of mit-han-lab/duo-attention.
@@ -141,7 +141,7 @@ class CountRule:
     Attributes:
         max_kinds: most kinds of layers: distinct pairs of a structure and a number of retrieval heads, each
             of which is compiled for every bucket; None is no bound.
-        num_ranks: ranks that share a layer; all hold equally many of its retrieval heads.
+        num_ranks: ranks of a layer, with equally many of its retrieval heads each.
 
     Raises:
         ValueError: a number below 1.
@@ -176,7 +176,7 @@ def fewest_promotions(
 
     Args:
         needed: retrieval heads that each layer has at least, ``[L]``.
-        structures: further keys that tell layers apart, ``[L]``; None = none.
+        structures: further keys of layers, ``[L]``; None = none.
 
     Raises:
         ValueError: layers have more structures than ``max_kinds``, or a negative need.
@@ -212,7 +212,7 @@ class _Choice:
 def _runs(needs: Counter[int], rule: CountRule, most: int) -> list[_Choice]:
     """The best choice of at most 1, 2, ... up to ``most`` numbers for layers of one structure."""
     values = sorted(needs)
-    # cost[v][w]: what giving the needs values[v..w] the same number promotes.
+    # cost[v][w]: promoted heads if the needs values[v..w] have the same number.
     cost = [
         [
             sum(needs[value] * (rule.shared(values[last]) - value) for value in values[first : last + 1])

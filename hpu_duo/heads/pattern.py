@@ -24,7 +24,7 @@ from hpu_duo.heads.binarise import (
 
 SCORES_FILE = "full_attention_heads.tsv"
 CONFIG_FILE = "config.json"
-# Not part of the published format: written beside it, so that a run can be repeated without the rule.
+# Not part of the published format: an additional file, so that a run can be repeated without the rule.
 RETRIEVAL_FILE = "retrieval_heads.tsv"
 
 
@@ -99,19 +99,18 @@ def _read_table(path: Path) -> NDArray[np.float64]:
 class HeadPattern:
     """Scores of KV heads, by their need of the whole context, and, once binarised, the heads that get it.
 
-    A pattern is *raw* while ``retrieval`` is None and *binarised* once it is set; ``binarise`` makes the
-    second out of the first. Arrays are copied in and read-only. Two patterns are equal when all their values
-    are.
+    A pattern is *raw* while ``retrieval`` is None and *binarised* once it is set; ``binarise`` converts the
+    first to the second. Arrays are copied in and read-only. Two patterns are equal when all their values are.
 
     Attributes:
         scores: [L, K], finite; higher needs more context. Stored as float32, unclipped.
-        sink: tokens at the start of a request that a streaming head keeps, >= 0.
-        recent: newest tokens that a streaming head keeps, the current one included, >= 1.
+        sink: tokens at the start of a request that a streaming head stores, >= 0.
+        recent: newest tokens that a streaming head stores, the current one included, >= 1.
         source: origin of the scores, for logs and reports.
         retrieval: bool [L, K], True for a retrieval head; None for a raw pattern.
         promoted: bool [L, K], the retrieval heads that ``promote`` has added; None is none. Patterns that
             differ in nothing else are equal.
-        config: the keys of the pattern's ``config.json``, kept for ``save``; the sizes are in ``sink`` and
+        config: the keys of the pattern's ``config.json``, stored for ``save``; the sizes are in ``sink`` and
             ``recent``.
     """
 
@@ -155,7 +154,7 @@ class HeadPattern:
         # Adding zero turns -0.0 into 0.0, which compare equal but have different bytes.
         return self.scores.shape, (self.scores + np.float32(0)).tobytes(), mask, self.sink, self.recent
 
-    # --- What the pattern says ---
+    # --- Queries ---
 
     @property
     def num_layers(self) -> int:
@@ -195,14 +194,14 @@ class HeadPattern:
         return 0 if self.promoted is None else int(self.promoted.sum())
 
     def check_shape(self, num_layers: int, num_kv_heads: int) -> None:
-        """Raise ValueError unless the pattern was made for a model of this many layers and KV heads."""
+        """Raise ValueError unless the pattern is for a model with these numbers of layers and KV heads."""
         if (self.num_layers, self.num_kv_heads) != (num_layers, num_kv_heads):
             raise ValueError(
                 f"expected a head pattern of {num_layers} layers x {num_kv_heads} KV heads, "
                 f"got {self.num_layers} x {self.num_kv_heads} from {self.source!r}"
             )
 
-    # --- Other patterns made of this one ---
+    # --- Derived patterns ---
 
     def binarise(
         self,
@@ -216,7 +215,7 @@ class HeadPattern:
     ) -> HeadPattern:
         """Decide the class of every head from its raw score, and return the pattern with ``retrieval`` set.
 
-        Give either ``sparsity`` or ``threshold``. The result depends on the arguments only, never on hidden
+        Set either ``sparsity`` or ``threshold``. The result depends on the arguments only, never on hidden
         state.
 
         Args:
@@ -228,7 +227,7 @@ class HeadPattern:
                 it takes a sparsity and the ``global`` balance only.
             seed: seed of the noise of ``reference``; without effect otherwise.
             balance: ``global``, ``per_layer`` (counts of any two layers differ by at most one) or
-                ``per_rank`` (every tensor-parallel slice of a layer keeps equally many). See
+                ``per_rank`` (every tensor-parallel slice of a layer has equally many retrieval heads). See
                 ``keep_strongest``.
             num_ranks: tensor-parallel ranks of ``per_rank``; must divide the number of KV heads.
         """
@@ -261,7 +260,7 @@ class HeadPattern:
         """The binarised pattern with more retrieval heads: ``counts[l]`` of them in layer ``l``.
 
         Of the streaming heads of a layer those with the highest scores are promoted, of equal scores the
-        later heads, as ``binarise`` would keep them.
+        later heads, as in ``binarise``.
 
         Raises:
             ValueError: the pattern is raw, or a layer has more retrieval heads already, or fewer heads.
@@ -282,7 +281,7 @@ class HeadPattern:
         )
 
     def shard(self, rank: int, num_ranks: int) -> HeadPattern:
-        """The pattern of the contiguous slice of KV heads that tensor-parallel ``rank`` holds."""
+        """The pattern of the contiguous slice of KV heads of tensor-parallel ``rank``."""
         _check_ranks(self.num_kv_heads, num_ranks)
         if not 0 <= rank < num_ranks:
             raise ValueError(f"expected rank in [0, {num_ranks}), got {rank}")
@@ -309,9 +308,9 @@ class HeadPattern:
         """Read a pattern directory: ``full_attention_heads.tsv`` and ``config.json``.
 
         The table has one line per layer and one tab-separated score per KV head. Of the configuration
-        ``sink_size`` and ``recent_size`` are needed, all other keys are carried along. The pattern comes out
-        raw, unless ``save`` had left the mask of a binarised one in the directory. Raises ValueError for
-        missing or malformed files.
+        ``sink_size`` and ``recent_size`` are needed, all other keys are carried along. The pattern is raw,
+        unless the directory has the mask of a binarised one by ``save``. Raises ValueError for missing or
+        malformed files.
 
         Source: the published patterns of mit-han-lab/duo-attention.
         """
@@ -328,9 +327,9 @@ class HeadPattern:
     def save(self, directory: str | Path) -> None:
         """Write the pattern in the published format, creating ``directory`` if need be.
 
-        Scores get 19 significant digits, so a file whose values float32 can hold (all published ones) comes
-        back byte for byte. A binarised pattern also leaves ``retrieval_heads.tsv``, a table of 0 and 1 which
-        other readers of the format ignore; a raw one removes it.
+        Scores have 19 significant digits, so a file with float32 values (all published ones) is reproduced
+        byte for byte. A binarised pattern also leaves ``retrieval_heads.tsv``, a table of 0 and 1 which other
+        readers of the format ignore; a raw one removes it.
         """
         config = {**self.config, "sink_size": self.sink, "recent_size": self.recent}
         write_directory(Path(directory), self.scores, self.retrieval, config)
@@ -374,7 +373,7 @@ def _mask(name: str, values: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.bo
         raise ValueError(f"expected {name} of shape {list(shape)} like scores, got {list(given.shape)}")
     mask = given.astype(np.bool_)
     if not np.array_equal(mask, given):
-        raise ValueError(f"expected {name} to hold True or False (1 or 0) only")
+        raise ValueError(f"expected {name} to have True or False (1 or 0) only")
     mask.setflags(write=False)
     return mask
 
@@ -390,7 +389,7 @@ FINGERPRINT_KEY = "model_fingerprint"
 
 
 def check_origin(pattern: HeadPattern, model_name: str, fingerprint: str | None) -> str | None:
-    """Compare the model that a pattern was made for with the one that it is used with.
+    """Compare the model of a pattern with the one that it is used with.
 
     Args:
         model_name: for the message.
@@ -400,7 +399,7 @@ def check_origin(pattern: HeadPattern, model_name: str, fingerprint: str | None)
         A note for the user when nothing could be compared, else None.
 
     Raises:
-        ValueError: the pattern was made for another model.
+        ValueError: the pattern is of another model.
     """
     made_for = pattern.config.get(NAME_KEY)
     own = pattern.config.get(FINGERPRINT_KEY)
@@ -418,8 +417,8 @@ def check_origin(pattern: HeadPattern, model_name: str, fingerprint: str | None)
     if own != fingerprint:
         raise ValueError(
             f"expected a head pattern made for {model_name!r} ({FINGERPRINT_KEY} {fingerprint[:12]}), got "
-            f"{pattern.source!r}, made for {made_for!r} ({str(own)[:12]}); to use it all the same, take "
-            f"{FINGERPRINT_KEY} out of its config.json"
+            f"{pattern.source!r}, made for {made_for!r} ({str(own)[:12]}); to use it nevertheless, remove "
+            f"{FINGERPRINT_KEY} from its config.json"
         )
     return None
 

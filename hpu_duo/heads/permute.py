@@ -17,12 +17,12 @@ from hpu_duo.heads.pattern import HeadLayout
 
 FusedRows: TypeAlias = Literal["qkv"]
 
-# Set on a permuted module, because a second permutation would put heads where nobody expects them.
+# Set on a permuted module, to prevent a second permutation.
 ORDER_ATTRIBUTE = "_hpu_duo_kv_order"
 
 # Rows of the one fused projection that is [all q | all k | all v] wherever it stands next to an `o_proj`.
 FUSED_KNOWN = "qkv_proj"
-# The same names carry per-head interleaved rows in other families, which shapes cannot tell apart.
+# The same names have per-head interleaved rows in other families, with the same shapes.
 FUSED_UNKNOWN = ("Wqkv", "query_key_value")
 SEPARATE = ("q_proj", "k_proj", "v_proj")
 OUTPUTS = ("o_proj", "out_proj", "dense", "Wo")
@@ -34,7 +34,7 @@ SHARED_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.original_inv_freq")
 
 @dataclass(frozen=True)
 class _Move:
-    """A move of ``tensor`` along ``dim``: the new index i gets the old ``order[i]``."""
+    """A permutation of ``tensor`` along ``dim``: index i of the result is ``order[i]`` before."""
 
     tensor: Tensor
     dim: int
@@ -80,7 +80,7 @@ def permute_heads(
     """Reorder the heads of transformers attention modules to their layouts, in place.
 
     All modules are checked before the first is changed, so an error leaves every weight as it was. A module
-    whose layout is the identity is not touched, whatever it holds.
+    with the identity as layout is not changed.
 
     Understood are separate ``q_proj``, ``k_proj``, ``v_proj`` or one fused projection, an output projection,
     their biases, norms of q and k over one head (left alone) or over the whole projection, and ``sinks``, an
@@ -95,9 +95,9 @@ def permute_heads(
             by head. ``qkv_proj`` beside an ``o_proj`` is known to have this order.
 
     Raises:
-        ValueError: for a parameter or buffer that is not understood (a per-head tensor that stays behind
-            would be silently wrong), a quantised or wrapped projection, a wrong shape, weights shared between
-            modules, KV shared between layers, or a module that is permuted already.
+        ValueError: for an unknown parameter or buffer (an unpermuted per-head tensor would be silently
+            wrong), a quantised or wrapped projection, a wrong shape, weights shared between modules, KV
+            shared between layers, or a module that is permuted already.
     """
     parts = _pair(attentions, layouts, head_dim)
     for module, _, _ in parts:
@@ -200,7 +200,7 @@ def _output_name(module: nn.Module) -> str:
 
 
 def _check_linear(module: nn.Module, name: str) -> None:
-    """Refuse all but a plain Linear, which is ``x W^T + b``: subclasses pack, scale, adapt or shard."""
+    """Raise ValueError for all but a plain Linear, ``x W^T + b``: subclasses pack, scale, adapt or shard."""
     kind = type(module.get_submodule(name))
     if kind is not nn.Linear:
         found = f"{kind.__module__}.{kind.__qualname__}"
@@ -208,7 +208,7 @@ def _check_linear(module: nn.Module, name: str) -> None:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of the module by dotted name: parameters, buffers, and those kept as plain attributes."""
+    """All tensors of the module by dotted name: parameters, buffers, and plain attributes."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
     for prefix, child in module.named_modules():
@@ -248,11 +248,11 @@ def _move(module: nn.Module, name: str, tensor: Tensor, dim: int, order: Tensor)
 
 
 def _check_not_shared(attentions: Sequence[nn.Module]) -> None:
-    """Refuse a tensor with two users, which would be moved twice, or without the knowledge of the other."""
+    """Raise ValueError for a tensor with two users, which would be permuted twice."""
     for module in attentions:
         if getattr(module, "is_kv_shared_layer", False):
             raise ValueError(
-                f"expected every layer to make its own keys and values, got shared ones in {_name(module)}"
+                f"expected every layer to compute its own keys and values, got shared ones in {_name(module)}"
             )
     parameters = [
         (module, *pair) for module in attentions for pair in module.named_parameters(remove_duplicate=False)

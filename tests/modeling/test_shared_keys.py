@@ -49,5 +49,5 @@ def test_layers_that_share_keys_and_values_are_served_as_transformers_runs_them(
         assert isinstance(rows, torch.Tensor)
         assert rows[0, len(prompt) :].tolist() == greedy(model, prompt, 8)
     pattern = HeadPattern(np.array([[0.0, 1.0]] * 4), sink=2, recent=14).binarise(threshold=0.5)
-    with pytest.raises(ValueError, match="every layer to make its own keys and values"):
+    with pytest.raises(ValueError, match="every layer to compute its own keys and values"):
         HPUDuoModel.from_pretrained(tmp_path, pattern=pattern, **options)

@@ -1,4 +1,4 @@
-"""Policies that say which tokens a head with a budget keeps."""
+"""Eviction policies of heads with a KV budget."""
 
 from collections.abc import Callable
 
@@ -39,7 +39,7 @@ KV_POLICIES: dict[str, Callable[..., KVPolicy]] = {
 
 
 def make_kv_policy(name: str) -> KVPolicy:
-    """Make the policy of a name, with options behind it, such as ``h2o:recent=0.25``.
+    """Create a policy from its name and options, such as ``h2o:recent=0.25``.
 
     Raises:
         ValueError: there is none of this name, or it has no such option or not with this value.

@@ -15,13 +15,13 @@ from kernels_ref import SlotView
 
 @dataclass(frozen=True)
 class HeavyHitters(PolicyWithPositions):
-    """Keeps heavy hitters, by the attention that they have received since they came, and recent tokens.
+    """Keeps heavy hitters, by accumulated attention, and recent tokens.
 
-    The score of a token is the sum of the weights that later queries, and its own, have put on it, summed
-    over the query heads that share its key. A score goes with its token.
+    The score of a token is the sum of the attention weights of later queries, and its own, on it, over the
+    query heads that share its key. A score is removed with its token.
 
-    Source: arXiv:2306.14048, algorithm 1, for one key/value head at a time. There a token goes after an
-    attention, here before the next one, so that no slot is needed for it in between.
+    Source: arXiv:2306.14048, algorithm 1, for one key/value head at a time. There a token is evicted after an
+    attention, here before the next one, which needs no additional slot.
 
     Attributes:
         recent: share of the slots for the newest tokens, the newest one included; the paper's is 0.5.
@@ -63,8 +63,8 @@ class TOVA(PolicyWithPositions):
     """Keeps the tokens with the largest weights of the newest query, the same ones in all heads of a layer.
 
     The score of a token is the newest query's weight on it, averaged over the heads of the layer that have
-    this budget: all of them, or those that stream under a head pattern. Nothing is protected unless asked
-    for: even the newest token may go next.
+    this budget: all of them, or those that stream under a head pattern. Nothing is protected by default for:
+    even the newest token may go next.
 
     Source: arXiv:2401.06104.
 
@@ -96,7 +96,7 @@ class TOVA(PolicyWithPositions):
         return True
 
     def check(self, num_slots: int) -> None:
-        """Refuse a budget that protected tokens fill."""
+        """Raise ValueError for a budget that protected tokens fill."""
         if self.protect > num_slots:
             raise ValueError(
                 f"kv_policy {self.name!r} with protect={self.protect} needs a budget of at least "
@@ -108,5 +108,5 @@ class TOVA(PolicyWithPositions):
         return mass.mean(dim=1, keepdim=True).expand_as(mass)
 
     def protects(self, slots: SlotView) -> torch.Tensor | None:
-        """The newest tokens, if so asked."""
+        """The newest tokens, if configured."""
         return slots.position >= slots.end - self.protect if self.protect else None

@@ -14,7 +14,7 @@ from kernels_ref import KVPolicy, SlotView
 
 @dataclass(frozen=True)
 class Local(PolicyWithPositions):
-    """Keeps the newest tokens: all scores stay 0, so the oldest one goes.
+    """Keeps the newest tokens: all scores stay 0, so the oldest one is evicted.
 
     Source: the baseline "Local" of H2O (arXiv:2306.14048).
     """
@@ -31,8 +31,9 @@ class Local(PolicyWithPositions):
 class StreamingLLM(PolicyWithPositions):
     """Keeps ``sink`` first tokens and fills the other slots with the newest ones.
 
-    Scores stay 0, so the oldest token goes that is no sink. The streaming heads of a head pattern, which keep
-    rings, see the same tokens in decodes; in a prompt their rule holds for each token, not for each chunk.
+    Scores stay 0, so the oldest token that is no sink is evicted. The streaming heads of a head pattern,
+    which store rings, see the same tokens in decodes; in a prompt their rule holds for each token, not for
+    each chunk.
 
     Source: arXiv:2309.17453, whose positions are those in the cache.
 
@@ -54,7 +55,7 @@ class StreamingLLM(PolicyWithPositions):
         return self.key_of(self.sink)
 
     def check(self, num_slots: int) -> None:
-        """Refuse a budget that sinks fill."""
+        """Raise ValueError for a budget that sinks fill."""
         if self.sink >= num_slots:
             raise ValueError(
                 f"kv_policy {self.name!r} with sink={self.sink} needs a budget above {self.sink} slots, "
@@ -98,7 +99,7 @@ class Fixed(KVPolicy):
         return self.name, self.stride, self.columns
 
     def num_needed(self, max_len: int) -> int:
-        """Columns of whole blocks, and the tokens of the block under way, or of the last whole one."""
+        """Columns of whole blocks, and the tokens of the current block, or of the last whole one."""
         num_whole, rest = divmod(max_len, self.stride)
         under_way = num_whole * self.columns + rest
         return max(under_way, (num_whole - 1) * self.columns + self.stride) if num_whole else under_way
@@ -115,13 +116,12 @@ class Strided(KVPolicy):
     """Keeps the newest ``stride`` tokens, and each token at a multiple of ``stride``.
 
     The published pattern lets token ``i`` see ``j`` where ``i - j < stride or (i - j) % stride == 0``: every
-    token is seen by some later one, so nothing could go. Here the columns do not move along with the query.
-    They are those of the last query at a multiple of ``stride``, for which the pattern is the published one;
-    the first token is among them. While there are more slots, the newest of the others stay too. All scores
-    stay 0.
+    token is seen by some later one, so nothing could be evicted. Here the columns do not move along with the
+    query. They are those of the last query at a multiple of ``stride``, for which the pattern is the
+    published one; the first token is among them. While there are more slots, the newest of the others stay
+    too. All scores stay 0.
 
-    Source: "strided" attention of the Sparse Transformer, arXiv:1904.10509, section 4.2, with columns that
-    stand still.
+    Source: "strided" attention of the Sparse Transformer, arXiv:1904.10509, section 4.2, with fixed columns.
 
     Attributes:
         stride: newest tokens that stay, and distance of the older ones.

@@ -1,4 +1,4 @@
-"""Expected Attention: the tokens that queries to come are expected to attend to."""
+"""Expected Attention: the tokens that future queries are expected to attend to."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _FLOOR = -1e30
 
 @dataclass(frozen=True)
 class ExpectedAttention(KVPolicy):
-    """Keeps what queries to come are expected to attend to, weighted by the size of its value.
+    """Keeps the tokens with most expected attention of future queries, weighted by the norm of their values.
 
-    Queries before rotary embedding are taken for normally distributed, with the mean ``m`` and the covariance
-    ``V`` of the queries of the chunk behind the sinks. Rotated by the mean rotation of the next ``future``
-    positions they put ``exp(m . k + k V k / 2)`` on a key. The score of a token is the share of that among
-    the kept tokens behind the sinks, averaged over the query heads that share its key, plus ``epsilon``,
-    times the norm of its value.
+    Queries before rotary embedding are assumed to be normally distributed, with the mean ``m`` and the
+    covariance ``V`` of the queries of the chunk after the sinks. Rotated by the mean rotation of the next
+    ``future`` positions they have the expected weight ``exp(m . k + k V k / 2)`` on a key. The score of a
+    token is its share of that among the kept tokens after the sinks, averaged over the query heads that share
+    its key, plus ``epsilon``, times the norm of its value.
 
-    The published method ends with the prompt and keeps all that is generated. Here a decoded token gets the
+    The published method ends with the prompt and keeps all generated tokens. Here a decoded token gets the
     highest score of its head. So tokens of the prompt go before it, and of decoded ones the oldest.
 
     Source: arXiv:2510.00636, and the defaults of its code; soft caps and sink logits are not looked at.
 
     Attributes:
-        sink: leading tokens that stay, and whose queries do not count.
+        sink: leading tokens that are kept, with queries that do not count.
         future: positions that are looked ahead.
         epsilon: added to expected weights.
     """
@@ -58,21 +58,21 @@ class ExpectedAttention(KVPolicy):
 
     @property
     def weighs_decodes(self) -> bool:
-        """No: the score of a decoded token does not depend on what it attends to."""
+        """False: the score of a decoded token does not depend on its attention."""
         return False
 
     @property
     def num_ahead(self) -> int:
-        """Positions behind a chunk."""
+        """Positions after a chunk."""
         return self.future
 
     @property
     def first_query(self) -> int:
-        """Position behind the sinks."""
+        """Position after the sinks."""
         return self.sink
 
     def check(self, num_slots: int) -> None:
-        """Refuse a budget that sinks fill."""
+        """Raise ValueError for a budget that sinks fill."""
         if self.sink >= num_slots:
             raise ValueError(
                 f"kv_policy {self.name!r} with sink={self.sink} needs a budget above {self.sink} slots, "
@@ -95,7 +95,7 @@ class ExpectedAttention(KVPolicy):
         return (total / group + self.epsilon) * v_PKSD.float().norm(dim=-1)
 
     def observe(self, slots: SlotView, mass: torch.Tensor) -> torch.Tensor:
-        """Give the newest token the highest score."""
+        """Set the score of the newest token to the highest one."""
         highest = torch.where(slots.valid, slots.score, 0.0).amax(dim=-1, keepdim=True)
         return torch.where(slots.position == slots.end - 1, highest, slots.score)
 

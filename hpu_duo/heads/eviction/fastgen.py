@@ -18,7 +18,7 @@ from kernels_ref import SlotView, TokenClass
 
 _MARK = 1e9
 """Score of punctuation, half of that of special tokens: above what any token can receive."""
-# A compiler takes a tensor for different from a member of an enumeration.
+# For a compiler, a tensor differs from a member of an enumeration.
 _SPECIAL, _PUNCTUATION = int(TokenClass.SPECIAL), int(TokenClass.PUNCTUATION)
 _KINDS = ("special", "punctuation", "heavy")
 
@@ -28,8 +28,8 @@ class FastGenSet(PolicyWithPositions):
     """Keeps special tokens first, then punctuation, then heavy hitters or the newest tokens.
 
     A set that is full of marked tokens evicts the oldest punctuation, then the oldest special tokens. Slots
-    that marked tokens leave free hold the newest tokens, which is FastGen's window; with heavy hitters, a
-    share of all slots does.
+    not used by marked tokens have the newest tokens, which is FastGen's window; with heavy hitters, a share
+    of all slots has.
 
     Source: arXiv:2310.01801, which chooses such a set for each head and prompt. ``hpu-duo calibrate`` does
     for each head.
@@ -83,7 +83,7 @@ class FastGenSet(PolicyWithPositions):
         return torch.where(slots.score < _MARK, slots.score + mass, slots.score)
 
     def protects(self, slots: SlotView) -> torch.Tensor | None:
-        """The newest tokens, beside heavy hitters."""
+        """The newest tokens, in addition to heavy hitters."""
         if not self._is_heavy:
             return None
         return slots.position >= slots.end - math.floor(self.recent * slots.num_slots)
@@ -102,7 +102,7 @@ class TokenClasses:
 
 
 def is_punctuation(text: str) -> bool:
-    """Tell whether a text has characters beside white space, and all of them are punctuation.
+    """Whether a text has characters besides white space, and all of them are punctuation.
 
     Punctuation is what Unicode counts as such, and the marks of ASCII, some of which it counts as symbols.
     """
@@ -136,7 +136,7 @@ class TokenClassifier:
     def table(self, vocab_size: int) -> np.ndarray:
         """Numbers of ``TokenClass`` of the whole vocabulary, int32 ``[vocab_size]``.
 
-        Rows of padding behind the tokenizer's own tokens are of no class.
+        Padding of the vocabulary after the tokenizer's tokens has no class.
         """
         known = min(vocab_size, len(self._tokenizer))
         found = self.classes(range(known))

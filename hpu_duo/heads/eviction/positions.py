@@ -13,8 +13,8 @@ class PolicyWithPositions(KVPolicy):
     """A policy that works with either kind of rotary positions.
 
     Attributes:
-        positions: ``"text"``: a token has its position in the text. ``"cache"``: it has its rank among the
-            tokens that its head keeps.
+        positions: ``"text"``: a token has its position in the text. ``"cache"``: its rank among the tokens
+            that its head stores.
     """
 
     positions: str = "text"
@@ -32,5 +32,5 @@ class PolicyWithPositions(KVPolicy):
         return self.positions == "cache"
 
     def key_of(self, *numbers: Hashable) -> tuple[Hashable, ...]:
-        """Return the key of a policy with these options besides."""
+        """Return the key of a policy with these additional options."""
         return (self.name, *numbers) if self.positions == "text" else (self.name, *numbers, self.positions)

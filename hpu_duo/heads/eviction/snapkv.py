@@ -15,12 +15,12 @@ from kernels_ref.groups.budget_slots import look_up, text_order
 
 @dataclass(frozen=True)
 class SnapKV(PolicyWithPositions):
-    """Keeps what the last queries attend to, smoothed over neighbours, and the newest tokens.
+    """Keeps the tokens that the last queries attend to, smoothed over neighbours, and the newest tokens.
 
     The score of a token of a prompt is the mean weight of the last ``window`` queries of the chunk on it,
-    over the query heads that share its key, averaged over ``kernel`` neighbours in the order of the text, as
-    far as they are kept. The published method ends with the prompt and keeps all that is generated. Here a
-    decode moves the mean, as one query of ``window``, without smoothing.
+    over the query heads that share its key, averaged over ``kernel`` stored neighbours in the order of the
+    text. The published method ends with the prompt and keeps all generated tokens. Here a decode moves the
+    mean, as one query of ``window``, without smoothing.
 
     Source: arXiv:2404.14469; average pooling over 5, as in its code.
 
@@ -52,7 +52,7 @@ class SnapKV(PolicyWithPositions):
         return self.window
 
     def check(self, num_slots: int) -> None:
-        """Refuse a budget that the window fills."""
+        """Raise ValueError for a budget that the window fills."""
         if self.window > num_slots:
             raise ValueError(
                 f"kv_policy {self.name!r} with window={self.window} needs a budget of at least {self.window} "
@@ -60,7 +60,7 @@ class SnapKV(PolicyWithPositions):
             )
 
     def observe(self, slots: SlotView, mass: torch.Tensor) -> torch.Tensor:
-        """Replace scores by smoothed means behind a chunk, and move the mean behind a decode."""
+        """Replace scores by smoothed means after a chunk, and update a moving mean after a decode."""
         tiny = torch.finfo(torch.float32).tiny
         mean = mass / torch.clamp(mass.sum(dim=-1, keepdim=True), min=tiny)
         if not slots.is_chunk:
