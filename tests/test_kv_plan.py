@@ -71,7 +71,7 @@ def test_entries_name_layers_and_heads_and_others_keep_the_default(tmp_path: Pat
         ({**SHAPE, "default": {"keep": "h2o"}}, "default: expected a budget where 'h2o' is kept, got None"),
         ({**SHAPE, "default": {"keep": "all", "budget": 3}}, "expected no budget where 'all' is kept"),
         ({**SHAPE, "default": {"keep": "h2o", "budget": 2.5}}, "a whole number of tokens, got 2.5"),
-        ({**SHAPE, "default": {"keep": 3}}, "expected all, ring or a KV policy to be kept, got 3"),
+        ({**SHAPE, "default": {"keep": 3}}, "expected all, ring or a KV policy, got 3"),
     ],
 )
 def test_what_is_no_plan_is_refused_in_a_sentence(fields: Any, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Everything that may be set, checked and frozen; in modules, since readers of some of it need no torch."""
+"""All settings, validated and frozen; in several modules, some of which import no torch."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ CHOICES: dict[str, Callable[..., TopBlocks]] = {"top_blocks": top_blocks}
 
 
 def make_attention_rules(text: str) -> tuple[Rule | TopBlocks | None, ...]:
-    """Make the rule that a text describes, for all heads, or one for each, None for all tokens.
+    """Parse a rule for all heads, or one for each; None = all tokens.
 
     Args:
         text: a rule, as for ``make_attention_rule``, or a choice of blocks; or as many of these, or of
@@ -123,11 +123,11 @@ def _of_heads(text: str) -> Rule | TopBlocks | None:
 
 
 def make_attention_rule(text: str) -> Rule:
-    """Make the rule that a text describes.
+    """Parse a rule.
 
     Args:
-        text: a name with options behind it; several are joined by ``|``, what any of them sees, and, more
-            tightly, by ``&``, what all of them see.
+        text: a name with options; several are joined by ``|`` (union) and, with higher precedence, by ``&``
+            (intersection).
 
     Raises:
         ValueError: there is no rule of a name, or it has no such option or not with this value.

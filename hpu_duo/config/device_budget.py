@@ -1,4 +1,4 @@
-"""The memory of a device that one engine may take: one rule for engine, audit and cost model."""
+"""The memory budget of an engine on a device: one rule for engine, audit and cost model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ DEVICE_MEMORY_UTILIZATION = 0.9
 """Share of a device's memory that one engine may fill by default, as in vLLM."""
 
 GRAPH_MEMORY_SHARE = 0.1
-"""Largest share for graphs of the memory beside weights, by default, as in vllm-gaudi."""
+"""Default of the largest share of the memory besides weights for graphs, as in vllm-gaudi."""
 
 
 def check_utilization(share: float) -> None:
@@ -20,14 +20,14 @@ def check_utilization(share: float) -> None:
 
 @dataclass(frozen=True)
 class DeviceBudget:
-    """The memory of a device, or of several together, and the share of it that one engine may fill.
+    """The memory of a device, or of several together, and the share of it that one engine may use.
 
     The share is vLLM's ``gpu_memory_utilization``: of all memory of the device, weights, graphs and KV cache
-    together. Of a device that others use as well, graphs and cache take at most that share of what is free.
+    together. On a shared device, graphs and cache use at most that share of the free memory.
 
     Attributes:
         total_bytes: memory of the device.
-        held_bytes: memory of the engine's process before graphs and cache are made, weights included.
+        held_bytes: memory of the engine's process before graphs and cache are allocated, weights included.
         free_bytes: memory that is free then.
         utilization: the share, above 0 and at most 1.
     """
@@ -44,12 +44,12 @@ class DeviceBudget:
     def of_own_device(
         cls, total_bytes: int, weight_bytes: int, utilization: float = DEVICE_MEMORY_UTILIZATION
     ) -> DeviceBudget:
-        """Return the budget of a device that holds nothing but the weights."""
+        """Return the budget of a device with nothing but the weights."""
         return cls(total_bytes, weight_bytes, total_bytes - weight_bytes, utilization)
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that graphs and KV cache may take together, 0 or more."""
+        """Bytes available to graphs and KV cache together, 0 or more."""
         own = int(self.utilization * self.total_bytes) - self.held_bytes
         return max(0, min(own, int(self.utilization * self.free_bytes)))
 
@@ -58,5 +58,5 @@ class DeviceBudget:
         return int(share * self.left_bytes)
 
     def kv_bytes(self, graph_bytes: int) -> int:
-        """Return the bytes left for the KV cache beside ``graph_bytes``, 0 or more."""
+        """Return the bytes left for the KV cache after ``graph_bytes``, 0 or more."""
         return max(0, self.left_bytes - graph_bytes)

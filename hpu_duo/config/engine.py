@@ -104,18 +104,18 @@ class HeadConfig:
     """Settings of the head pattern.
 
     Attributes:
-        pattern: a ``HeadPattern``, or a directory that holds one.
+        pattern: a ``HeadPattern``, or its directory.
         sparsity, threshold: cut of the pattern's scores; one of the two.
         max_layer_kinds: where a pattern has more, see ``hpu_duo.heads.binarise``; ``sparsity`` is then a
             lower bound on retrieval heads. None = 4 on HPU, or one for each structure that layers have anyway
             where that is more; no bound elsewhere.
         attention_rule: a rule of ``hpu_duo.config.attention_rules``, such as "sink_band:sink=4,band=1024", or
             one for each KV head, with ";" between: which earlier tokens a token sees, of those that its head
-            keeps. It holds for the heads that stream under a pattern, which keep all tokens then, or for all
-            heads without one; layers with a sliding window keep that. None = all of them.
-        max_ring_window: layers with a longer window keep all tokens, in blocks, and see as many: their prefix
-            snapshots take nothing, and a request takes more.
-        tie_break, balance: see ``HeadPattern.binarise``. Not "per_rank": ranks do not hold slices of
+            stores. It applies to the streaming heads of a pattern, which store all tokens then, or to all
+            heads without one; layers with a sliding window are not affected. None = all of them.
+        max_ring_window: layers with a longer window store all tokens, in blocks, and see as many: their
+            prefix snapshots need nothing, and a request needs more.
+        tie_break, balance: see ``HeadPattern.binarise``. Not "per_rank": ranks do not have slices of
             neighbouring heads, see ``hpu_duo.parallel``.
     """
 
@@ -127,9 +127,9 @@ class HeadConfig:
     )
     sparsity: float | None = option(None, "Share of KV heads that stream, 0 to 1.", HEADS)
     threshold: float | None = option(None, "KV heads with a higher score retrieve.", HEADS)
-    sink: int | None = option(None, "First tokens that streaming heads keep.", HEADS, unset="the pattern's")
+    sink: int | None = option(None, "First tokens that streaming heads store.", HEADS, unset="the pattern's")
     recent: int | None = option(
-        None, "Newest tokens that streaming heads keep.", HEADS, unset="the pattern's"
+        None, "Newest tokens that streaming heads store.", HEADS, unset="the pattern's"
     )
     max_layer_kinds: int | None = option(
         None,
@@ -284,14 +284,14 @@ class ParallelConfig:
         tensor_parallel_size: heads, widths and vocabulary are cut evenly among the ranks. A program that
             asks for more than one has its main part under ``if __name__ == "__main__"``.
         expert_parallel: for families that transformers has a plan of that for.
-        retrieval_parallel: "heads": each rank keeps all tokens of equally many heads. "context": each keeps a
-            part of the tokens of all of them, so that no layer waits for the rank that has one, at four
-            exchanges a layer instead of two. "auto": as decodes are predicted to be faster
+        retrieval_parallel: "heads": each rank stores all tokens of equally many heads. "context": each stores
+            a part of the tokens of all of them, so that ranks are balanced in every layer, at four exchanges
+            a layer instead of two. "auto": the one with faster predicted decodes
             (``hpu_duo.startup.sharding``).
         timeout_s: of a rank that sends no heartbeat before all ranks end, of a step, what it compiles
             included, and, with 5 more, of an exchange inside a step.
         launcher: "own": rank 0, all on its machine. "torchrun": torchrun, on one machine or several; this
-            process is then one of them, as torchrun's variables say.
+            process is then one of them, by torchrun's variables.
     """
 
     tensor_parallel_size: int = option(
@@ -299,7 +299,7 @@ class ParallelConfig:
     )
     expert_parallel: bool = option(
         False,
-        "Give each device some experts of a mixture whole, and not a part of the width of each.",
+        "Place whole experts of a mixture on each device, not a part of the width of each.",
         ENGINE,
     )
     retrieval_parallel: str = option(
@@ -355,7 +355,7 @@ class ParallelConfig:
 
     @property
     def deals_blocks(self) -> bool:
-        """Whether a block of tokens lies on several ranks, a part on each; known once that is no "auto"."""
+        """Whether blocks are context-parallel; known once it is not "auto"."""
         return self.retrieval_parallel == "context" and self.tensor_parallel_size > 1
 
 
@@ -386,7 +386,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """All settings of a user, by section. ``of`` makes one of flat names, as ``from_pretrained`` has them."""
+    """All settings of a user, by section. ``of`` creates one from flat names, as in ``from_pretrained``."""
 
     model: ModelConfig
     heads: HeadConfig = field(default_factory=HeadConfig)
@@ -401,7 +401,7 @@ class EngineConfig:
         """Return the defaults, with some of them replaced.
 
         Args:
-            path: of the model; ``from_pretrained`` puts its own in place of it.
+            path: of the model; ``from_pretrained`` replaces it by its own.
             overrides: settings by name, see ``SETTINGS``.
 
         Raises:
@@ -463,7 +463,7 @@ def _by_section(overrides: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a question after the known name that is most like a wrong one; "" if none is like it."""
+    """Return a suggestion of the most similar known name; "" if there is none."""
     found = get_close_matches(name, known, n=1)
     return f"; did you mean {found[0]!r}?" if found else ""
 

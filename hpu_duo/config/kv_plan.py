@@ -1,4 +1,4 @@
-"""Plans of what each head keeps: all tokens, a ring, or a budget under a policy; and their files."""
+"""KV plans: what each head stores (all tokens, a ring, or a budget under a policy), and their files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _PLACES = {"layers", "heads"}
 
 @dataclass(frozen=True)
 class Keep:
-    """Choice of what a head keeps of each request.
+    """What a head stores of each request.
 
     Attributes:
         what: ``all``, a ring such as ``ring:sink=4,recent=252``, or a KV policy with options, such as
             ``h2o:recent=0.25``.
-        budget: tokens that a policy keeps, or, up to 1, their share of ``max_model_len``; None for others.
+        budget: tokens under a policy, or, up to 1, their share of ``max_model_len``; None for others.
 
     Raises:
         ValueError: a policy without a budget, or a budget that is none.
@@ -35,10 +35,10 @@ class Keep:
 
     def __post_init__(self) -> None:
         if not isinstance(self.what, str) or not self.what:
-            raise ValueError(f"expected all, ring or a KV policy to be kept, got {self.what!r}")
+            raise ValueError(f"expected all, ring or a KV policy, got {self.what!r}")
         if self.has_policy is not (self.budget is not None):
             wanted = "a budget" if self.has_policy else "no budget"
-            raise ValueError(f"expected {wanted} where {self.what!r} is kept, got {self.budget}")
+            raise ValueError(f"expected {wanted} for {self.what!r}, got {self.budget}")
         if self.budget is None:
             return
         is_number = isinstance(self.budget, int | float) and not isinstance(self.budget, bool)
@@ -57,7 +57,7 @@ class Keep:
 
     @property
     def has_policy(self) -> bool:
-        """Whether a KV policy chooses what is kept."""
+        """Whether it is a KV policy."""
         return self.name not in (ALL, RING)
 
 
@@ -86,23 +86,23 @@ class KVPlan:
 
     @property
     def has_budgets(self) -> bool:
-        """Whether a policy chooses what a head keeps."""
+        """Whether any head has a KV policy."""
         return any(keep.has_policy for heads in self.layers for keep in heads)
 
     @classmethod
     def of_mask(
         cls, retrieves: Iterable[Iterable[bool]], streaming: Keep, retrieval: Keep = Keep()
     ) -> KVPlan:
-        """Make the plan of a head pattern.
+        """Create the plan of a head pattern.
 
         Args:
             retrieves: by layer and KV head, whether it is a retrieval head; ``HeadPattern.mask``.
-            streaming, retrieval: what heads of each kind keep.
+            streaming, retrieval: what heads of each kind store.
         """
         return cls(tuple(tuple(retrieval if each else streaming for each in heads) for heads in retrieves))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what a file holds: what most heads keep is the default, and others are listed."""
+        """Return the content of a file: the most frequent choice is the default, others are listed."""
         counts: dict[Keep, int] = {}
         for keep in (keep for heads in self.layers for keep in heads):
             counts[keep] = counts.get(keep, 0) + 1
@@ -129,7 +129,7 @@ class KVPlan:
         """Read what ``as_dict`` returns.
 
         Raises:
-            ValueError: something is missing, unknown, out of range, or said of a head twice.
+            ValueError: something is missing, unknown, out of range, or set twice for a head.
         """
         given = _mapping("a KV plan", fields, _FIELDS, needed=_FIELDS - {"default", "heads"})
         if given["format"] != FORMAT:
@@ -177,7 +177,7 @@ class KVPlan:
         """Write a file, which must not exist.
 
         Args:
-            comments: lines to begin it with, that say where the plan comes from, for readers.
+            comments: leading lines with the origin of the plan.
 
         Raises:
             FileExistsError: it does.

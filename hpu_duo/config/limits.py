@@ -19,26 +19,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """Limits of the KV cache. Each field says itself what it is; here is what else there is to know.
+    """Limits of the KV cache. Fields have their own descriptions; this adds details.
 
     Attributes:
         num_blocks, kv_cache_bytes: one of them. Without either, as much as ``max_num_seqs`` requests of
             ``max_model_len`` tokens need, within ``device_memory_utilization``.
         enable_prefix_caching: see ``hpu_duo.kv.prefix``.
-        num_prefix_snapshots: states of rings to keep with them; None = as many as requests run, as long as
-            they take at most an eighth of the bytes of all else (``hpu_duo.kv.snapshots``). A model whose
-            heads all keep blocks needs none.
-        kv_policy: which tokens heads keep that have a budget: one of ``hpu_duo.heads.eviction.KV_POLICIES``,
-            with options behind it: ``h2o:recent=0.25``. These are the heads that stream under a head pattern,
-            or all heads without one; layers with a sliding window keep it. None = no head has a budget.
-        kv_budget: tokens that each of them keeps of a request, or, up to 1, their share of ``max_model_len``.
-        kv_plan: a plan, or its file (``hpu_duo.config.kv_plan``). Layers with a sliding window keep it
-            whatever the plan says.
-        kv_prompt: ``"chunks"``: they choose what stays at the end of each chunk of a prompt, so they never
-            hold more than their budget and a chunk. ``"whole"``: a prompt is read with full attention, and
-            they choose once, at its end; in chunks, or in one step without ``kv_chunk`` and where
+        num_prefix_snapshots: snapshots of rings for cached prefixes; None = as many as requests run, in at
+            most an eighth of the bytes of all other stores (``hpu_duo.kv.snapshots``). A model whose heads
+            all store blocks needs none.
+        kv_policy: eviction policy of heads with a budget: one of ``hpu_duo.heads.eviction.KV_POLICIES``, with
+            options: ``h2o:recent=0.25``. These are the streaming heads of a head pattern, or all heads
+            without one; layers with a sliding window are not affected. None = no head has a budget.
+        kv_budget: tokens that each of them stores of a request, or, up to 1, their share of
+            ``max_model_len``.
+        kv_plan: a plan, or its file (``hpu_duo.config.kv_plan``). Layers with a sliding window are not
+            affected by the plan.
+        kv_prompt: ``"chunks"``: they evict tokens at the end of each chunk of a prompt, so they never store
+            more than their budget and a chunk. ``"whole"``: a prompt is read with full attention, and they
+            evict tokens once, at its end; in chunks, or in one step without ``kv_chunk`` and where
             ``max_num_batched_tokens`` holds the longest text.
-        kv_chunk: None = 512 or what ``max_num_batched_tokens`` has room for.
+        kv_chunk: None = 512, or less to fit ``max_num_batched_tokens``.
         device_memory_utilization: vLLM's ``gpu_memory_utilization``; see ``hpu_duo.config.device_budget``.
     """
 
@@ -61,11 +62,11 @@ class CacheConfig:
         flags=("--device-memory-utilization", "--gpu-memory-utilization"),
     )
     enable_prefix_caching: bool = option(
-        True, "Keep the KV blocks of ended requests for later ones that begin alike.", LIMITS
+        True, "Cache the KV blocks of ended requests for later ones with the same prefix.", LIMITS
     )
     num_prefix_snapshots: int | None = option(
         None,
-        "States of streaming heads to keep with them.",
+        "Snapshots of streaming heads for cached prefixes.",
         LIMITS,
         unset="as many as requests run, in an eighth of the memory",
     )
@@ -153,10 +154,10 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of one step. Each field says itself what it is; here is what else there is to know.
+    """Limits of one step. Fields have their own descriptions; this adds details.
 
     Attributes:
-        max_model_len: None = what the model and the cache hold. Rotary frequencies that depend on a text's
+        max_model_len: None = limit of the model and the cache. Rotary frequencies that depend on a text's
             length are those of this length.
         max_chunk_rows: prompts that read the same blocks count once where no head has a ring.
         decode_len: most tokens that a request decodes in a step. It decodes more than 1 if they are known
@@ -164,7 +165,7 @@ class SchedulerConfig:
             slots of slack.
         trim_chunks: needs a table of buckets; see ``hpu_duo.engine.scheduler``.
         scheduling_policy: order of admission and preemption, a name of ``hpu_duo.scheduling.POLICIES``, with
-            options behind it: ``priority:patience=100``.
+            options: ``priority:patience=100``.
     """
 
     max_model_len: int | None = option(
@@ -185,7 +186,7 @@ class SchedulerConfig:
     )
     trim_chunks: bool = option(
         False,
-        "End a prompt at the border of a bucket, and go on in the next step, where that pads less.",
+        "End a chunk at the border of a bucket, and continue in the next step, if that pads less.",
         ENGINE,
         flags=("--trim-chunks",),
     )
@@ -227,8 +228,8 @@ def check_bool(name: str, value: bool) -> None:
 
 
 HPU_LAYER_KINDS = 4
-"""Kinds of layers that a head pattern may make on an HPU, unless more are asked for: each is compiled for
-every bucket. A published pattern cut at 50 % has 7 to 16 numbers of retrieval heads per layer."""
+"""Default of the most kinds of layers of a head pattern on an HPU: each is compiled for every bucket. A
+published pattern cut at 50 % has 7 to 16 numbers of retrieval heads per layer."""
 
 CARD_LIMITS = SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=8192)
 """Limits that the cost model assumes for a server with a Gaudi of its own."""

@@ -24,7 +24,7 @@ class Option:
         help: one sentence.
         panel: heading in the help of commands; None = not an option of commands.
         name: of the argument, and with dashes of the option; "" = the name of the field.
-        flags: names on the command line, where they are not made from ``name``.
+        flags: names on the command line, if not derived from ``name``.
         metavar: placeholder of the value in the help.
         unset: text in the help of commands for the default None.
         choices: all values that there are.

@@ -71,7 +71,7 @@ class EngineOverrides(TypedDict, total=False):
 
 
 class LoadOverrides(EngineOverrides, total=False):
-    """Arguments of ``from_pretrained``: settings, and where a model comes from."""
+    """Arguments of ``from_pretrained``: settings, and the source of a model."""
 
     torch_dtype: str | torch.dtype | None
     revision: str | None
