@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from enum import Enum
 from functools import reduce
 from operator import and_, or_
 from typing import Any, NamedTuple, Protocol
@@ -54,14 +53,6 @@ class Tile(NamedTuple):
         return self.first_query >= self.last_key
 
 
-class TileClass(Enum):
-    """Class of a tile: its queries see nothing of its keys, everything, or something between."""
-
-    EMPTY = "empty"
-    FULL = "full"
-    MIXED = "mixed"
-
-
 class Rule(Protocol):
     """A choice of the earlier tokens that a token sees; a frozen value of plain numbers.
 
@@ -96,13 +87,6 @@ class Rule(Protocol):
         Usable with static shapes: distances within a row are known when positions are not.
         """
         ...
-
-
-def classify(rule: Rule, tile: Tile) -> TileClass:
-    """Classify a tile; ``MIXED`` if the rule cannot decide."""
-    if not rule.may_see(tile):
-        return TileClass.EMPTY
-    return TileClass.FULL if rule.sees_all(tile) else TileClass.MIXED
 
 
 class Window(NamedTuple):

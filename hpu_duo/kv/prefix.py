@@ -27,11 +27,6 @@ class PrefixHit:
     path: tuple[PrefixNode, ...] = ()
     num_usable: int = 0
 
-    @property
-    def is_limited_by_snapshots(self) -> bool:
-        """Whether some cached blocks come after the last snapshot, and so cannot be used."""
-        return self.num_usable < len(self.path)
-
 
 @dataclass
 class PrefixCounters:

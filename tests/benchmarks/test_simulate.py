@@ -9,18 +9,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.simulate_claims import CLAIMS, COLUMNS, LLAMA, example, growth
-from benchmarks.simulate_engine import agreeing_pairs
 from hpu_duo.scheduling import make_policy
 
 
 def test_the_example_of_ltr_comes_out_as_in_the_paper() -> None:
     assert "Repeated: 6.67 s and 1.27 s." in example()
-
-
-def test_pairs_that_measure_alike_do_not_count() -> None:
-    assert agreeing_pairs([1.0, 2.0, 3.0], [10.0, 20.0, 30.0]) == (3, 3)
-    assert agreeing_pairs([3.0, 2.0, 1.0], [10.0, 20.0, 30.0]) == (0, 3)
-    assert agreeing_pairs([1.0, 3.0, 2.0], [10.0, 20.0, 20.5]) == (2, 2)
 
 
 def test_growth_is_read_between_points() -> None:

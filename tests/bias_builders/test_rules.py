@@ -19,9 +19,7 @@ from bias_builders import (
     RuleUnion,
     Strided,
     Tile,
-    TileClass,
     Window,
-    classify,
     decode_rule,
     encode_rule,
     rule_terms,
@@ -61,11 +59,8 @@ def test_a_rule_sees_what_its_plain_definition_says(rule: Rule) -> None:
 @given(rules() | tables(), tiles())
 def test_a_tile_is_empty_or_full_only_if_its_pairs_are(rule: Rule, tile: Tile) -> None:
     pairs = seen_pairs(expected(rule), tile)
-    match classify(rule, tile):
-        case TileClass.EMPTY:
-            assert not pairs.any()
-        case TileClass.FULL:
-            assert pairs.all()
+    assert rule.may_see(tile) or not pairs.any()
+    assert pairs.all() or not rule.sees_all(tile)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +72,8 @@ def test_the_tiles_of_rules_by_distance_are_told_exactly(rule: Rule) -> None:
         for keys in spans:
             tile = Tile(*queries, *keys)
             pairs = seen_pairs(seen, tile)
-            exact = TileClass.MIXED if pairs.any() else TileClass.EMPTY
-            assert classify(rule, tile) is (TileClass.FULL if pairs.all() else exact), tile
+            told = rule.may_see(tile), rule.may_see(tile) and rule.sees_all(tile)
+            assert told == (pairs.any(), pairs.all()), tile
 
 
 @given(rules() | tables(), st.lists(tiles(), min_size=1, max_size=6))

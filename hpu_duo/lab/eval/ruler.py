@@ -31,8 +31,6 @@ from hpu_duo.lab.eval.ruler_tasks import (
     variable_task,
 )
 
-NUM_SAMPLES = 500
-"""Samples of each task and length in published results."""
 _NEEDLES = {
     "niah_single_1": Needles("noise"),
     "niah_single_2": Needles("essay"),
