@@ -1,6 +1,6 @@
 """Costs of a model on Gaudi 2 and Gaudi 3: memory, concurrency, predicted speed.
 
-Made from public sources only; see docs/cost-model.md. No Gaudi was measured by this project.
+From public sources only; see docs/cost-model.md. No Gaudi was measured by this project.
 """
 
 from importlib import import_module
@@ -146,7 +146,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Most of their modules know the kinds of heads and so torch, which a model's sizes alone do not need.
+    # Most of their modules import kinds of heads and so torch, which sizes of a model do not need.
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

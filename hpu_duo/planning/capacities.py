@@ -36,19 +36,19 @@ class Serving:
         retrieval_parallel: what they share of retrieval heads, see ``ParallelConfig``.
         weights: format of the weights of layers.
         block_size: tokens of a KV block, on one device.
-        max_num_seqs: requests that run at once even if more fit.
+        max_num_seqs: most running requests, even if more fit.
         max_num_batched_tokens: of one step; longer prompts are cut into chunks.
-        device_memory_utilization: share of the devices' memory that weights, graphs and KV cache may take
-            together; see ``hpu_duo.config.device_budget``.
-        graph_memory: share of that beside weights, for graphs instead of the KV cache.
+        device_memory_utilization: share of the devices' memory for weights, graphs and KV cache together; see
+            ``hpu_duo.config.device_budget``.
+        graph_memory: share of that without weights, for graphs instead of the KV cache.
         enable_prefix_caching, num_prefix_snapshots: see ``CacheConfig``.
-        sink, recent: tokens that streaming heads keep.
+        sink, recent: tokens that streaming heads store.
         pattern: scores by which heads stream; None spreads them evenly over the layers.
         max_layer_kinds: see ``HeadConfig``; None is no bound.
         attention: kernels, ``hpu`` on the fused operators of Gaudi's software or ``reference``.
         decode_len: most tokens of a request that are decoded together.
         max_chunk_rows: prompts that may continue with several tokens in the same step.
-        kept: what heads that stream keep instead of rings, or, with a plan, all heads.
+        kept: what streaming heads store instead of rings, or, with a plan, all heads.
     """
 
     hardware: Hardware
@@ -76,7 +76,7 @@ class Serving:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "decode_len", "max_chunk_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
-        # Refuses what an engine would.
+        # Validated like an engine.
         CacheConfig(
             block_size=self.block_size,
             enable_prefix_caching=self.enable_prefix_caching,
@@ -90,7 +90,7 @@ class Serving:
 
     @property
     def deals_blocks(self) -> bool:
-        """Whether a block of tokens lies on several devices, a part on each."""
+        """Whether blocks are context-parallel."""
         return self.retrieval_parallel == "context" and self.num_devices > 1
 
     @property
@@ -100,7 +100,7 @@ class Serving:
 
     @property
     def ring_slack(self) -> int:
-        """Slots of a ring beside those of its window."""
+        """Slots of a ring beyond its window."""
         return ring_slack(self.decode_len)
 
     @property
@@ -154,7 +154,7 @@ class Deployment:
                 f"expected contexts of 1 to {self.model.max_positions} tokens, the positions of "
                 f"{self.model.name}, got {self.max_len}"
             )
-        # Each refuses what cannot be served; better here than at first use.
+        # Each may raise an error; better here than at first use.
         _ = self.kv_bytes, self.kv_layers
 
     @cached_property
@@ -164,7 +164,7 @@ class Deployment:
 
     @cached_property
     def kv_layers(self) -> tuple[LayerKV, ...]:
-        """Keys and values that each layer keeps."""
+        """Keys and values that each layer stores."""
         serving = self.serving
         if serving.kept is not None:
             return serving.kept.kv_layers(self.model, self._counts, self.max_len)
@@ -219,7 +219,7 @@ class Deployment:
     def plan(self, num_rows: int, num_blocks: int) -> MemoryPlan:
         """Plan the KV tensors, all devices together, for ``num_rows`` ring rows and ``num_blocks`` blocks.
 
-        Snapshots are those of so many rows.
+        Snapshots are those of this number of rows.
         """
         sizes = self._units
         return replace(
@@ -250,12 +250,12 @@ class Deployment:
         beside_all = (left - most * one.row_bytes) // each
         if beside_all >= most:
             return beside_all
-        # There are as many snapshots as requests then, unless a number was asked for.
+        # There are as many snapshots as requests then, unless a number is set.
         asked = self.serving.num_prefix_snapshots
         return max(0, beside_all if asked is not None else left // (each + one.row_bytes))
 
     def count_snapshots(self, num_rows: int) -> int:
-        """Snapshots that an engine of ``num_rows`` ring rows keeps of cached prefixes."""
+        """Number of snapshots of an engine with ``num_rows`` ring rows."""
         serving, row_bytes = self.serving, self._units.row_bytes
         if not (serving.enable_prefix_caching and row_bytes):
             return 0
@@ -337,7 +337,7 @@ class CapacityPoint:
 
     Attributes:
         context: tokens of each request in the cache.
-        num_requests: requests that fit at once.
+        num_requests: requests that fit at the same time.
         bytes_per_request: whole blocks and the ring row.
         num_running: those of them that run, at most ``max_num_seqs``.
         tokens_per_s: predicted for all running requests together while decoding; None when none fits.
@@ -366,11 +366,11 @@ class Capacity:
         sparsity: share of KV heads that stream, in layers without a sliding window.
         kv_format: of keys and values.
         num_promoted: further retrieval heads, so that layers are of few kinds.
-        points: one for each context, in the order asked for.
+        points: one for each context, in the given order.
         warm_up: of a table for the longest of these contexts; None when not one request of it fits.
-        not_served: what of it the engine of this version cannot run, so that it is priced only.
+        not_served: what the engine of this version does not support of it, so that it is priced only.
         error_factor: the most that predicted speeds are off by, either way; it is in their ranges.
-        kept: what these heads keep if they have a KV budget, or all heads by a plan; "" for rings.
+        kept: what these heads store if they have a KV budget, or all heads by a plan; "" for rings.
     """
 
     sparsity: float
@@ -410,7 +410,7 @@ def capacity(
             the upper bound for this budget.
 
     Raises:
-        ValueError: no contexts, one below 1 token, a budget of no graph, or what ``Deployment`` refuses.
+        ValueError: no contexts, one below 1 token, a budget of no graph, or see ``Deployment``.
     """
     if not contexts or min(contexts) < 1:
         raise ValueError(f"expected contexts of 1 token or more, got {list(contexts)}")
@@ -454,7 +454,7 @@ def step_limits(deployment: Deployment) -> StepLimits:
         )
     serving = deployment.serving
     num_rows = min(serving.max_num_seqs, deployment.count_requests(serving.engine_block_size))
-    # More blocks than so many requests of that length take would never be used.
+    # More blocks than those of the requests of that length are never used.
     num_blocks = min(
         deployment.count_blocks(num_rows), num_rows * -(-deployment.max_len // serving.engine_block_size)
     )

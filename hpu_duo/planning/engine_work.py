@@ -1,7 +1,6 @@
 """Work of a step of the engine on an HPU, from the sizes of its bucket alone.
 
-It counts what ``hpu-duo audit`` traces, without tracing: ``tests/audit/test_cost_agrees.py`` holds both
-together.
+It counts what ``hpu-duo audit`` traces, without tracing: ``tests/audit/test_cost_agrees.py`` compares both.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ _MOVED_INNER, _MOVED_HIDDEN = 8, 10
 products, gate, share of the token, and the sum in float32 (``hpu_duo/modeling/experts.py``)."""
 
 _EXCHANGE_COPIES, _EXCHANGE_LAUNCHES = 4, 12
-"""Times that what is exchanged is read or written besides, and operators around each exchange: it is packed,
-received, put in order and merged (``hpu_duo/parallel/head_exchange.py``)."""
+"""Additional reads and writes of exchanged data, and operators around each exchange: packing, receiving,
+reordering and merging (``hpu_duo/parallel/head_exchange.py``)."""
 
 _ROUTING_LAUNCHES, _GROUP_LAUNCHES = 8, 12
 """Operators of a layer's routing, and of each group of experts, as the audit counts them."""
@@ -130,7 +129,7 @@ class EngineWork:
         return [self._of_group(layer, kv, group) for group in busiest_rank(kv, self.num_devices).groups]
 
     def _context_parallel_sizes(self, layer: AttentionSize, kv: LayerKV) -> GroupSizes | None:
-        """Heads whose blocks are dealt: each device meets its part of the context with all of them."""
+        """Heads with context-parallel blocks: each device attends to its part of the context."""
         dealt = [group for group in kv.groups if group.kind.owner is Owner.BLOCK]
         return self._of_group(layer, kv, dealt[0]) if self.deals_blocks and dealt else None
 
@@ -187,7 +186,8 @@ class EngineWork:
         experts = model.experts
         num_chosen = tokens * experts.num_per_token
         copies = experts.num_params > 0 and copies_weights(num_chosen, experts.num_experts)
-        # Experts of few tokens are gathered: read, written and read again. More tokens meet all of them.
+        # Experts of few tokens are gathered: read, written and read again. More tokens run through all of
+        # them.
         met = num_chosen / experts.num_experts if copies else tokens
         read = 3.0 * met if copies else 1.0
         in_layers = 2.0 * (tokens * model.matrix_params + met * experts.num_params)
@@ -220,7 +220,7 @@ class EngineWork:
         )
 
     def _expert_launches(self, tokens: int, copies: bool) -> float:
-        """Operators of the experts of a layer beside those of a layer without."""
+        """Additional operators of a layer with experts."""
         experts, hidden = self.model.experts, self.model.hidden_size
         if not experts.num_params:
             return 0.0
@@ -254,8 +254,8 @@ def mean_launches(
 def busiest_rank(kv: LayerKV, num_devices: int) -> LayerKV:
     """Return the heads of the rank that a layer waits for, when heads are placed whole.
 
-    Groups are shared out in order, each head to a rank of its own as far as that goes, so the first groups,
-    which see the whole text, are rounded up, and the others have the places that are left.
+    Groups are distributed in order, each head to a rank of its own while possible, so the first groups, which
+    see the whole text, are rounded up, and the others have the remaining places.
 
     Raises:
         ValueError: ranks do not divide the heads.

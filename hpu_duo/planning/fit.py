@@ -25,8 +25,8 @@ from hpu_duo.planning.work import Formats, Step, Work, step_work
 class PublishedRow:
     """One published figure: the output tokens per second of a batch, or the latency of its first token.
 
-    Every request has ``input_len`` tokens and gets ``output_len``, all run together as one batch, and the
-    throughput counts the time of the prompts.
+    Every request has ``input_len`` tokens and ``output_len`` generated ones, all run as one batch, and the
+    throughput includes the time of the prompts.
 
     Attributes:
         source: key of ``published_sources``.
@@ -71,7 +71,7 @@ class PublishedRow:
         return self.batch * self.output_len / self.tokens_per_s
 
     def work(self) -> Work:
-        """The work of the run: all prompts in one step, which gives the first tokens, then decode steps."""
+        """The work of the run: all prompts in one step, which samples the first tokens, then decode steps."""
         model, formats = self.model, Formats(self.format, self.format)
         kv_layers = model.kv_layers(0.0, 0, 1, self.input_len + self.output_len)
         prompts = step_work(model, kv_layers, formats, Step(self.batch, 0, self.input_len))
@@ -133,7 +133,7 @@ def published_rows() -> tuple[PublishedRow, ...]:
 def split_rows(
     rows: tuple[PublishedRow, ...],
 ) -> tuple[tuple[PublishedRow, ...], tuple[PublishedRow, ...]]:
-    """Two halves, one to fit and one held out, like the fields of a chessboard.
+    """Split into two halves in a checkerboard pattern, one to fit and one held out.
 
     Groups of one kind, hardware, model and number of devices are sorted, and so are the lengths in them;
     row ``k`` of group ``g`` is fitted when ``g + k`` is even. So every group and every pair of lengths is
@@ -295,7 +295,7 @@ class MeasuredRow:
 
     @classmethod
     def of(cls, config: Any, *, name: str, **measured: Any) -> MeasuredRow:
-        """Make the row of a model with this configuration.
+        """Create the row of a model with this configuration.
 
         Args:
             config: of transformers, for text.
@@ -318,7 +318,7 @@ class MeasuredRow:
         """Convert the row to a published one, to which the cost model can be fitted.
 
         Raises:
-            ValueError: the cost model does not know the accelerator.
+            ValueError: the accelerator is unknown to the cost model.
         """
         if self.device.partition(":")[0] != "hpu":
             raise ValueError(f"a row of {self.model} was measured on {self.device}, which is no Gaudi")

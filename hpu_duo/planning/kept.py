@@ -1,4 +1,4 @@
-"""Keys and values of heads with a KV budget or a plan, for those who know the engine's rules to say."""
+"""The interface for keys and values of heads with a KV budget or a plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class KeptByHeads(Protocol):
         """The policy and its budget, or the plan, for reports."""
 
     def kv_layers(self, model: ModelSize, counts: Sequence[int], max_len: int) -> tuple[LayerKV, ...]:
-        """Keys and values that each layer keeps.
+        """Keys and values that each layer stores.
 
         Args:
             counts: heads of each layer that see all tokens, if no plan names them.

@@ -320,7 +320,7 @@ class ModelSize:
         """Keys and values of each layer when a share of the KV heads streams, spread evenly.
 
         Args:
-            slack: slots of a ring beside those of its window.
+            slack: slots of a ring beyond its window.
 
         Raises:
             ValueError: sparsity outside 0 to 1, ``sink`` below 0, ``recent`` or ``max_len`` below 1.
@@ -332,10 +332,10 @@ class ModelSize:
     ) -> tuple[LayerKV, ...]:
         """Keys and values of each layer with ``counts`` retrieval heads, whichever heads these are.
 
-        Layers with a window shorter than ``max_len`` keep it whatever the counts.
+        Layers with a window shorter than ``max_len`` are not affected by the counts.
 
         Args:
-            slack: slots of a ring beside those of its window.
+            slack: slots of a ring beyond its window.
 
         Raises:
             ValueError: ``sink`` below 0, ``recent`` or ``max_len`` below 1.
@@ -344,10 +344,10 @@ class ModelSize:
             raise ValueError(
                 f"expected sink >= 0, recent >= 1 and max_len >= 1, got {sink}, {recent} and {max_len}"
             )
-        # It knows the kinds of heads, and so torch.
+        # It imports kinds of heads, and so torch.
         from hpu_duo.kv.plan import LayerKV, head_groups
 
-        # A sink takes a slot and a score, as any other token does.
+        # A sink has a slot and a score, as any other token.
         ring = Window(0, min(sink + recent, max_len))
         kept: list[LayerKV] = []
         for layer, count in zip(self.layers, counts, strict=True):
@@ -362,7 +362,7 @@ class ModelSize:
 
 
 PLAIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose parameters follow from their sizes."""
+"""Model types with numbers of parameters that follow from their sizes."""
 
 
 def plain_model(

@@ -120,15 +120,15 @@ def read_model(path: str | Path) -> ModelSize:
     """Read the sizes of the model that a config.json describes.
 
     Parameters of families that are built like Llama follow from their sizes; most of their files are read
-    without transformers. Others are counted on a model of transformers without storage, whose code takes
-    seconds to import.
+    without transformers. Others are counted on a model of transformers without storage, which needs seconds
+    to import.
 
     Args:
-        path: the file, or a directory that holds it. No weights are read.
+        path: the file, or its directory. No weights are read.
 
     Raises:
-        ValueError: the file is missing, cannot be read, is that of quantised weights or of an adapter,
-            or describes a model whose cache is not keys and values of decoder layers.
+        ValueError: the file is missing, cannot be read, is that of quantised weights or of an adapter, or is
+            of a model with another cache than keys and values of decoder layers.
     """
     given = Path(path)
     file = given / CONFIG_FILE if given.is_dir() else given

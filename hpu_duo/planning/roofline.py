@@ -51,8 +51,8 @@ class Seconds:
 def roof_seconds(work: Work, hardware: Hardware, num_devices: int) -> Seconds:
     """Time at full efficiency; ``launch`` is the number of operators, to be multiplied by seconds.
 
-    Devices share operations and bytes evenly. An all-reduce sends ``2 * (n - 1) / n`` of the bytes from
-    each device over its ``n - 1`` links; what is sent besides goes over one link each.
+    Devices share operations and bytes evenly. An all-reduce sends ``2 * (n - 1) / n`` of the bytes from each
+    device over its ``n - 1`` links; other data uses one link each.
 
     Raises:
         ValueError: one box has fewer devices.
@@ -90,8 +90,8 @@ The second half had no part in it. One set serves both Gaudis: the roofs of ``Ha
 ERROR_FACTORS = {Format.FP8: 1.37, Format.BF16: 1.9}
 """The most that a predicted time is off by, either way, by format, rounded up.
 
-fp8: the worst of the held-out rows. bf16: no row of it is held out, so it is treated as what no fit has seen:
-the worst of all rows when the other models alone were fitted (``worst_unseen``).
+fp8: the worst of the held-out rows. bf16: no row of it is held out, so it is treated as unseen: the worst of
+all rows when the other models alone were fitted (``worst_unseen``).
 """
 
 
@@ -130,7 +130,7 @@ class Prediction:
         return cls(*(sum(column) for column in zip(*values)))
 
     def rate(self, num: int) -> Prediction:
-        """Return the rate, per second, of ``num`` items that take this time together."""
+        """Return the rate, per second, of ``num`` items in this total time."""
         return Prediction(num / self.value, num / self.high, num / self.low)
 
     @property

@@ -36,31 +36,31 @@ class Arrivals(Protocol):
     """A source of requests on a virtual clock, in its units of time."""
 
     def due(self, now: float) -> Sequence[Request]:
-        """Return the requests that have come by ``now``, each once; siblings follow their parent."""
+        """Return the requests that have arrived by ``now``, each once; siblings follow their parent."""
         ...
 
     def next_time(self) -> float | None:
-        """Return when the next request comes, as far as is known before another one ends; None = never."""
+        """Return the next arrival, as far as known before another request ends; None = never."""
         ...
 
     def ended(self, request: Request, now: float) -> None:
-        """Take note that a request has all of its tokens at ``now``."""
+        """Called when a request has all of its tokens at ``now``."""
         ...
 
 
 class Trace:
-    """Requests that come at given times, whenever others end.
+    """Arrivals at given times, independent of other requests.
 
     Args:
-        requests: pairs of time and request; siblings come at the time of their parent and after it in the
-            list. Requests of the same time come in this order.
+        requests: pairs of time and request; siblings have the time of their parent and follow it in the list.
+            Requests of the same time arrive in this order.
     """
 
     def __init__(self, requests: Iterable[tuple[float, Request]]) -> None:
         self._coming = deque(sorted(requests, key=_time))
 
     def due(self, now: float) -> list[Request]:
-        """Return the requests whose time has come."""
+        """Return the requests that have arrived."""
         found = []
         while self._coming and self._coming[0][0] <= now:
             found.append(self._coming.popleft()[1])
@@ -81,8 +81,8 @@ def _time(coming: tuple[float, Request]) -> float:
 class StepShapes:
     """Shapes of the steps of a scheduler, in their order.
 
-    The shape of decodes that go on within their blocks is that of the step before, so it is computed anew
-    only when somebody comes, ends, or gets to another block.
+    The shape of decodes within their blocks is that of the step before, so it is recomputed only when a
+    request arrives, ends, or needs another block.
 
     Args:
         block_size: tokens of a block.
@@ -134,14 +134,14 @@ class SimulatedStep:
 
 
 class SimulatedEngine:
-    """Serves its requests step by step and keeps no time: a clock says when a step starts.
+    """Serves its requests step by step, without a clock of its own.
 
     Every sampled token is the one that its request forces, or 0, so the length of a request follows from its
     parameters (``max_tokens`` with ``ignore_eos``).
 
     Args:
-        scheduler: plans the steps, as for an engine; trims prompts if it was made with ``ChunkTrimming``.
-            It must not be used otherwise.
+        scheduler: plans the steps, as for an engine; trims prompts if it has ``ChunkTrimming``. It must not
+            be used otherwise.
         duration_of: duration of a step in a bucket, above 0, in the units of the clock.
         table: buckets that steps are padded to; None runs each at its exact shape.
     """
@@ -164,14 +164,14 @@ class SimulatedEngine:
         return self.scheduler.has_unfinished
 
     def add(self, request: Request) -> None:
-        """Queue a request for the next step; ValueError if the pool cannot hold it."""
+        """Queue a request for the next step; ValueError if the pool is too small for it."""
         self.scheduler.add(request)
 
     def step(self, start: float) -> SimulatedStep:
         """Serve one step that starts at a time; there must be an unfinished request.
 
         Raises:
-            ValueError: the bucket takes no time.
+            ValueError: the time of the bucket is not positive.
             GraphMissError: no bucket holds the step.
         """
         plan = self.scheduler.plan()
@@ -207,8 +207,8 @@ def _tokens_of(plan: StepPlan) -> list[int]:
 class Simulation:
     """An engine on a virtual clock.
 
-    Steps follow each other without a gap while there is a request. Requests that come during a step are
-    planned with the next one. The same arrivals and an equal engine give the same steps.
+    Steps follow each other without a gap while there is a request. Requests that arrive during a step are
+    planned with the next one. Deterministic for equal arrivals and engines.
 
     Args:
         engine: serves the requests.
@@ -226,7 +226,7 @@ class Simulation:
         """Serve steps that begin before ``until``, as long as there are requests or will be.
 
         Raises:
-            ValueError: the pool cannot hold a request, a bucket takes no time.
+            ValueError: the pool is too small for a request, or the time of a bucket is not positive.
             GraphMissError: no bucket holds a step.
         """
         while self._wait(until):
@@ -238,7 +238,7 @@ class Simulation:
             yield step
 
     def _wait(self, until: float) -> bool:
-        """Add the requests that have come, or wait for the next one; returns whether a step is to run."""
+        """Add the requests that have arrived, or wait for the next one; returns whether a step is to run."""
         self._add_due()
         while not self.engine.has_unfinished:
             coming = self._arrivals.next_time()
@@ -267,7 +267,7 @@ _MOST_SAMPLES = 8
 def prior(limits: StepLimits, seed: int = 0, table: BucketTable | None = None) -> dict[BatchShape, float]:
     """The steps of a stated workload, as the scheduler plans them; no tensors, no model.
 
-    Every step takes one unit of time. Users send a request, wait for its end (of samples, the first one's),
+    The duration of every step is one. Users send a request, wait for its end (of samples, the first one's),
     pause for 50 steps on average (exponential), and send the next. Their number is 0.05, 0.2, 0.5, 1 and 2
     times ``max_num_seqs``, for 1,200 steps each.
 
@@ -276,11 +276,11 @@ def prior(limits: StepLimits, seed: int = 0, table: BucketTable | None = None) -
       to ``max_model_len``.
     - Outputs are log-normal, of median 256 tokens or a sixteenth of ``max_model_len``, and sigma 0.8.
     - 3 % of the prompts are answered two to eight times, from one cached prompt.
-    - Prompts have nothing in common, so nothing is taken up from a prefix cache.
+    - Prompts have no common prefixes, so nothing is reused from a prefix cache.
     - Prompts and outputs that exceed ``max_model_len`` or the blocks are cut.
 
     Args:
-        seed: of the users; another seed gives other users of the same kind.
+        seed: of the random generator.
         table: prompts end at the borders of its buckets, see ``ChunkTrimming``; None trims none.
 
     Returns:
@@ -327,7 +327,7 @@ class Users:
         self._due[0] = 0
 
     def due(self, now: float) -> list[Request]:
-        """Return the requests of users whose pause has ended."""
+        """Return the requests of users after their pause."""
         found: list[Request] = []
         while self._due and self._due[0] <= now:
             heapq.heappop(self._due)
@@ -382,7 +382,7 @@ def plan_buckets(
         traffic: recorded shapes and how often each occurs. None plans for ``prior(limits)``, blurred by
             ``ASSUMED``, and returns the default table (``BucketTable.exponential``) if that costs less on
             other users of the same kind.
-        resolution: finer takes longer and pads less.
+        resolution: finer is slower and pads less.
 
     Returns:
         The table, which promises the padding of the recording, or of those other users.
@@ -393,12 +393,12 @@ def plan_buckets(
     budget = GraphBudget.of(budget)
     if traffic is not None:
         return _promising(plan_table(limits, budget, traffic, cost, resolution=resolution), traffic)
-    budget.check_holds(limits.largest)  # refused before anybody is served
+    budget.check_holds(limits.largest)  # validated before the simulation
     planned = plan_table(limits, budget, prior(limits), cost, blur=ASSUMED, resolution=resolution)
     others = prior(limits, seed=1)
     return _promising(or_default(planned, budget, limits, others), others)
 
 
 def _promising(table: BucketTable, traffic: Traffic) -> BucketTable:
-    """The table with what it pads some traffic by."""
+    """Return the table with its planned padding."""
     return replace(table, planned_padding=PlannedPadding.by(table.cost, mean_padding(table, traffic)))

@@ -1,4 +1,4 @@
-"""Predicted seconds of a warm-up, from the operators of what it traces and compiles."""
+"""Predicted seconds of a warm-up, from the operators that it traces and compiles."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class BucketGraphs(NamedTuple):
 class WarmUp:
     """Graphs to capture, and their seconds.
 
-    Seconds are in proportion to the operators of layers: nobody has published what a small graph takes.
+    Seconds are proportional to the operators of layers: there are no published times of small graphs.
 
     Attributes:
         num_graphs: buckets of the table, or the most that one may have.
         num_layer_kinds: kinds of layers, each of which is compiled for every bucket.
-        recipes: compilations, if all buckets were like that with fewest and like that with most; the same
-            number twice where the table is known.
+        recipes: compilations, if all buckets were like the one with fewest and like the one with most; the
+            same number twice if the table is known.
         operators: of a layer, in the bucket with fewest and in that with most.
         trace_s: seconds in which torch traces them, low and high.
         low_s, high_s: seconds of the warm-up, tracing included.
@@ -126,7 +126,7 @@ _SIDE_BY_SIDE = ({"causal_slices", "shared_chunks"}, {"band_slices", "rings_read
 
 
 def cut_loops(runs: AttentionRuns, phase: Phase) -> frozenset[str]:
-    """Return the loops of a group that the graph of its layer does not hold, by their fields of ``runs``."""
+    """Return the loops of a group outside the graph of its layer, by their fields of ``runs``."""
     most_shared = 0 if phase.causal else MOST_INLINE
     most_unique = 0 if phase.causal and not phase.shared else MOST_INLINE
     most = {
@@ -151,8 +151,8 @@ def traced_runs(runs: AttentionRuns, phase: Phase) -> AttentionRuns:
 def num_compiled(layers: Iterable[Sequence[GroupSizes]], bucket: BatchShape) -> int:
     """Count the graphs that are compiled for a bucket.
 
-    These are the region that derives from a message what layers take, the pieces of each layer, the body of
-    each loop, which layers with equal groups share, and copies to the scratch.
+    These are the region that derives the inputs of layers from a message, the pieces of each layer, the body
+    of each loop, which layers with equal groups share, and copies to the scratch.
 
     Args:
         layers: the groups of heads of each kind of layer.

@@ -396,11 +396,11 @@ class Work:
         vector_ops: operations of the vector engine on attention scores.
         weight_bytes: weights read.
         kv_bytes: keys and values read where they lie.
-        moved_bytes: other operands and results of operators, as if nothing were fused; 0 where a figure is
-            of software that fuses, whose constants absorb what it moves.
+        moved_bytes: other operands and results of operators, without fusion; 0 for figures of software with
+            fusion, since constants include it.
         reduced_bytes: activations that devices sum among each other, if there are several.
         num_launches: operators that are launched, on each device.
-        sent_bytes: activations that a device sends to each other one beside those sums.
+        sent_bytes: activations that a device sends to each other one besides all-reduces.
     """
 
     bf16_ops: float = 0.0
@@ -468,7 +468,7 @@ class Step:
         return (first + first + rising - 1) * rising // 2 + window * (self.new_tokens - rising)
 
     def keys(self, window: int | None) -> int:
-        """Tokens of one row whose keys and values a head reads."""
+        """Tokens of one row that a head reads."""
         last = self.context + self.new_tokens
         return last if window is None else min(last, window + self.new_tokens - 1)
 
