@@ -96,7 +96,7 @@ def test_an_answer_that_breaks_off_is_not_taken_for_a_complete_one() -> None:
         async for piece in exchange(App().asgi, EngineCall("GET", "/break")):
             found.append(piece)
 
-    with pytest.raises(RuntimeError, match="ended before its answer") as error:
+    with pytest.raises(RuntimeError, match="ended before its response") as error:
         asyncio.run(pieces())
     assert isinstance(error.value.__cause__, KeyError)
     assert found[1:] == [b"piece"]

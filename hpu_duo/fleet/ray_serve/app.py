@@ -13,7 +13,7 @@ _MOST_CALLS = 100_000
 
 
 def build_app(args: RayServeArgs) -> Application:
-    """Build the application: engines, and the ingress whose router chooses among them.
+    """Build the application: engines, and an ingress with a router.
 
     Args:
         args: what Ray calls arguments of an application builder, checked.

@@ -1,4 +1,4 @@
-"""Arguments of the application, as ``serve run`` and configurations of Ray Serve give them."""
+"""Arguments of the application, from ``serve run`` or configurations of Ray Serve."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EngineSettings:
         path: of the model.
         engine: arguments of ``HPUDuoModel.from_pretrained``.
         server: settings of the application around it.
-        warm_up: capture every bucket before calls are taken.
+        warm_up: capture every bucket before calls are accepted.
     """
 
     path: str
@@ -50,8 +50,8 @@ class IngressSettings:
     """Settings of the ingress.
 
     Attributes:
-        server: limits of bodies and origins hold here; without keys.
-        api_key_file: file on its node with the keys that callers must have one of; None asks for none.
+        server: limits of bodies and origins apply here; without keys.
+        api_key_file: file on its node with the keys that callers must have one of; None = none are needed.
         metrics_api_key_file: the same for metrics and statistics.
         router: name of the router of its handle. It is here so that another one restarts the ingress, since
             Ray does not replace the request router of a handle that has one.
@@ -87,14 +87,14 @@ class RayServeArgs(BaseModel):
         server: fields of ``ServerConfig``, such as ``max_choices``; ``max_queue`` is that of one replica.
         api_key_file: file with a key in each line, on the node of the ingress; callers must have one.
         metrics_api_key_file: the same for those who read metrics and statistics.
-        warm_up: capture every shape before calls are taken.
+        warm_up: capture every shape before calls are accepted.
         tensor_parallel_size: devices of each replica, all of one node.
         num_replicas: engines; not with ``autoscaling_config``.
         autoscaling_config: fields of Ray's ``AutoscalingConfig``; ``target_ongoing_requests`` is
             ``max_num_seqs`` by default.
         router: name with options, see ``hpu_duo.fleet.routing.make_router``.
         max_ongoing_requests: calls that a replica is sent at a time; twice ``max_num_seqs`` by default.
-        max_queued_requests: calls that wait in the ingress besides; more are answered with 429.
+        max_queued_requests: further calls that wait in the ingress; with more, the status is 429.
         health_check_period_s, health_check_timeout_s: of Ray's health checks; after three that fail in a row
             another replica is started in place of this one.
         num_cpus: CPU cores that Ray sets aside for each replica.
@@ -195,8 +195,8 @@ class RayServeArgs(BaseModel):
     def engine_options(self) -> dict[str, Any]:
         """Options of the deployment of engines: replicas, and what Ray sets aside for each.
 
-        Ranks are processes of their replica's machine. So what they need is one bundle of a placement group,
-        which lies on one node whole, and the replica sees all of its devices.
+        Ranks are processes of their replica's machine. So their resources are one bundle of a placement
+        group, on one node, and the replica sees all of its devices.
         """
         resource = _RESOURCES[self.device]
         devices = {} if resource is None else {resource: float(self.tensor_parallel_size)}

@@ -23,7 +23,7 @@ class EngineCall:
         method: of the request.
         path, query: of its address, as they were sent.
         headers: in any case.
-        body: all of it.
+        body: the whole body.
         prefix_namespace: calls of different ones share no cached prefix.
     """
 
@@ -61,7 +61,7 @@ class EngineCall:
 
 @dataclass(frozen=True)
 class Head:
-    """The beginning of an answer.
+    """Status and headers of a response.
 
     Attributes:
         status: of the response.
@@ -73,7 +73,7 @@ class Head:
 
 
 def below_prefix(scope: Scope) -> Scope:
-    """Return a call as an application sees it that knows nothing of the prefix of its paths."""
+    """Return a call without the prefix of its path."""
     prefix: str = scope.get("root_path", "")
     path: str = scope["path"]
     raw: bytes = scope.get("raw_path") or quote(path).encode()
@@ -83,12 +83,12 @@ def below_prefix(scope: Scope) -> Scope:
 
 
 async def exchange(app: ASGIApp, call: EngineCall) -> AsyncIterator[Head | bytes]:
-    """Let an application answer a call: yields the head, then the body, as much at a time as is there.
+    """Run an ASGI application for a call: yields the head, then the body in available chunks.
 
-    Whoever stops listening is taken for a caller who has gone away.
+    Closing the iterator counts as a disconnect of the caller.
 
     Raises:
-        RuntimeError: the application has ended before its answer did; its own error is the cause.
+        RuntimeError: the application ended before its response; its own error is the cause.
     """
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
     is_left = asyncio.Event()
@@ -126,12 +126,12 @@ async def exchange(app: ASGIApp, call: EngineCall) -> AsyncIterator[Head | bytes
                 yield body
         if not is_complete:
             cause = (await asyncio.gather(serving, return_exceptions=True))[0]
-            raise RuntimeError("the application ended before its answer did") from cause
+            raise RuntimeError("the application ended before its response") from cause
     finally:
         is_left.set()
         if not is_complete:
             serving.cancel()
-        # An application that has answered takes its notes, and has told its errors in the answer.
+        # After the response, the application records the call; its errors are part of the response.
         await asyncio.gather(serving, return_exceptions=True)
 
 
@@ -143,7 +143,7 @@ _LOOK_S = 0.05
 class Engine:
     """A deployment of Ray Serve: one replica is one engine.
 
-    A replica takes calls once every shape is captured. It is unhealthy when its engine has ended, and Ray
+    A replica accepts calls once every shape is captured. It is unhealthy when its engine has ended, and Ray
     starts another one in its place.
 
     Args:
@@ -168,22 +168,22 @@ class Engine:
         await self.check_health()
 
     async def answer(self, ticket: None, call: EngineCall) -> AsyncIterator[Head | bytes]:
-        """Answer a call: yields the head, then the body.
+        """Serve a call: yields the head, then the body.
 
         Args:
-            ticket: what the ingress and its router know the call by; nothing of it comes here.
+            ticket: of the ingress and its router; None here.
         """
         async for piece in exchange(self._app, call):
             yield piece
 
     async def check_health(self) -> None:
-        """Tell Ray whether this replica can serve.
+        """Health check of Ray.
 
         Raises:
             RuntimeError: it cannot, and never will again.
         """
         if self._service.stage is Stage.FAILED:
-            raise RuntimeError("the engine has ended; the log of the replica says why")
+            raise RuntimeError("the engine has ended; the log of the replica has the reason")
 
     async def __del__(self) -> None:
         if service := self.__dict__.get("_service"):

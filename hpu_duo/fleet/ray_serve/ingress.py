@@ -48,7 +48,7 @@ _RETRY_S = 1
 
 @dataclass(frozen=True)
 class HandleAnswer:
-    """The beginning of an answer that comes through a handle; see ``Answer``.
+    """Head of a response through a handle; see ``Answer``.
 
     Attributes:
         status, headers: of the response; names in lower case.
@@ -59,11 +59,11 @@ class HandleAnswer:
     _rest: AsyncIterator[bytes]
 
     async def body(self) -> bytes:
-        """All of the body; see ``Answer``."""
+        """The whole body; see ``Answer``."""
         return b"".join([piece async for piece in self._rest])
 
     def pieces(self) -> AsyncIterator[bytes]:
-        """The body piece by piece; see ``Answer``."""
+        """The body in chunks; see ``Answer``."""
         return self._rest
 
 
@@ -79,11 +79,11 @@ class Engines:
 
     @asynccontextmanager
     async def call(self, ticket: Ticket, call: EngineCall) -> AsyncIterator[HandleAnswer]:
-        """Call a replica; leaving the context before the answer has ended tells it that nobody waits.
+        """Call a replica; leaving the context before the end of the response cancels the call.
 
         Raises:
             BackPressureError: too many calls wait for a replica.
-            BrokenError: the replica was lost before an answer began; later, reading raises it.
+            BrokenError: the replica was lost before the response; later, reading raises it.
         """
         answer: Any = self._answers.remote(ticket, call)
         is_ended = False
@@ -105,19 +105,19 @@ class Engines:
                 head: Head = await anext(pieces)
                 yield HandleAnswer(head.status, head.headers, pieces)
             except StopAsyncIteration:
-                raise BrokenError("the replica has ended its answer before it began") from None
+                raise BrokenError("the replica ended its response before the head") from None
             finally:
                 if not is_ended:
                     answer.cancel()
 
 
 class EngineResponse(RelayedResponse):
-    """The answer of an engine to a call.
+    """The response of an engine to a call.
 
     Args:
         engines: to call.
         counts: of calls.
-        routed: what routing goes by.
+        routed: data of the call for routing.
         call: as it is passed on.
     """
 
@@ -156,7 +156,7 @@ class EngineResponse(RelayedResponse):
         await caller.refuse(refusal)
 
     async def _attempt(self, ticket: Ticket, caller: Caller) -> Response | None:
-        """Answer by a replica; returns the refusal of one that does not take the call."""
+        """Respond by a replica; returns the rejection of one that is full."""
         async with self._engines.call(ticket, self._call) as answer:
             if answer.status in TURNED_AWAY:
                 refusal = Response(await answer.body(), answer.status, passed_back(answer))
@@ -173,7 +173,7 @@ def _has_another(router: SharedRouter | None, tried: list[str]) -> bool:
 
 
 def nobody_ready() -> Response:
-    """The refusal of an ingress that knows of no replica."""
+    """The error of an ingress without replicas."""
     return error_response(unavailable("no replica is ready", 5))
 
 
@@ -189,7 +189,7 @@ _OF_ONE_HOP = frozenset(
 class Ingress:
     """A deployment of Ray Serve in front of that of engines.
 
-    It reads the body of a call, which Ray's proxies do not, and so its handle's router knows the prompt.
+    It reads the body of a call, which Ray's proxies do not, so the router of its handle has the prompt.
 
     Args:
         handle: of the engines.
@@ -212,7 +212,7 @@ class Ingress:
         self._first_call = asyncio.create_task(self._asked("/version"))
 
     async def __call__(self, request: Request) -> Response:
-        """Answer a call."""
+        """Serve a call."""
         return _ByApp(self._app)
 
     def _routes(self) -> APIRouter:
@@ -232,7 +232,7 @@ class Ingress:
         return Response()
 
     async def ready(self) -> Response:
-        """Whether any replica takes calls."""
+        """Whether any replica accepts calls."""
         router = self._router
         return Response() if router is not None and router.replicas else nobody_ready()
 
@@ -262,7 +262,7 @@ class Ingress:
         return Response(text_of(texts, counts, routed), media_type=CONTENT_TYPE_LATEST)
 
     async def passed_on(self, request: Request) -> Response:
-        """Answer everything else by a replica."""
+        """Forward everything else to a replica."""
         body = await request.body()
         namespace = request.scope.get(PREFIX_NAMESPACE)
         asked = body if request.method == "POST" else b""
@@ -282,7 +282,7 @@ class Ingress:
         return read_call(str(next(self._numbers)), b"")
 
     async def _asked(self, path: str, only: str | None = None) -> bytes | None:
-        """The body of an answer, of one replica or of any; None if it does not come or is an error."""
+        """The body of a response, of one replica or of any; None on a timeout or an error."""
         ticket = Ticket(self._read(), only=only)
         try:
             async with self._engines.call(ticket, EngineCall("GET", path)) as answer:
@@ -293,10 +293,10 @@ class Ingress:
             ticket.end()
 
     async def _asked_all(self, path: str) -> Mapping[str, bytes]:
-        """Answers of all replicas that give one in time."""
+        """Responses of all replicas that respond in time."""
         router = self._router
         names = () if router is None else router.replicas
-        # Ray takes calls that one call makes at the same time for one another, so these come from none.
+        # Ray confuses concurrent calls from within one call, so these have no parent call.
         asked = [self._context.run(asyncio.create_task, self._asked(path, name)) for name in names]
         answers = await asyncio.gather(
             *(asyncio.wait_for(each, _STATE_S) for each in asked), return_exceptions=True
@@ -305,7 +305,7 @@ class Ingress:
 
 
 class _ByApp(Response):
-    """Response by an application, to the call at hand: an object that Ray sends as it is."""
+    """The response of an ASGI application to the current call, an object that Ray sends unchanged."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The request router of Ray Serve: it asks a router of ``hpu_duo.fleet.routing``.
+"""The request router of Ray Serve, which delegates to one of ``hpu_duo.fleet.routing``.
 
 Written for the interface of Ray 2.49 to 2.60, which Ray calls alpha (``ray.serve.request_router``).
 """
@@ -14,19 +14,19 @@ from hpu_duo.fleet.routing import make_router
 
 
 class PolicyRouter(RequestRouter):
-    """Sends a call to where a router of this project says, or to the next replica that takes it.
+    """Sends a call to the choice of a router of this project, or to the next replica that accepts it.
 
     Calls carry a ``Ticket`` among their arguments. One without is sent to the shortest queue.
     """
 
     def initialize_state(self, router: str = "e2", **unknown: Any) -> None:
-        """Make the router.
+        """Create the router.
 
         Args:
             router: name with options, see ``hpu_duo.fleet.routing.make_router``.
 
         Raises:
-            ValueError: there is no such router, or something else was given.
+            ValueError: there is no such router, or an argument is unknown.
         """
         if unknown:
             raise ValueError(f"expected router among request_router_kwargs and nothing else, got {unknown}")
@@ -34,12 +34,12 @@ class PolicyRouter(RequestRouter):
         announce(self._deployment_id.app_name, self._deployment_id.name, self._shared)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take note of who is there."""
+        """Called with the current replicas."""
         super().update_replicas(replicas)
         self._shared.set_replicas(_name(each.replica_id) for each in replicas)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Take note that a replica has died."""
+        """Called when a replica has died."""
         super().on_replica_actor_died(replica_id)
         self._shared.lose(_name(replica_id))
 
@@ -48,7 +48,7 @@ class PolicyRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Return the replicas, the one that the router chooses first, each in a rank of its own."""
         if pending_request is not None:
-            # Else Ray asks again without a pause while every replica is full.
+            # Otherwise Ray retries without a pause while every replica is full.
             pending_request.routing_context.should_backoff = True
         by_name = {_name(each.replica_id): each for each in candidate_replicas}
         return [[by_name[name]] for name in self._shared.rank(_ticket(pending_request), list(by_name))]
@@ -56,7 +56,7 @@ class PolicyRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
     ) -> None:
-        """Take note that a replica has taken a call."""
+        """Called when a replica has accepted a call."""
         if (ticket := _ticket(pending_request)) is not None:
             self._shared.sent(ticket, _name(replica_id))
 

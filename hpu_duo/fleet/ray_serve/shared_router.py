@@ -1,4 +1,4 @@
-"""A router that several threads tell what they know, and the place of one call in its account."""
+"""A thread-safe router, and the state of one call in it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ _announced: dict[tuple[str, str], SharedRouter] = {}
 
 
 class Ticket:
-    """A call on its way through Ray: tells the router what it asks for, and the caller where it was sent.
+    """A call on its way through Ray: has the data for routing, and the chosen replica for the caller.
 
-    It stays in the process that makes it: a replica is sent None in its place.
+    It stays in its process: a replica receives None in its place.
 
     Args:
-        call: what routing goes by.
+        call: data for routing.
         without: replicas to avoid, since they were tried in vain.
-        only: the replica to take whatever the router would choose, for questions about that one; such a call
-            is not in the account.
+        only: a fixed replica, for queries of that one; such a call is not counted.
 
     Attributes:
         router: that it was shown to first; None before.
-        dispatch: what the router knows of it; None before a replica was chosen, and for ``only``.
+        dispatch: its state in the router; None before a replica was chosen, and for ``only``.
         replica: where it is served; None before.
         is_over: whether the call has ended.
     """
@@ -43,30 +42,30 @@ class Ticket:
         return type(None), ()
 
     def answered(self) -> None:
-        """Take note that the answer has begun."""
+        """Called at the start of the response."""
         if self.router is not None:
             self.router.answered(self)
 
     def finished(self, counts: AnswerCounts) -> None:
-        """Take note of an answer that is complete."""
+        """Called at the end of a complete response."""
         if self.router is not None:
             self.router.finished(self, counts)
 
     def end(self) -> None:
-        """Take note that nobody waits any more: a call that has not finished has failed."""
+        """Called at the end of the call: an unfinished one has failed."""
         self.is_over = True
         if self.router is not None:
             self.router.ended(self)
 
 
 class SharedRouter:
-    """A router between Ray's thread, which asks where calls go, and the one that sees their answers.
+    """A router shared by Ray's thread, which routes calls, and the one of their responses.
 
-    Ray may ask for a call again, when a replica has not taken it, and may send it elsewhere than was said.
-    The router's account follows: a call is open at one replica at most.
+    Ray may route a call again if a replica has not accepted it, and may send it to another replica than the
+    chosen one. The router's account follows: a call is open at one replica at most.
 
     Args:
-        router: nobody else uses it.
+        router: not shared otherwise.
         clock: seconds that never go back.
 
     Attributes:
@@ -100,16 +99,16 @@ class SharedRouter:
                 self._leave(name)
 
     def rank(self, ticket: Ticket | None, offered: Sequence[str]) -> list[str]:
-        """Return the replicas to ask whether they take a call, the router's choice first.
+        """Return the candidate replicas of a call, the router's choice first.
 
         Args:
             ticket: of the call; without one, and for one that is over, the account does not change.
-            offered: replicas that Ray knows.
+            offered: replicas known to Ray.
         """
         with self._lock:
             known = [each for each in offered if each in self._router.replicas]
             if ticket is not None:
-                # Before it is asked whether it is over: a call that ends meanwhile ends here, too.
+                # Before the check for its end: a call that ends meanwhile ends here, too.
                 ticket.router = self
             if ticket is None or ticket.is_over or (ticket.only is None and not known):
                 return sorted(known, key=self._router.num_open) or list(offered)
@@ -120,7 +119,7 @@ class SharedRouter:
             return [chosen, *sorted(others, key=lambda each: (each in ticket.without, self._open(each)))]
 
     def _choose(self, ticket: Ticket, known: Sequence[str]) -> str:
-        """Let the router choose, and take the call for sent, so that the next choice counts it."""
+        """Choose a replica, and count the call as sent, so that the next choice includes it."""
         refused = set() if ticket.dispatch is None else {ticket.dispatch.replica}
         self._withdraw(ticket)
         avoided = [{*ticket.without, *refused}, set(ticket.without), set[str]()]
@@ -131,7 +130,7 @@ class SharedRouter:
         return chosen
 
     def sent(self, ticket: Ticket, replica: str) -> None:
-        """Take note that a replica serves a call."""
+        """Called when a replica serves a call."""
         with self._lock:
             ticket.router, ticket.replica = self, replica
             if ticket.only is not None or ticket.is_over or replica not in self._router.replicas:
@@ -146,13 +145,13 @@ class SharedRouter:
             add(self.counts.expected_tokens, replica, expected)
 
     def answered(self, ticket: Ticket) -> None:
-        """Take note that an answer has begun."""
+        """Called at the start of a response."""
         with self._lock:
             if ticket.dispatch is not None:
                 self._router.first_token(ticket.call.request.request_id, self._clock())
 
     def finished(self, ticket: Ticket, counts: AnswerCounts) -> None:
-        """Take note of an answer that is complete."""
+        """Called at the end of a complete response."""
         with self._lock:
             if ticket.dispatch is None:
                 return
@@ -168,7 +167,7 @@ class SharedRouter:
             self._router.finished(request.request_id, self._clock(), counts.num_outputs, cached)
 
     def ended(self, ticket: Ticket) -> None:
-        """Take note that a call has ended; without an answer if it has not finished."""
+        """Called at the end of a call; an unfinished one has failed."""
         with self._lock:
             self._withdraw(ticket)
 
@@ -182,7 +181,7 @@ class SharedRouter:
 
     def _leave(self, replica: str) -> None:
         self._router.leave(replica, self._clock())
-        # Ray gives each replica a name of its own.
+        # Names of replicas in Ray are unique.
         self.counts.depart(replica)
 
     def _open(self, replica: str) -> int:
@@ -195,14 +194,14 @@ class SharedRouter:
 
 
 def announce(application: str, deployment: str, router: SharedRouter) -> None:
-    """Let this process find the router before a deployment: Ray makes request routers, and hands none out.
+    """Register the router of a deployment in this process, since Ray does not expose its request routers.
 
-    Ray pickles the modules of request routers and deployments by value, so that each has variables of its
-    own there. This module is imported, and there is one of it in a process.
+    Ray pickles the modules of request routers and deployments by value, so that each has variables of its own
+    there. A global of this module.
     """
     _announced[application, deployment] = router
 
 
 def announced(application: str, deployment: str) -> SharedRouter | None:
-    """Return the router before a deployment; None until Ray has made one in this process."""
+    """Return the router before a deployment; None until Ray has created one in this process."""
     return _announced.get((application, deployment))

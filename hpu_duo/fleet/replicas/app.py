@@ -42,7 +42,7 @@ class RoutedReplica:
 
 
 async def exposition(front: Front) -> bytes:
-    """The metrics of all, in Prometheus' text format; a replica that does not answer in time is left out."""
+    """The metrics of all, in Prometheus' text format, without replicas that do not respond in time."""
     known, router = front.replicas, front.router
     ready = [name for name, each in known.items() if each.state is ReplicaState.READY]
     answers = await asyncio.gather(
@@ -67,7 +67,7 @@ def text_of(
         texts: what each replica exposes.
         counts: of calls.
         routed: replicas that are up.
-        restarts: of every replica that is known; None where somebody else starts them.
+        restarts: of every replica; None if they are started elsewhere.
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Everything(texts, counts, routed, restarts))
@@ -75,7 +75,7 @@ def text_of(
 
 
 def labelled(texts: Mapping[str, str]) -> dict[str, Metric]:
-    """The metrics of replicas by name, whose samples say whose they are.
+    """The metrics of replicas by name, with the replica as a label.
 
     Args:
         texts: what each replica exposes.
@@ -130,9 +130,7 @@ class _Everything(Collector):
             ((each.name, each.load) for each in routed),
         )
         yield _counter("router_requests", "Calls sent to a replica.", counts.requests.items())
-        yield _counter(
-            "router_prompt_tokens", "Prompt tokens sent, as far as known.", counts.prompt_tokens.items()
-        )
+        yield _counter("router_prompt_tokens", "Prompt tokens sent, if known.", counts.prompt_tokens.items())
         yield _counter(
             "router_expected_hit_tokens",
             "Prompt tokens that the router expected to be cached.",
@@ -140,12 +138,12 @@ class _Everything(Collector):
         )
         yield _counter(
             "router_hit_tokens",
-            "Prompt tokens that were cached, of answers that tell.",
+            "Cached prompt tokens, of responses with usage.",
             counts.cached_tokens.items(),
         )
         for name, text, value in (
             ("router_retries", "Calls that were sent to another replica.", counts.num_retries),
-            ("router_broken_answers", "Answers whose replica was lost.", counts.num_broken),
+            ("router_broken_answers", "Responses of lost replicas.", counts.num_broken),
         ):
             yield CounterMetricFamily(f"hpuduo:{name}", text, value=value)
 

@@ -145,7 +145,7 @@ _OF_ONE_HOP = frozenset(
 _MOST_STARTS = 5
 """Starts of every replica without one that was ready: more of them will not help."""
 _END_S = 5.0
-"""Behind the time to drain and to flush, so long for a replica to end."""
+"""Seconds for a replica to exit, after the time to drain and to flush."""
 _BACK_S = 5
 
 
@@ -159,7 +159,7 @@ class Front:
         commands: start the replicas, which are called ``0``, ``1`` and so on.
 
     Attributes:
-        router: knows ready replicas only.
+        router: of ready replicas.
         replicas: by name.
         counts: of calls.
         upstream: connections to replicas.
@@ -192,10 +192,10 @@ class Front:
         await self.upstream.close()
 
     async def drain(self) -> bool:
-        """Take nothing new, and let replicas end their calls, and themselves.
+        """Reject new calls, and drain and stop the replicas.
 
         Returns:
-            Whether all calls under way have got their answers.
+            Whether all running calls have completed.
         """
         self._is_draining = True
         counts = self.counts
@@ -243,7 +243,7 @@ class Front:
         return self.replicas[replica].url
 
     async def answer(self, request: Request) -> Response:
-        """Answer a call.
+        """Serve a call.
 
         Raises:
             NotServingError: the front process is about to end.
@@ -265,7 +265,7 @@ class Front:
         return self.router.choose(call.request, self.now(), tried)
 
     def dispatched(self, call: RoutedCall, replica: str) -> Dispatch:
-        """Take note that a call is sent to a replica."""
+        """Called when a call is sent to a replica."""
         sent = self.router.dispatched(call.request, replica, self.now())
         self.counts.requests[replica] += 1
         add(self.counts.prompt_tokens, replica, call.request.num_tokens)
@@ -273,11 +273,11 @@ class Front:
         return sent
 
     def answered(self, sent: Dispatch) -> None:
-        """Take note that an answer has begun."""
+        """Called at the start of a response."""
         self.router.first_token(sent.request.request_id, self.now())
 
     def finished(self, sent: Dispatch, counts: AnswerCounts) -> None:
-        """Take note of an answer that is complete."""
+        """Called at the end of a complete response."""
         cached = None
         if counts.num_cached_share is not None:
             cached = counts.num_cached_share * sent.request.num_tokens
@@ -291,11 +291,11 @@ class Front:
 
 
 class ForwardedResponse(RelayedResponse):
-    """The answer of a replica of a front process.
+    """The response of a replica of a front process.
 
     Args:
         front: has router and replicas.
-        call: what the router goes by.
+        call: data for routing.
         method, path, body, headers: of the call.
     """
 
@@ -335,12 +335,12 @@ class ForwardedResponse(RelayedResponse):
                     return
                 refusal = refused
             finally:
-                # Whatever has not been told to have finished has failed: an error, or nobody waits for it.
+                # An unfinished call has failed: an error, or the caller disconnected.
                 self._front.router.failed(sent.request.request_id, self._front.now())
         await caller.refuse(refusal)
 
     async def _attempt(self, sent: Dispatch, caller: Caller) -> Response | None:
-        """Answer by a replica; returns the refusal of one that does not take the call."""
+        """Respond by a replica; returns the rejection of one that is full."""
         url = self._front.url(sent.replica) + self._path
         async with self._front.upstream.call(self._method, url, self._body, self._asked) as answer:
             if answer.status in TURNED_AWAY:
@@ -354,7 +354,7 @@ class ForwardedResponse(RelayedResponse):
 
 
 class _Account:
-    """Tells a front of one answer."""
+    """Reports the progress of one response to a front."""
 
     def __init__(self, front: Front, sent: Dispatch) -> None:
         self._front, self._sent = front, sent

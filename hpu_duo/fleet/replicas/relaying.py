@@ -25,11 +25,11 @@ class UnreachableError(Exception):
 
 
 class BrokenError(Exception):
-    """A connection ended before the answer did."""
+    """The connection ended before the response."""
 
 
 class Answer(Protocol):
-    """The beginning of an answer, and what is still to come."""
+    """A response with its head, and a body that is read lazily."""
 
     @property
     def status(self) -> int:
@@ -63,18 +63,18 @@ _DONE = b"[DONE]"
 
 @dataclass
 class AnswerCounts:
-    """Tokens of an answer, as far as it tells.
+    """Tokens of a response, by its usage.
 
     Attributes:
         num_outputs: tokens; of a stream without usage, events.
-        num_cached_share: share of the prompt that the replica had cached; None where it does not tell.
+        num_cached_share: share of the prompt that the replica had cached; None if it has no usage.
     """
 
     num_outputs: int = 0
     num_cached_share: float | None = None
 
     def take_usage(self, usage: Any) -> None:
-        """Read the object ``usage`` of an answer, if it is one."""
+        """Parse the object ``usage`` of a response, if valid."""
         try:
             self.num_outputs = int(usage["completion_tokens"])
             cached = usage["prompt_tokens_details"]["cached_tokens"]
@@ -84,16 +84,15 @@ class AnswerCounts:
 
 
 class WholeEvents:
-    """Takes pieces of a stream of events, and gives whole ones.
+    """Splits a stream into whole events.
 
-    What a connection that breaks has left of an event is never passed on, so what is said behind it is an
-    event of its own.
+    An incomplete event of a broken connection is never forwarded, so that an error event may follow.
 
     Attributes:
-        counts: of the answer so far.
-        has_data: whether an event with data has come.
-        is_done: whether the event has come that ends an answer.
-        is_error: whether the last event with data tells an error.
+        counts: of the response so far.
+        has_data: whether there was an event with data.
+        is_done: whether there was the final event.
+        is_error: whether the last event with data is an error.
     """
 
     def __init__(self) -> None:
@@ -102,7 +101,7 @@ class WholeEvents:
         self._rest = b""
 
     def feed(self, piece: bytes) -> bytes:
-        """Take a piece; returns the events that it completes."""
+        """Parse a chunk; returns the events that it completes."""
         data = self._rest + piece
         end = data.rfind(b"\n\n") + 2
         if end < 2:
@@ -126,7 +125,7 @@ class WholeEvents:
 
 
 def counts_of(body: bytes) -> AnswerCounts:
-    """The counts of a whole answer."""
+    """The counts of a whole response."""
     counts = AnswerCounts()
     try:
         fields = from_json(body)
@@ -148,11 +147,11 @@ class FrontCounts:
     Attributes:
         num_open: calls that are being answered.
         num_retries: calls that were sent to another replica.
-        num_broken: answers whose replica was lost.
+        num_broken: responses of lost replicas.
         num_failed: streams that a replica has ended with an error.
-        requests, prompt_tokens: that were sent, the tokens as far as is known.
+        requests, prompt_tokens: sent ones, tokens if known.
         expected_tokens: those of them that the router expected to be cached.
-        cached_tokens: those of answers that were, as far as the answers tell.
+        cached_tokens: of responses, by their usage.
         responses: of the front, by method, path and status.
     """
 
@@ -194,25 +193,25 @@ def add(totals: dict[str, float], name: str, value: float) -> None:
 
 _OF_ONE_HOP = ("connection", "content-length", "transfer-encoding", "keep-alive", "date", "server")
 TURNED_AWAY = (429, 503)
-"""Statuses with which a replica takes no call: another one may."""
+"""Statuses of a rejection, after which another replica is tried."""
 MOST_BREAKS = 2
 """Replicas that one call may be lost with: it may be why they ended."""
 
 
 def has_run(refusal: Response) -> bool:
-    """Whether a call was ended for the memory of its answer: another replica would only compute it again."""
+    """Whether a call was aborted for the memory of its answer, and must not be retried elsewhere."""
     return refusal.status_code == 503 and ENDED.encode() in bytes(refusal.body)
 
 
 class Told(Protocol):
-    """Whoever keeps account of an answer."""
+    """A listener for the progress of a response."""
 
     def answered(self) -> None:
-        """Take note that an answer has begun."""
+        """Called at the start of a response."""
         ...
 
     def finished(self, counts: AnswerCounts) -> None:
-        """Take note of an answer that is complete."""
+        """Called at the end of a complete response."""
         ...
 
 
@@ -223,7 +222,7 @@ class Caller:
         scope, receive, send: of the connection.
 
     Attributes:
-        has_begun: whether any part of an answer was sent.
+        has_begun: whether any part of a response was sent.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -231,10 +230,10 @@ class Caller:
         self.has_begun = False
 
     async def pass_on(self, answer: Answer, told: Told) -> bool:
-        """Send an answer, events as they come; returns whether it ends with an error of the replica's own.
+        """Send a response, events as they arrive; returns whether it ends with an error of the replica.
 
         Raises:
-            BrokenError: the replica was lost before the answer had ended.
+            BrokenError: the replica was lost before the end of the response.
         """
         if answer.headers.get("content-type", "").startswith("text/event-stream"):
             return await self._pass_events(answer, told)
@@ -246,12 +245,12 @@ class Caller:
         await refusal(self._scope, self._receive, self._send)
 
     async def end_with(self, error: ApiError) -> None:
-        """Tell of an error behind the beginning of a stream."""
+        """Send an error event after the start of a stream."""
         await self._send({"type": "http.response.body", "body": event(error.body), "more_body": True})
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _pass_body(self, answer: Answer, told: Told) -> None:
-        """Send a whole body, once all of it is there."""
+        """Send a body once it is complete."""
         body = await answer.body()
         if answer.status == 200:
             told.answered()
@@ -264,7 +263,7 @@ class Caller:
         await self._send({"type": "http.response.body", "body": body})
 
     async def _pass_events(self, answer: Answer, told: Told) -> bool:
-        """Send events as they come; reading waits for a caller who is slow."""
+        """Send events as they arrive, with backpressure."""
         events = WholeEvents()
         headers = [(name.encode(), value.encode()) for name, value in passed_back(answer).items()]
         try:
@@ -293,12 +292,11 @@ class Caller:
 
 
 class RelayedResponse(Response):
-    """The answer of a replica to a call.
+    """The response of a replica to a call.
 
-    A call that no replica has seen, or that one has turned away, goes to another one. One whose replica dies
-    before anything was answered is sent once more. Behind the beginning of an answer, an error is sent
-    instead of the rest, and never the mark of an end. When the caller disconnects, the replica aborts the
-    request.
+    A call that reached no replica, or was rejected by one, is sent to another one. If the replica dies before
+    the response, the call is retried once. After the start of a response, an error is sent instead of the
+    rest, and never the final event. When the caller disconnects, the replica aborts the request.
 
     Args:
         counts: of calls.
@@ -326,14 +324,14 @@ class RelayedResponse(Response):
 
     @abstractmethod
     async def _answer(self, caller: Caller) -> None:
-        """Let a replica answer; is cancelled when the caller goes away."""
+        """Respond by a replica; cancelled if the caller disconnects."""
 
 
 def lost(replica: str) -> ApiError:
-    """The error of an answer whose replica has ended."""
+    """The error of a response of a lost replica."""
     return ApiError(
         503,
-        f"replica {replica} was lost before its answer had ended: the answer is not complete",
+        f"replica {replica} was lost before the end of its answer: the answer is not complete",
         kind="server_error",
         code="replica_lost",
         headers={"Retry-After": "1"},
@@ -341,12 +339,12 @@ def lost(replica: str) -> ApiError:
 
 
 def passed_back(answer: Answer) -> dict[str, str]:
-    """Headers of an answer that are the caller's as well."""
+    """Headers of a response that are forwarded to the caller."""
     return {name: value for name, value in answer.headers.items() if name not in _OF_ONE_HOP}
 
 
 async def _until_done(answer: Answer, events: WholeEvents) -> AsyncIterator[bytes]:
-    """Pieces of a stream; what breaks behind its last event breaks nothing."""
+    """Chunks of a stream; errors after its last event are ignored."""
     try:
         async for piece in answer.pieces():
             yield piece
@@ -356,7 +354,7 @@ async def _until_done(answer: Answer, events: WholeEvents) -> AsyncIterator[byte
 
 
 async def _gone(receive: Receive) -> None:
-    """Wait until the caller has gone away."""
+    """Wait until the caller disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -24,8 +24,8 @@ class ReplicaCommand:
     """Program, variables and cores that a replica is started with.
 
     Attributes:
-        arguments: the program and its arguments, without where to listen: ``--fd`` and ``--ends-with-stdin``
-            are put behind them.
+        arguments: the program and its arguments, without the address: ``--fd`` and ``--ends-with-stdin`` are
+            appended.
         environment: all of the variables.
         cores: CPU cores to run on; none is wherever the system likes.
     """
@@ -38,8 +38,8 @@ class ReplicaCommand:
 class ReplicaProcess:
     """A server of its own in a process, which ends with this one.
 
-    It listens on a socket that is bound here and inherited, so its port is known and nobody else's. A pipe
-    tells it when this process has died, however that was.
+    It listens on a socket that is bound here and inherited, so its port is known and reserved. By a pipe it
+    detects the end of this process, however that happens.
 
     Attributes:
         url: of the server.
@@ -56,7 +56,7 @@ class ReplicaProcess:
         """Start one.
 
         Raises:
-            OSError: the system has no room for it.
+            OSError: the system cannot start it.
         """
         with socket.socket() as bound:
             bound.bind((HOST, 0))
@@ -67,7 +67,7 @@ class ReplicaProcess:
                 stdin=subprocess.PIPE,
                 env=command.environment,
                 pass_fds=[bound.fileno()],
-                # Ctrl-C is for the front process, which lets calls end first.
+                # Ctrl-C is handled by the front process, which drains calls first.
                 start_new_session=True,
             )
             bind_process(process.pid, command.cores)
@@ -98,7 +98,7 @@ _log = logging.getLogger(__name__)
 
 _READY_LOOK_S, _HEALTH_LOOK_S, _HEALTH_S = 0.1, 1.0, 5.0
 _MOST_SILENT = 3
-"""Health checks in a row that may stay without an answer."""
+"""Most successive health checks without a response."""
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 30.0
 """Before a restart: doubled each time, up to the second, and as at first when it had been ready."""
 USER_ERROR = 2
@@ -121,8 +121,7 @@ class Replica:
         command: starts it.
         upstream: for health checks.
         on_ready, on_lost: called when it may be sent calls, and when it may not any more.
-        load_timeout_s: seconds in which a process has to answer for the first time; warming up may take
-            longer.
+        load_timeout_s: timeout of the first response of a process; warming up may take longer.
 
     Attributes:
         state: see ``ReplicaState``.
@@ -214,7 +213,7 @@ class Replica:
             try:
                 self.exit_code = await process.ended()
             finally:
-                # Where this task was cancelled, and for ranks that would still hold their devices.
+                # If this task was cancelled, and for ranks that would still occupy their devices.
                 process.kill()
                 watching.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -227,7 +226,7 @@ class Replica:
         return was_ready
 
     async def _watch(self, process: ReplicaProcess) -> None:
-        """Wait until it is ready, and kill it when it says that it cannot serve, or says nothing."""
+        """Wait until it is ready, and kill it if it fails its health check or does not respond."""
         loop, has_answered = asyncio.get_running_loop(), False
         deadline = loop.time() + self._load_timeout_s
         while not await self._says_yes(process, "/ready"):
@@ -246,8 +245,8 @@ class Replica:
             is_well = await self._says_yes(process, "/live")
             num_silent = 0 if is_well else num_silent + 1
             if self._is_stopping:
-                return  # it ends its calls, and is given time for that
-        _log.error("replica %s does not answer; it is ended", self.name)
+                return  # it drains its calls, within a timeout
+        _log.error("replica %s does not respond, and is killed", self.name)
         process.kill()
 
     async def _says_yes(self, process: ReplicaProcess, path: str) -> bool:

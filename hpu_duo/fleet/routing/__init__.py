@@ -46,7 +46,7 @@ ROUTERS: dict[str, Callable[..., Router]] = {
 
 
 def make_router(name: str) -> Router:
-    """Make the router of a name, with options behind it, such as ``e2:window_s=60,capacity=200000``.
+    """Create a router from its name and options, such as ``e2:window_s=60,capacity=200000``.
 
     Raises:
         ValueError: there is none of this name, or it has no such option or not with this value.

@@ -9,31 +9,30 @@ from hpu_duo.fleet.routing.prefix_router import CAPACITY, MIN_CACHED, PrefixRout
 from hpu_duo.fleet.routing.router import Dispatch, RoutedRequest
 
 _MOST_DEBTORS = 1000
-"""Users without requests whose debts are remembered, the latest ones."""
+"""Most users without requests with remembered debts, the latest ones."""
 
 
 class D2LPM(PrefixRouter):
-    """Sends a request to a replica that holds its prefix and where its user has credit, else anywhere.
+    """Sends a request to a replica with its prefix at which its user has credit, else to any.
 
-    Of several, the one with the shortest queue is taken.
+    Of several, the one with the shortest queue is chosen.
 
-    A user pays at a replica for tokens of prompts that are computed there, when they are sent, and for tokens
-    of outputs, when they have come; a guess of what is cached is corrected then. Whoever has no credit at any
-    replica gets ``quantum`` at all of them, as often as it takes. So a user is let follow a prefix past
-    shorter queues for ``quantum`` at most before the other replicas have had as much. Replicas run ``dlpm``
-    (docs/scheduling.md), which is what is left of it with one replica.
+    A user is charged at a replica for computed prompt tokens, when they are sent, and for output tokens, at
+    the end, when the estimate of cached tokens is corrected too. A user without credit at any replica gets
+    ``quantum`` at all of them, repeatedly if needed. So a user is let follow a prefix past shorter queues for
+    ``quantum`` at most before the other replicas have had as much. Replicas run ``dlpm``
+    (docs/scheduling.md), to which it reduces with one replica.
 
-    A request without an answer is paid back what was charged for it. A user without requests keeps debts and
-    no credit.
+    The charge of a failed request is refunded. A user without requests retains debts, but no credit.
 
     Args:
-        quantum: credit that is given out at a time, above 0.
+        quantum: credit per round, above 0.
         input_price, output_price: of a token.
-        capacity: units (tokens, or characters) that a replica is taken to cache.
+        capacity: assumed units (tokens, or characters) of a replica's cache.
         min_cached: tokens of a prefix below which it counts as not cached.
 
-    Source: Cao et al. 2025 (arXiv:2501.14312). When credit is given, and what becomes of a user who leaves,
-    is not stated there.
+    Source: Cao et al. 2025 (arXiv:2501.14312). The source does not state when credit is given, and what
+    happens to users who leave.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class D2LPM(PrefixRouter):
         return self._shortest_queue(open_to_user or offered)
 
     def _refill(self, user: str | None, offered: Sequence[str]) -> None:
-        """Give a user who has no credit at any replica that is offered enough of it at one."""
+        """Give a user without credit at the offered replicas enough of it at one."""
         most = max(self.credit(user, each) for each in offered)
         if most <= 0:
             num = 1 if self._quantum == inf else floor(-most / self._quantum) + 1
@@ -110,7 +109,7 @@ class D2LPM(PrefixRouter):
         self._credits[replica][user] = min(self.credit(user, replica) - cost, self._quantum)
 
     def _settle(self, user: str | None) -> None:
-        """Take note of the end of a request of a user; whoever has none left keeps debts only."""
+        """Count the end of a user's request; without requests, only debts are retained."""
         self._num_unfinished[user] -= 1
         if self._num_unfinished[user]:
             return

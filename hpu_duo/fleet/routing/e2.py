@@ -17,8 +17,8 @@ class HotPrefixes:
 
     Args:
         window_s: seconds for which times are remembered.
-        growth: a prefix is hot when the mean of the later half is so many times that of the earlier half.
-        num_least: times that it takes to tell.
+        growth: a prefix is hot if the mean of the later half is this many times that of the earlier half.
+        num_least: fewest times for a decision.
     """
 
     def __init__(self, window_s: float, growth: float, num_least: int = 16) -> None:
@@ -60,7 +60,7 @@ class Charge:
 
 
 class WindowLoad:
-    """Seconds of work that each replica was given within a window of time; 0 when the window holds none.
+    """Seconds of work assigned to each replica within a window of time.
 
     Args:
         window_s: length of the window.
@@ -71,7 +71,7 @@ class WindowLoad:
         self._loads: dict[str, WindowSums] = {}
 
     def join(self, replica: str, now: float) -> None:
-        """Take in a replica, with as much on its account as the one with the least has.
+        """Add a replica, with the load of the least loaded one.
 
         Without that, a replica that is new would be sent everything until it had as much within the window as
         the others.
@@ -102,7 +102,7 @@ class WindowLoad:
         return max(0.0, load.total())
 
     def num_charges(self, replica: str) -> int:
-        """Return how many charges the window held when it was looked at last."""
+        """Return the number of charges in the window at its last update."""
         return self._loads[replica].num()
 
 
@@ -113,41 +113,40 @@ _FIRST_NUM_OUTPUTS = 32
 _DELAY = 0.15
 """Share of an output's time by which one open request delays another: they decode in the same steps."""
 _PATIENCE = 8.0
-"""A request waits so many times as long as its prefix saves: computing it anew keeps others waiting."""
+"""Factor on the time that a prefix saves, for which a request may wait: recomputing it delays others."""
 
 
 class E2(PrefixRouter):
-    """Sends a request to where more than half of it is cached, else to where it costs least.
+    """Sends a request to the replica with more than half of it cached, else to the one with the least cost.
 
     The cost is the time that the request waits for the open ones, the prefixes that it would evict, and its
-    prompt; of equal costs, the replica that was given the least work within the window is taken. The wait is
+    prompt; of equal costs, the replica with the least assigned work within the window is chosen. The wait is
     the time of prompts without a first token, and 0.15 of an output's time for each open request. What an
-    evicted prefix costs is the time to compute it again, times the share of the window's requests that
-    used it. Work is seconds: of prompt tokens that were computed, and of outputs by the medians of the last
-    200 requests. Of several replicas with the same prefix, the one with the shortest wait is taken.
+    evicted prefix costs is the time to compute it again, times the share of the window's requests that used
+    it. Work is seconds: of prompt tokens that were computed, and of outputs by the medians of the last 200
+    requests. Of several replicas with the same prefix, the one with the shortest wait is chosen.
 
-    Three rules spread what is popular. In each of these cases the request goes to the replica with the
-    shortest wait that does not hold its prefix, and that one holds it as well from then on:
+    Three rules spread what is popular. In each of these cases the request is sent to the replica with the
+    shortest wait without its prefix, which is replicated by that:
 
     - the wait at the holder is ``imbalance`` times as long, and longer by 8 times what the prefix saves;
-    - each holder of the prefix has more than half of an even share of the window's requests by this prefix
-      alone, and ``imbalance`` times the work, once the other one had computed the prefix;
+    - each replica with the prefix has more than half of an even share of the window's requests by this prefix
+      alone, and ``imbalance`` times the work of the other one after computing the prefix;
     - the time to the first token of the prefix has grown ``growth`` times within the window.
 
     Args:
         window_s: seconds for which work and uses of prefixes count.
-        imbalance, growth: see above; infinite turns a rule off.
-        prefill_s: seconds that one prompt token takes.
-        capacity: units (tokens, or characters) that a replica is taken to cache.
+        imbalance, growth: see above; infinite disables a rule.
+        prefill_s: seconds per prompt token.
+        capacity: assumed units (tokens, or characters) of a replica's cache.
         min_cached: tokens of a prefix below which it counts as not cached.
 
     Source: Preble, Srivatsa et al. 2024 (arXiv:2407.00023). Differences: the time of a prefill is linear. The
     cost of an explored replica is the wait for what is open there, where Preble counts all work of the
     window, and includes the prompt's, which the published code leaves at 0. Rebalancing counts from the first
-    request on, and looks at one prefix at a time. It redirects the request at hand and nothing else: the
-    published code moves large nodes of its tree from the replica with the most work to the one with the
-    least, the cheapest first, as long as the first stays ahead. Here no prefix moves; the other replica
-    computes it and holds it as well.
+    request on, one prefix at a time. It redirects only the current request: the published code moves large
+    nodes of its tree from the replica with the most work to the one with the least, the cheapest first, as
+    long as the first stays ahead. Here no prefix moves; the other replica computes and caches it as well.
     """
 
     def __init__(
@@ -174,11 +173,11 @@ class E2(PrefixRouter):
         self._token_s, self._output_s = _FIRST_DECODE_S, _FIRST_DECODE_S * _FIRST_NUM_OUTPUTS
 
     def load(self, replica: str, now: float) -> float:
-        """Return the seconds of work that a replica was given within the window."""
+        """Return the seconds of work assigned to a replica within the window."""
         return self._work.seconds(replica, now)
 
     def wait_s(self, replica: str) -> float:
-        """Return the seconds by which the open requests of a replica are taken to delay one more."""
+        """Return the estimated seconds by which the open requests of a replica delay one more."""
         return self._prompts_s[replica] + _DELAY * self._output_s * self.num_open(replica)
 
     def _pick(self, request: RoutedRequest, offered: Sequence[str], now: float) -> str:
@@ -205,7 +204,7 @@ class E2(PrefixRouter):
         work: Mapping[str, tuple[float, float]],
         now: float,
     ) -> str:
-        """Choose a holder, or the replica that is to hold the prefix as well.
+        """Choose a replica with the prefix, or one to replicate it to.
 
         Args:
             work: of each replica that is offered its wait and its work, in seconds.
@@ -215,7 +214,7 @@ class E2(PrefixRouter):
         if not others:
             return chosen
         other, node = min(others, key=work.__getitem__), self._largest_node(request)
-        assert node is not None, "somebody holds some of it"
+        assert node is not None, "expected a replica with some of it"
         saved_s = self._computed_s(request, num_cached)
         (wait_s, work_s), (other_wait_s, other_work_s) = work[chosen], work[other]
         is_late = wait_s > self._imbalance * other_wait_s + _PATIENCE * saved_s
@@ -233,7 +232,7 @@ class E2(PrefixRouter):
         return self._prefill_s * num_units * request.tokens_per_unit
 
     def eviction_s(self, replica: str, request: RoutedRequest, num_units: float, now: float) -> float:
-        """Return the seconds that making room for units costs, by the uses of what would be evicted."""
+        """Return the cost of evictions for a number of units in seconds, by the uses of evicted prefixes."""
         excess = self.prefixes.size(replica) + num_units - self.prefixes.capacity
         num_requests = sum(self._work.num_charges(each) for each in self.replicas)
         if excess <= 0 or not num_requests:
@@ -247,7 +246,7 @@ class E2(PrefixRouter):
         return node.hits.num(now - self._window_s)
 
     def _largest_node(self, request: RoutedRequest) -> RadixNode | None:
-        """The node that most of what is known of a prompt lies in."""
+        """The node with most of the known units of a prompt."""
         path = self.prefixes.tree.match(request.namespace, request.units)
         return max(path, key=lambda each: each[1])[0] if path else None
 
@@ -307,6 +306,6 @@ class E2(PrefixRouter):
             self._has_read(sent)
 
     def _has_read(self, sent: Dispatch) -> None:
-        """Take note that a prompt keeps nobody waiting any more."""
+        """Count the end of a prompt's computation."""
         left = self._prompts_s[sent.replica] - self._prefill_s * sent.num_new_tokens
         self._prompts_s[sent.replica] = left if self.num_open(sent.replica) else 0.0  # what rounding has left

@@ -1,4 +1,4 @@
-"""Prefixes that replicas are taken to hold."""
+"""The assumed prefix caches of replicas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 MOST_OF_ONE = 1024
-"""Entries that a plain dictionary moves in some 50 microseconds when it grows; with 100,000 it takes 3 ms."""
+"""Entries that a dictionary rehashes in some 50 microseconds when it grows; 100,000 need 3 ms."""
 _NUM_PARTS = 256
 
 
@@ -90,7 +90,7 @@ class WindowSums(list[tuple[float, int, float]]):
     """Numbers with times, in groups of (time of the first one, how many, their sum), the earliest first.
 
     Each number has a group of its own until there are more than 64 groups; then neighbours are merged in
-    pairs. So no call takes longer for the many numbers that came, and few numbers are remembered exactly.
+    pairs. So the time of a call is bounded, and small sets are exact.
     """
 
     __slots__ = ()
@@ -104,7 +104,7 @@ class WindowSums(list[tuple[float, int, float]]):
             self[:] = [(first[0], first[1] + then[1], first[2] + then[2]) for first, then in pairs] + last
 
     def correct(self, at: float, by: float) -> bool:
-        """Add to the group of a number that came at a time; returns False if that was dropped."""
+        """Add to the group of a number; returns False if it was dropped."""
         index = bisect_right(self, (at, inf, inf)) - 1
         if index < 0:
             return False
@@ -134,10 +134,10 @@ class RadixNode:
         label: its units, at least one but at the root.
         start: units of the parents.
         children: by their first unit.
-        holders: those who are taken to hold it, with the last use there. Whoever holds a prefix holds all of
-            its parents, and used those no earlier; but for what is about to be forgotten.
+        holders: replicas assumed to cache it, with the last use there. A holder of a prefix holds all of its
+            parents, and used those no earlier, except for prefixes being removed.
         hits: its uses of late, at any replica.
-        first_tokens: times to the first token of late, if anybody notes them.
+        first_tokens: recent times to the first token, if recorded.
         namespace: of a root.
     """
 
@@ -162,7 +162,7 @@ class Use:
     """The last use of a node by one holder; a member of a doubly linked list.
 
     Attributes:
-        node: that is held.
+        node: the held prefix.
         used: time of the last use.
         older, newer: neighbours in the order; None at the ends.
     """
@@ -187,7 +187,7 @@ class RadixTree:
                 yield from below(child)
 
     def match(self, namespace: Hashable, units: Units) -> list[tuple[RadixNode, int]]:
-        """Return the nodes that a prompt goes through, each with how many of its units match.
+        """Return the nodes of a prompt, each with the number of its matching units.
 
         Only the last one may match in part, by one unit at least.
         """
@@ -206,7 +206,7 @@ class RadixTree:
         return path
 
     def insert(self, namespace: Hashable, units: Units) -> tuple[list[RadixNode], list[RadixNode]]:
-        """Add a prompt; returns the nodes that make it up, and the lower halves of those that were cut."""
+        """Insert a prompt; returns its nodes, and the lower halves of nodes that were split."""
         if not len(units):
             return [], []
         node = self._roots.get(namespace)
@@ -220,7 +220,7 @@ class RadixTree:
             path.append(found)
             node = found
         if node.end < len(units):
-            rest = units[node.end :].copy()  # a view would keep all of the prompt
+            rest = units[node.end :].copy()  # a view would keep the whole prompt alive
             new = RadixNode(node, rest, node.end)
             if len(node.children) == MOST_OF_ONE and isinstance(node.children, dict):
                 node.children = SpreadDict(node.children)
@@ -229,7 +229,7 @@ class RadixTree:
         return path, cut
 
     def cut(self, node: RadixNode, num: int) -> RadixNode:
-        """Cut a node behind its first ``num`` units; it is the lower part then.
+        """Split a node after its first ``num`` units; it becomes the lower part.
 
         Returns:
             The upper part, without holders.
@@ -244,7 +244,7 @@ class RadixTree:
         return upper
 
     def prune(self, node: RadixNode) -> dict[str, Use]:
-        """Remove a node that nobody holds, and join what it parted.
+        """Remove a node without holders, and merge its parent with a single child.
 
         Returns:
             Uses of a node that became part of its parent, by holder; the parent's own stay.
@@ -287,7 +287,7 @@ def num_common(label: Units, units: Units) -> int:
 
 
 def _join(parent: RadixNode, child: RadixNode) -> dict[str, Use]:
-    """Make one node of a parent and its only child, with the parent's times; returns the child's uses."""
+    """Merge a parent and its only child, with the parent's times; returns the child's uses."""
     parent.label = np.concatenate([parent.label, child.label])
     parent.children = child.children
     for each in parent.children.values():
@@ -298,7 +298,7 @@ def _join(parent: RadixNode, child: RadixNode) -> dict[str, Use]:
 
 
 class UseOrder:
-    """Uses of one holder, the least recent one first. Every change takes constant time.
+    """Uses of one holder, the least recent one first. Every operation is O(1).
 
     Attributes:
         oldest, newest: the ends; None when there is no use.
@@ -317,7 +317,7 @@ class UseOrder:
             use = use.newer
 
     def insert(self, new: Use, older: Use | None) -> None:
-        """Put a use right behind an older one, or before all others."""
+        """Insert a use after an older one, or before all others."""
         newer = self.oldest if older is None else older.newer
         new.older, new.newer = older, newer
         if older is None:
@@ -330,7 +330,7 @@ class UseOrder:
             newer.older = new
 
     def remove(self, use: Use) -> None:
-        """Take a use out."""
+        """Remove a use."""
         if use.older is None:
             self.oldest = use.newer
         else:
@@ -342,7 +342,7 @@ class UseOrder:
         use.older = use.newer = None
 
     def renew(self, use: Use, now: float) -> None:
-        """Make a use the most recent one."""
+        """Move a use to the most recent end."""
         use.used = max(now, use.used)
         if use.newer is not None:
             self.remove(use)
@@ -350,35 +350,35 @@ class UseOrder:
 
 
 _MOST_FORGOTTEN = 32
-"""Nodes that one call evicts, and those that it lets go: a front process has other things to do."""
+"""Most nodes that one call evicts, and that it removes lazily, to bound its time."""
 
 _MOST_WEIGHED = 16
-"""Nodes that are looked at to tell what would be evicted."""
+"""Most nodes that are inspected to estimate evictions."""
 
 
 class PrefixMap:
     """A router's belief about the prefix caches of its replicas.
 
-    A prompt that was sent to a replica is taken to be cached there, until ``capacity`` units are exceeded and
-    the least recently used ones go, or until the replica says otherwise.
+    A prompt sent to a replica is assumed to be cached there, until ``capacity`` units are exceeded and the
+    least recently used ones are evicted, or until the replica reports otherwise.
 
     Every call visits the nodes of one prompt, and 32 others at most of those that are evicted and of those
     that are forgotten. The rest is left to later calls: until then, nodes below a forgotten one count for
     ``size`` and for nothing else.
 
     Args:
-        capacity: units that a replica is taken to hold; with infinitely many none is ever evicted.
+        capacity: assumed units of a replica's cache; infinite = no evictions.
         hits_s: seconds for which uses of a prefix are remembered.
 
     Attributes:
-        tree: all prefixes that anybody is taken to hold.
+        tree: all prefixes assumed to be cached anywhere.
     """
 
     def __init__(self, capacity: float = inf, hits_s: float = 0.0) -> None:
         if not capacity >= 0:
             raise ValueError(f"expected a capacity of 0 units or more, got {capacity}")
         self.tree, self.capacity, self._hits_s = RadixTree(), capacity, hits_s
-        # Whoever holds a node is a replica in one of its lives, so that one can be forgotten at once.
+        # Holders are generations of a replica, so that one can be dropped in O(1).
         self._lives: dict[str, str] = {}
         self._replicas: dict[str, str] = {}
         self._num_lives = 0
@@ -389,12 +389,12 @@ class PrefixMap:
         self._forgotten_below: deque[tuple[str, list[Iterator[RadixNode]], float]] = deque()
 
     def size(self, replica: str) -> int:
-        """Return the units that a replica is taken to hold."""
+        """Return the units assumed to be cached at a replica."""
         life = self._lives.get(replica)
         return 0 if life is None else self._orders[life].size
 
     def held(self, request: RoutedRequest) -> dict[str, int]:
-        """Return the leading units of a prompt that each replica is taken to hold, of those that hold any."""
+        """Return the leading units of a prompt assumed to be cached, by replica with any."""
         found: dict[str, int] = {}
         for node, num in self.tree.match(request.namespace, request.units):
             for life in node.holders:
@@ -404,18 +404,18 @@ class PrefixMap:
         return found
 
     def num_holders(self, node: RadixNode) -> int:
-        """Return how many replicas are taken to hold a node."""
+        """Return the number of holders of a node."""
         return sum(life in self._replicas for life in node.holders)
 
     def add(self, replica: str, request: RoutedRequest, now: float) -> None:
-        """Take a prompt for cached at a replica from now on."""
+        """Assume a prompt to be cached at a replica from now on."""
         self._latest = max(self._latest, now)
         life = self._life(replica)
         order = self._orders[life]
         path, cut = self.tree.insert(request.namespace, request.units)
         for lower in cut:
             self._hold_upper(lower)
-        for node in reversed(path):  # so parents come behind their children in the order
+        for node in reversed(path):  # so parents follow their children in the order
             use = node.holders.get(life)
             if use is None:
                 use = node.holders[life] = Use(node, now)
@@ -430,11 +430,11 @@ class PrefixMap:
         self._shrink(life, _MOST_FORGOTTEN + len(path))
 
     def keep_only(self, replica: str, request: RoutedRequest, num_kept: int, before: float = inf) -> None:
-        """Forget what a replica holds of a prompt behind its first units, and all that begins so.
+        """Remove a replica from the nodes of a prompt after its first units, and from all their descendants.
 
         Args:
-            num_kept: leading units that it still holds.
-            before: what was used there at this time or later is kept.
+            num_kept: leading units that are still cached.
+            before: nodes used there at this time or later are not removed.
         """
         life, before = self._life(replica), min(before, nextafter(self._latest, inf))
         for node, num in self.tree.match(request.namespace, request.units):
@@ -450,7 +450,7 @@ class PrefixMap:
             return
 
     def forget(self, replica: str) -> None:
-        """Forget everything that a replica holds; its nodes are let go by and by."""
+        """Drop a replica; its nodes are removed lazily."""
         life = self._lives.pop(replica, None)
         if life is not None:
             del self._replicas[life]
@@ -480,7 +480,7 @@ class PrefixMap:
         return life
 
     def _hold_upper(self, lower: RadixNode) -> None:
-        """Let those who hold the lower part of a node that was cut hold the upper one."""
+        """Copy the holders of the lower part of a split node to the upper one."""
         assert lower.parent is not None, "it is the lower part of another one"
         above = lower.parent.parent
         for life, use in lower.holders.items():
@@ -504,7 +504,7 @@ class PrefixMap:
             self._release(life, node)
 
     def _forget_some(self) -> None:
-        """Let go of some nodes of what was forgotten."""
+        """Remove some nodes of dropped replicas."""
         for _ in range(_MOST_FORGOTTEN):
             if self._forgotten_below:
                 self._forget_one_below()
@@ -524,7 +524,7 @@ class PrefixMap:
         self._forget(life, node, before, levels)
 
     def _forget(self, life: str, node: RadixNode, before: float, levels: list[Iterator[RadixNode]]) -> None:
-        """Let go of a node that was not used since, and put its children on the list."""
+        """Remove a replica from a node that was not used since, and queue its children."""
         use = node.holders.get(life)
         if use is not None:
             children = node.children
@@ -534,7 +534,7 @@ class PrefixMap:
                 self._release(life, node)
 
     def _forget_one_of_a_life(self) -> None:
-        """Let go of one node of a replica that was forgotten, those below before those above."""
+        """Remove a dropped replica from one node, children before parents."""
         life = self._forgotten_lives[0]
         oldest = self._orders[life].oldest
         if oldest is not None:
@@ -544,7 +544,7 @@ class PrefixMap:
         del self._orders[life]
 
     def _release(self, life: str, node: RadixNode) -> None:
-        """Let go of a node, and remove it, and those above that wait for it, if nobody holds it."""
+        """Remove a holder from a node; without holders, remove the node, and pending parents."""
         self._orders[life].remove(node.holders.pop(life))
         self._orders[life].size -= len(node.label)
         while not node.holders and not node.children and node.parent is not None:

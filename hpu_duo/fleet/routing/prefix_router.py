@@ -8,27 +8,27 @@ from hpu_duo.fleet.routing.prefix_map import PrefixMap
 from hpu_duo.fleet.routing.router import Dispatch, RoutedRequest, Router
 
 CAPACITY = 4e6
-"""Units that a replica is taken to cache if nobody says: about a million tokens of text, 16 MB of the map."""
+"""Default capacity of a replica's cache in units: about a million tokens of text, 16 MB of the map."""
 
 MIN_CACHED = 256
-"""Tokens of a prefix below which it does not matter who holds it: two blocks of 128 tokens.
+"""Fewest tokens of a relevant prefix: two blocks of 128 tokens.
 
-Replicas cache whole blocks. Prompts that begin alike for less than a block, as all chats do, share nothing,
-and computing one block again takes no time to speak of.
+Replicas cache whole blocks. Prompts with a common prefix of less than a block, as all chats, share nothing,
+and recomputing one block is cheap.
 """
 
 
 class PrefixRouter(Router):
-    """A router with a map of who holds which prefix.
+    """A router with a map of the assumed prefix caches of replicas.
 
     A prefix of fewer than ``min_cached`` tokens counts as not cached.
 
-    An answer that tells how much of its prompt was cached corrects the map: a replica that had less than half
-    of what was expected, by more than ``min_cached`` tokens, has evicted the rest, and with it all that
-    begins with more of it and was not sent again since. A little less says nothing.
+    A response with cached tokens corrects the map: a replica with less than half of the expected ones, by
+    more than ``min_cached`` tokens, has evicted the rest, and with it all longer prefixes that were not sent
+    again since. Smaller differences are ignored.
 
     Args:
-        capacity: units (tokens, or characters) that a replica is taken to cache.
+        capacity: assumed units (tokens, or characters) of a replica's cache.
         min_cached: tokens, see above.
         hits_s: seconds for which uses of prefixes are counted.
     """
@@ -46,12 +46,12 @@ class PrefixRouter(Router):
         return self.held(request).get(replica, 0)
 
     def held(self, request: RoutedRequest) -> dict[str, int]:
-        """Return the leading units of a prompt that replicas hold, of those that hold enough to matter."""
+        """Return the cached leading units of a prompt, by replica with a relevant number."""
         least = self._min_cached / request.tokens_per_unit
         return {replica: num for replica, num in self.prefixes.held(request).items() if num >= least}
 
     def evicted(self, replica: str, request: RoutedRequest, num_kept: int) -> None:
-        """Take note that a replica has no more than the first ``num_kept`` units of a prompt cached."""
+        """Called when a replica has at most the first ``num_kept`` units of a prompt cached."""
         self.prefixes.keep_only(replica, request, num_kept)
 
     def _leaves(self, replica: str) -> None:
@@ -79,24 +79,26 @@ class PrefixRouter(Router):
 
 
 def longest(held: Mapping[str, int], offered: Sequence[str]) -> tuple[int, list[str]]:
-    """Return the most units that any of the replicas holds of a prompt, and which of them hold so many."""
+    """Return the longest cached prefix of a prompt in units, and the replicas with it."""
     most = max(held.get(each, 0) for each in offered)
     return most, [each for each in offered if most and held.get(each, 0) == most]
 
 
 class CacheAware(PrefixRouter):
-    """Sends a request to where most of it is cached, unless that is too little or queues are too uneven.
+    """Sends a request to the replica with most of it cached, unless that is little or queues are uneven.
 
     Args:
-        threshold: share of a prompt that has to be cached; below it, the request goes where least is cached.
+        threshold: share of a prompt that has to be cached; below it, the request is sent to the replica with
+            the smallest cache.
         uneven_by, uneven_times: queues are uneven when the longest has more than ``uneven_by`` requests more
-            than the shortest, and more than ``uneven_times`` as many; then the shortest queue is taken.
-        idle_by: they are uneven as well when a replica has none and the longest has more than so many.
-        capacity: units (tokens, or characters) that a replica is taken to cache.
+            than the shortest, and more than ``uneven_times`` as many; then the shortest queue is chosen.
+        idle_by: they are uneven as well if a replica is idle and the longest queue has more requests than
+            this.
+        capacity: assumed units (tokens, or characters) of a replica's cache.
         min_cached: tokens of a prefix below which it counts as not cached.
 
     Source: the policy ``cache_aware`` of the routers of SGLang and vLLM, with their defaults. ``idle_by`` is
-    not theirs: infinite turns it off.
+    not theirs: infinite disables it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The protocol of all routers, requests as they see them, and routers that know no prefixes."""
+"""The interface of routers, requests for them, and routers without prefixes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Units = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class RoutedRequest:
-    """A request, as far as routers know it.
+    """The data of a request for routers.
 
     Attributes:
         request_id: no other open request has it.
-        units: of the prompt, by which prefixes are compared: token ids, or characters where nobody has
-            tokenised it; int32 [n].
-        user: who asks.
+        units: of the prompt, by which prefixes are compared: token ids, or characters if it is not tokenised;
+            int32 [n].
+        user: of the request.
         namespace: requests of different ones share no prefix.
         tokens_per_unit: 1 for token ids, a guess for characters.
     """
@@ -57,7 +57,7 @@ class RoutedRequest:
 
     @property
     def num_tokens(self) -> float:
-        """Tokens of the prompt, as far as is known."""
+        """Number of tokens of the prompt, if known."""
         return len(self.units) * self.tokens_per_unit
 
 
@@ -70,7 +70,7 @@ class Dispatch:
         replica: where to.
         at: time at which it was sent.
         num_expected: leading units of its prompt that the replica was expected to have cached then.
-        has_token: whether its first token has come.
+        has_token: whether it has its first token.
     """
 
     request: RoutedRequest
@@ -90,18 +90,18 @@ class NoReplicaError(RuntimeError):
 
 
 class Router(ABC):
-    """Chooses a replica for each request, and gets reports of its progress.
+    """Chooses a replica for each request, and is notified of its progress.
 
-    A caller asks ``choose``, sends the request, and calls ``dispatched``; then ``first_token``, and in
-    the end ``finished`` or ``failed``. ``route`` does the first two in one. Times are seconds on any clock
-    that never goes back. A replica that is lost takes its requests, its load and what was known of its cache
-    with it. ``finished`` or ``failed`` is called for these requests as well, or they are sent again; it only
-    frees what is stored of them.
+    A caller calls ``choose``, sends the request, and calls ``dispatched``; then ``first_token``, and at the
+    end ``finished`` or ``failed``. ``route`` does the first two in one. Times are seconds of any monotonic
+    clock. A replica that is lost takes its requests, its load and what was known of its cache with it.
+    ``finished`` or ``failed`` is called for these requests as well, or they are sent again; it only frees
+    what is stored of them.
 
-    What a router believes of caches may be wrong in either direction: a replica computes what it does not
-    have. So wrong beliefs cost time, never an answer.
+    Assumptions about caches may be wrong in either direction, which costs time only: a replica computes what
+    it has not cached.
 
-    ``_pick`` is the only method that a policy has to have; those behind it tell it what happens.
+    ``_pick`` is the only method that a policy has to implement; those after it are callbacks.
     """
 
     name: str = "of its own"
@@ -138,7 +138,7 @@ class Router(ABC):
         return 0
 
     def join(self, replica: str, now: float = 0.0) -> None:
-        """Take a replica in, with nothing cached.
+        """Add a replica, with an empty cache.
 
         Raises:
             ValueError: it is there.
@@ -149,7 +149,7 @@ class Router(ABC):
         self._at[replica], self._num_open_tokens[replica] = {}, 0.0
 
     def leave(self, replica: str, now: float = 0.0) -> list[Dispatch]:
-        """Forget a replica that is lost or told to end; returns the requests that were open there.
+        """Remove a replica that is lost or stopping; returns its open requests.
 
         Raises:
             ValueError: it is not there.
@@ -176,7 +176,7 @@ class Router(ABC):
         return self._pick(request, offered, now)
 
     def dispatched(self, request: RoutedRequest, replica: str, now: float) -> Dispatch:
-        """Take note that a request was sent to a replica, whoever chose it.
+        """Called when a request is sent to a replica, by whatever choice.
 
         Raises:
             ValueError: the request is open, or the replica is not there.
@@ -195,11 +195,11 @@ class Router(ABC):
         return sent
 
     def route(self, request: RoutedRequest, now: float) -> Dispatch:
-        """Choose a replica, and take the request for sent."""
+        """Choose a replica, and count the request as sent."""
         return self.dispatched(request, self.choose(request, now), now)
 
     def first_token(self, request_id: str, now: float) -> None:
-        """Take note that the first token of a request has come."""
+        """Called at the first token of a request."""
         sent = self._open.get(request_id)
         if sent is not None and not sent.has_token and not self._is_lost(sent):
             sent.has_token = True
@@ -208,24 +208,24 @@ class Router(ABC):
     def finished(
         self, request_id: str, now: float, num_outputs: int, num_cached_tokens: float | None = None
     ) -> None:
-        """Take note that a request has ended with an answer.
+        """Called at the end of a completed request.
 
         Args:
-            num_outputs: tokens of the answer.
-            num_cached_tokens: tokens of its prompt that the replica had cached; None where it does not tell.
+            num_outputs: tokens of the response.
+            num_cached_tokens: tokens of its prompt that the replica had cached; None if unknown.
         """
         sent = self._close(request_id)
         if sent is not None:
             self._ends(sent, now, num_outputs, num_cached_tokens)
 
     def failed(self, request_id: str, now: float) -> None:
-        """Take note that a request has ended without an answer, or that nobody waits for it."""
+        """Called at the end of a failed or cancelled request."""
         sent = self._close(request_id)
         if sent is not None:
             self._fails(sent, now)
 
     def evicted(self, replica: str, request: RoutedRequest, num_kept: int) -> None:  # noqa: B027
-        """Take note that a replica has no more than the first ``num_kept`` units of a prompt cached."""
+        """Called when a replica has at most the first ``num_kept`` units of a prompt cached."""
 
     def _is_lost(self, sent: Dispatch) -> bool:
         """Whether the replica of an open request has left since, and may have joined again."""
@@ -252,22 +252,22 @@ class Router(ABC):
         """Choose one of the replicas that are offered, of which there is at least one."""
 
     def _joins(self, replica: str, now: float) -> None:  # noqa: B027
-        """Take a replica in."""
+        """Add a replica."""
 
     def _leaves(self, replica: str) -> None:  # noqa: B027
         """Forget a replica, in bounded time: requests that are open there end in ``_loses``, one by one."""
 
     def _begins(self, sent: Dispatch) -> None:  # noqa: B027
-        """Take note of a request that was sent."""
+        """Called for a sent request."""
 
     def _answers(self, sent: Dispatch, now: float) -> None:  # noqa: B027
-        """Take note of the first token."""
+        """Called at the first token."""
 
     def _ends(self, sent: Dispatch, now: float, num_outputs: int, num_cached_tokens: float | None) -> None:  # noqa: B027
-        """Take note of an answer."""
+        """Called at the end of a completed request."""
 
     def _fails(self, sent: Dispatch, now: float) -> None:  # noqa: B027
-        """Take note of a request without an answer."""
+        """Called at the end of a failed request."""
 
     def _loses(self, sent: Dispatch) -> None:  # noqa: B027
         """Forget a request whose replica has left before; one of the same name may have joined since."""
@@ -296,7 +296,8 @@ class RoundRobin(Router):
 
 
 class LeastLoaded(RoundRobin):
-    """Sends each request to where the fewest are open; of those, the fewest prompt tokens; then by turns."""
+    """Sends each request to the replica with the fewest open ones; then fewest prompt tokens; then
+    round-robin."""
 
     def _pick(self, request: RoutedRequest, offered: Sequence[str], now: float) -> str:
         return min(
