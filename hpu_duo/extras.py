@@ -14,11 +14,11 @@ _NAME = "hpu-duo"
 
 
 def install_command(extra: str, above: Path = Path(__file__).parent.parent) -> str:
-    """The command that installs an extra: from this checkout, or its packages by name beside a wheel.
+    """The command that installs an extra: from this checkout, or by names of packages for a wheel.
 
     Args:
         extra: of ``pyproject.toml``, for example ``serve``.
-        above: the folder in which this package lies; a checkout has ``pyproject.toml`` there.
+        above: the folder of this package; a checkout has ``pyproject.toml`` there.
     """
     from importlib.metadata import PackageNotFoundError
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 def collector_paused() -> Iterator[None]:
     """Pause the collector inside, whatever happens there; one that is off stays off.
 
-    It looks at all objects again and again while their number grows, and hardly any of a model's modules,
+    The collector scans all objects repeatedly while their number grows, and hardly any of a model's modules,
     graphs or imports is garbage. For work that ends: what is garbage inside is found after it.
     """
     was_enabled = gc.isenabled()
@@ -26,7 +26,7 @@ def collector_paused() -> Iterator[None]:
 def leave_out_what_is_there() -> None:
     """Collect, and leave all objects that are there out of later collections.
 
-    For a process that serves: one collection of everything that it has loaded would take longer than a step.
+    For a serving process: one collection of all loaded objects would take longer than a step.
     """
     gc.collect()
     gc.freeze()

@@ -35,7 +35,7 @@ class HPUDuoModel(ContextModel, NotPicklable):
     """A checkpoint, loaded and ready to generate.
 
     Threads may share it: one lock orders their steps, each step serves the requests of all of them, and each
-    call gets its own outputs. Streamers and callbacks may call it too.
+    call receives its own outputs. Streamers and callbacks may call it too.
 
     Attributes:
         engine_config: the arguments of ``from_pretrained``, checked.
@@ -51,12 +51,12 @@ class HPUDuoModel(ContextModel, NotPicklable):
         Args:
             path: directory with config.json, safetensors and, for text, a tokenizer; or the id of such a
                 model on the Hugging Face hub, which is downloaded to its cache, with its token.
-            config: settings; None = the defaults. Its path gives way to ``path``.
-            overrides: settings that replace those of ``config``; the classes of ``hpu_duo.config`` say more
-                of each. Besides ``torch_dtype`` (``dtype``), ``revision`` of a model of the hub,
+            config: settings; None = the defaults. Its path is replaced by ``path``.
+            overrides: settings that replace those of ``config``; see the classes of ``hpu_duo.config``.
+                Besides ``torch_dtype`` (``dtype``), ``revision`` of a model of the hub,
                 ``trust_remote_code``, which can only be False, and transformers' ``device_map`` (one device),
-                ``cache_dir``, ``token`` and ``local_files_only``; others of transformers and vLLM are refused
-                with ours in their place.
+                ``cache_dir``, ``token`` and ``local_files_only``; others of transformers and vLLM are an
+                error that names ours.
 
         Raises:
             ValueError: a file is missing or unreadable, the architecture cannot be served, or an
@@ -96,13 +96,12 @@ class HPUDuoModel(ContextModel, NotPicklable):
 
         Args:
             progress: called after each graph with (done, total, ``graphs.manifest.GraphRecord``).
-            table: take these buckets in place of those that the model was loaded with; nothing may have been
-                captured yet.
-            budget: refuse a warm-up that may exceed it.
+            table: buckets that replace those of the model; nothing may be captured yet.
+            budget: limit of the estimated warm-up.
             phases: only the buckets of these phases, such as ``"--u,cs-"``. Those left out are captured when
                 they are needed, and counted as late.
-            manifest: file to write the table, the cost of each graph, and their configuration to. If it
-                holds a manifest of this configuration, its costs improve the estimate.
+            manifest: file to write the table, the cost of each graph, and their configuration to. If it is a
+                manifest of this configuration, its costs improve the estimate.
             replay: manifest whose table is warmed up, exactly; it must be of this configuration.
             compile_only: build graphs without launching them, on HPU.
             dry_run: estimate and check only.
@@ -134,7 +133,7 @@ class HPUDuoModel(ContextModel, NotPicklable):
         """Check and estimate a warm-up without doing it; its ``run`` does it. See ``warmup``.
 
         Raises:
-            ValueError: see ``warmup``; a table and a manifest to replay were given.
+            ValueError: see ``warmup``; both a table and a manifest to replay are set.
         """
         if table is not None and replay is not None:
             raise ValueError("expected a table or a manifest to replay, got both")
@@ -159,7 +158,7 @@ class HPUDuoModel(ContextModel, NotPicklable):
     def score(
         self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[Sequence[int]]]
     ) -> list[list[ContinuationScore]]:
-        """Log-probabilities of given continuations, found by decoding them from the cache.
+        """Log-probabilities of given continuations, computed by decoding them from the cache.
 
         Args:
             prompts: token ids of each prompt.

@@ -9,7 +9,7 @@ class NotPicklable:
     """A part of a loaded model: its stores, captured graphs and patched layers belong to one process."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse ``copy.copy``, ``copy.deepcopy`` and pickling, all of which call this.
+        """Raise TypeError for ``copy.copy``, ``copy.deepcopy`` and pickling, all of which call this.
 
         Raises:
             TypeError: always.

@@ -10,7 +10,7 @@ Made = TypeVar("Made")
 
 
 def call_with_options(what: str, text: str, makers: Mapping[str, Callable[..., Made]]) -> Made:
-    """Call the maker of a name with the options that are written behind it.
+    """Call the factory of a name with its options.
 
     The arguments of a maker are its options. The type of a default is that of the option: str, int, float,
     or a class with a ``parse`` that reads a text.

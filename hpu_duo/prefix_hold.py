@@ -1,4 +1,4 @@
-"""A prefix that stays in the cache as long as anybody holds it."""
+"""A pinned prefix, which stays cached as long as it has references."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import numpy.typing as npt
 
 
 class PrefixHold:
-    """A prefix that stays in the cache as long as anybody holds it.
+    """A pinned prefix, which stays cached as long as it has references.
 
-    It names a node of the tree and no blocks, whose numbers may change.
+    It refers to a node of the tree, not to blocks, whose ids may change.
 
     Attributes:
         tokens: int32, whole blocks of them.
         num_blocks: blocks of the prefix.
         namespace: see ``Request.namespace``.
-        node: the ``PrefixNode`` at its end; None before it is there, and once it is let go or lost.
+        node: the ``PrefixNode`` at its end; None before it is cached, and after it is released or lost.
         refusal: the reason why it did not get there, None without one.
-        num_holders: who opened it, and the requests that begin with it; it is let go by the last one.
+        num_holders: references, of its owner and of the requests that begin with it; the last one releases
+            it.
     """
 
     def __init__(self, tokens: npt.NDArray[np.int32], block_size: int, namespace: Hashable) -> None:
@@ -37,7 +38,7 @@ class PrefixHold:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is neither let go nor cached: all that was cached has been forgotten."""
+        """Whether it is lost: neither released nor cached, since the cache was cleared."""
         return self.num_blocks > 0 and self.num_holders > 0 and self.node is None
 
     def check(self, name: str, prompt: npt.NDArray[np.int32], namespace: Hashable) -> None:

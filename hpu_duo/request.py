@@ -1,4 +1,4 @@
-"""One sequence of tokens being generated: its tokens, its limits and where its cache lies."""
+"""One sequence being generated: its tokens, limits and KV allocation."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 class RequestStatus(Enum):
     """State of a request.
 
-    ``WAITING``: queued. ``FOLLOWING``: waits for its parent's prompt, to fork its cache. ``RUNNING``: has
-    a row. ``FINISHED``: has a finish reason and holds nothing.
+    ``WAITING``: queued. ``FOLLOWING``: waits for its parent's prompt, to fork its cache. ``RUNNING``: has a
+    row. ``FINISHED``: has a finish reason and no allocation.
     """
 
     WAITING = "waiting"
@@ -72,16 +72,16 @@ class Request:
             next tokens: ``num_drafts`` forced ones, or during a step those of a drafter.
         num_prompt_tokens, num_tokens: tokens of the prompt; of prompt and outputs.
         num_computed_tokens: leading tokens whose keys and values are in the cache.
-        num_cached_tokens: leading tokens that were there when the request first got a row, from others; None
-            before.
+        num_cached_tokens: leading tokens that hit the prefix cache at the first admission; None before.
         score: place in a learned ranking, lower for shorter outputs; only its order means something.
-        context, opens: the held prefix that it begins with, and the one that its prompt becomes; None = none.
-        stops: positions at which a chunk ends if it comes past them, ascending.
+        context, opens: the pinned prefix that it begins with, and the one that its prompt becomes; None =
+            none.
+        stops: positions at which chunks end, ascending.
         arrival: rank in order of arrival; -1 until the scheduler has it.
-        admitted_at: when it first got a row, by ``time.perf_counter``; None before.
-        num_tokens_when_admitted: ``num_tokens`` when it last got a row.
+        admitted_at: first admission, by ``time.perf_counter``; None before.
+        num_tokens_when_admitted: ``num_tokens`` at the last admission.
         row: ring row, ``NO_ROW`` unless running.
-        region: of a prompt under way that is kept whole, else ``NO_REGION``.
+        region: of a prompt that is stored whole until computed, else ``NO_REGION``.
         block_table: int32; valid up to ``num_blocks``.
         stop_tokens: tokens that end the output once ``min_tokens`` have been sampled.
         parent, sample_index: for the samples of one prompt: sample 0, which is the parent of all others.
@@ -96,8 +96,8 @@ class Request:
         name: of the request in error messages; None is its id.
 
     Raises:
-        ValueError: the prompt is empty, has a token outside the vocabulary, or leaves no room for a token
-            or for all forced ones.
+        ValueError: the prompt is empty, has a token outside the vocabulary, or leaves too few positions for a
+            token or for all forced ones.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Request:
         sampling_seed: int,
         params: SamplingParams | None = None,
     ) -> Request:
-        """Make another sample of the same prompt, with this request as its parent.
+        """Create another sample of the same prompt, with this request as its parent.
 
         Args:
             params: default the parent's.
@@ -171,7 +171,9 @@ class Request:
             ValueError: this request is itself a sibling, or ``sample_index`` is below 1.
         """
         if self.parent is not None:
-            raise ValueError(f"siblings are made from sample 0, {self.request_id!r} is {self.sample_index}")
+            raise ValueError(
+                f"expected sample 0 to create further ones from, {self.request_id!r} is {self.sample_index}"
+            )
         if sample_index < 1:
             raise ValueError(f"sample_index of a sibling must be 1 or more, got {sample_index}")
         child = Request(
@@ -214,12 +216,12 @@ class Request:
 
     @property
     def namespace(self) -> Hashable:
-        """Name of what may be taken up from the cache: keys and values are shared within it only."""
+        """Namespace of the prefix cache: keys and values are shared within it only."""
         return self.params.cache_salt
 
     @property
     def num_reusable_tokens(self) -> int:
-        """Leading tokens that may be taken up from the cache: the last known token is always computed."""
+        """Leading tokens that may hit the cache: the last known token is always computed."""
         if self.params.decoded_prompt_tokens:
             return min(self._num_prefilled, self.num_tokens - 1)
         return self.num_tokens - 1
@@ -236,9 +238,9 @@ class Request:
 
     @property
     def num_drafts(self) -> int:
-        """Drafts: forced tokens behind the known ones, which will be sampled next.
+        """Drafts: forced tokens after the known ones, which will be sampled next.
 
-        The last forced token is not counted: no token behind it is known.
+        The last forced token is not counted: no token after it is known.
         """
         if self.params.host_sampler is not None:
             return 0
@@ -260,7 +262,7 @@ class Request:
         return self._num_prefilled
 
     def num_chunk_tokens(self, grid: int, start: int, last: int = 0) -> int:
-        """Return the tokens that a step computes where chunks end on a grid: a chunk or a decode, all of it.
+        """Return the tokens that a step computes on a grid of chunks: a whole chunk or a decode.
 
         Args:
             grid: positions between the ends of chunks.
@@ -315,7 +317,7 @@ class Request:
         return FinishReason.LENGTH if self.num_tokens == len(self.tokens) else None
 
     def reserve_block_table(self, num_blocks: int) -> None:
-        """Make room for ``num_blocks`` entries in ``block_table``; its entries are kept."""
+        """Grow ``block_table`` to ``num_blocks`` entries."""
         if num_blocks > len(self.block_table):
             table = np.zeros(num_blocks, dtype=np.int32)
             table[: len(self.block_table)] = self.block_table

@@ -1,4 +1,4 @@
-"""Checks, made before work begins, that its results can be written."""
+"""Checks before long work that its results can be written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def check_directory(name: str, directory: Path) -> None:
-    """Check that files can be made in a directory, which is made later with its parents if need be.
+    """Check that files can be created in a directory, which is created later with its parents if needed.
 
     Args:
         name: of the directory in the message.
@@ -28,7 +28,7 @@ def check_file(name: str, file: Path, *, makes_parents: bool = False) -> None:
 
     Args:
         name: of the file in the message.
-        makes_parents: whether its directory is made later if it does not exist.
+        makes_parents: whether its directory is created later if it does not exist.
 
     Raises:
         ValueError: it cannot, or the path is no file.
@@ -48,7 +48,7 @@ def check_file(name: str, file: Path, *, makes_parents: bool = False) -> None:
 
 
 def _make_a_file(directory: Path) -> None:
-    """Make a nameless file there, or in the nearest parent that exists: permissions alone are not enough."""
+    """Create an unnamed file there, or in the nearest existing parent: permissions alone are not enough."""
     above = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     with tempfile.TemporaryFile(dir=above):
         pass

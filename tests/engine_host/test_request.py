@@ -62,7 +62,7 @@ def test_a_sibling_has_the_prompt_of_its_parent_and_no_output_of_it() -> None:
 
 def test_a_sibling_has_no_siblings_of_its_own() -> None:
     child = make_request().sibling("c", sample_index=1, sampling_seed=0)
-    with pytest.raises(ValueError, match="made from sample 0"):
+    with pytest.raises(ValueError, match="expected sample 0"):
         child.sibling("d", sample_index=2, sampling_seed=0)
     with pytest.raises(ValueError, match="1 or more, got 0"):
         make_request().sibling("c", sample_index=0, sampling_seed=0)
