@@ -277,7 +277,7 @@ class Heartbeats:
 
     @property
     def has_silent(self) -> bool:
-        """Whether a rank that has not ended gives no sign of life now."""
+        """Whether a rank that has not ended sends no heartbeat now."""
         return any(silent_s > _ALIVE_S for silent_s in self.signs().silent_s.values())
 
     def look(self) -> None:
