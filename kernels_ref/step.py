@@ -131,7 +131,7 @@ class PartInputs(NamedTuple):
     @property
     def scratch(self) -> Scratch:
         """Units as they were before the step, which prompts with context read."""
-        assert self.units.scratch is not None, "prompts with context read a scratch"
+        assert self.units.scratch is not None, "expected a scratch for prompts with context"
         return self.units.scratch
 
     def of_rows(self, step: Step) -> PartInputs:

@@ -119,7 +119,7 @@ def plan_table(
         resolution: finer is slower and pads less.
 
     Raises:
-        ValueError: the budget does not hold the smallest table, which is one bucket that holds everything;
+        ValueError: the budget is too small for the smallest table, which is one bucket that holds everything;
             the traffic is not reachable within the limits; or a share or bound is out of range.
     """
     budget = GraphBudget.of(budget)

@@ -33,7 +33,7 @@ class Document:
 
     Attributes:
         token_ids: one or more.
-        text: None if token ids were given.
+        text: None if token ids were passed.
         adds_special_tokens: whether the tokenizer adds its own to the text.
     """
 
@@ -58,10 +58,10 @@ class Document:
         return cls(tuple(ids), document, add_special_tokens)
 
     def followed_by(self, more: Any, num_kept: int, tokenizer: PreTrainedTokenizerBase | None) -> Document:
-        """Return the text with more behind it.
+        """Return the text with a continuation.
 
-        Token ids are appended. A text is tokenised together with this one, if that leaves its first
-        ``num_kept`` tokens as they are; otherwise, or if this one was given as token ids, its own tokens are
+        Token ids are appended. A continuation is tokenised together with this text, if that does not change
+        the first ``num_kept`` tokens; otherwise, or if this text was passed as token ids, its own tokens are
         appended, without special ones.
 
         Args:
@@ -73,7 +73,7 @@ class Document:
         if not isinstance(more, str):
             return Document((*self.token_ids, *_as_token_ids("what follows a document", more)))
         if not more:
-            raise ValueError("expected text behind the document, got none")
+            raise ValueError("expected text after the document, got none")
         if self.text is not None:
             whole = Document.read(self.text + more, tokenizer, self.adds_special_tokens)
             if len(whole.token_ids) > num_kept and whole.token_ids[:num_kept] == self.token_ids[:num_kept]:

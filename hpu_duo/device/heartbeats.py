@@ -241,7 +241,7 @@ class Heartbeats:
     Args:
         host: name or address of this machine that the others reach it by.
         size: number of ranks.
-        store: that ranks meet at.
+        store: rendezvous store of the ranks.
 
     Attributes:
         lateness: of the other ranks; notified of orders.
@@ -365,7 +365,7 @@ class Heartbeat:
 
     Args:
         rank: of this process.
-        store: that ranks meet at.
+        store: rendezvous store of the ranks.
         timeout_s: most seconds without a sign of rank 0, before this process ends.
 
     Attributes:

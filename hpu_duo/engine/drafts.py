@@ -104,14 +104,14 @@ def append_tokens(
     num_accepted: Sequence[int],
     policy: SchedulingPolicy,
 ) -> list[CommittedToken]:
-    """Note what a step has computed, and append what it has sampled; requests that do not run are left out.
+    """Update the requests of a step: count computed tokens, append sampled ones. Skips those not running.
 
     This is the one place where computed tokens are rolled back: by counting, since the next step writes its
     keys and values over those of tokens that were not taken.
 
     Args:
         token_ids: ``num_samples`` for each row of ``plan.sampled_rows``, row after row.
-        num_accepted: number of its tokens that each of these rows takes.
+        num_accepted: number of accepted tokens of each of these rows.
         policy: gets what each request has had, without what is rolled back.
     """
     accepted = iter(num_accepted)
@@ -131,7 +131,7 @@ def append_tokens(
             num_appended += 1
             if reason is not None:
                 break
-        # What lies behind the token that ends a request is none of its text: not to be cached or paid for.
+        # Tokens after the one that ends a request are no output: neither cached nor charged.
         num_rejected = num_samples - num_appended
         request.num_computed_tokens = row.end - num_rejected
         policy.charge(request, row.num_new_tokens - num_rejected, num_appended)

@@ -316,7 +316,7 @@ class Executor(NotPicklable):
         """Read the results of a launched message, in one copy, and one more for logits.
 
         Raises:
-            RecompileError: the step has compiled something, and may not.
+            RecompileError: the step compiled something although ``fail_on_recompile`` is set.
             RankError: the same, or a failure of the device, where other ranks follow.
         """
         message, tokens, logits, compiled = launched

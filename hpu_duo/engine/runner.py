@@ -112,7 +112,7 @@ class Runner(NotPicklable):
             errors: errors of rows that are not in ``sampling``, by ring row.
 
         Raises:
-            GraphMissError: no bucket holds the step, and that is an error.
+            GraphMissError: the step fits no bucket, and ``on_miss`` is "error".
         """
         built = self.builder.build(plan, sampling)
         began = time.perf_counter()
@@ -123,7 +123,7 @@ class Runner(NotPicklable):
         """Wait for a launched step, and choose the tokens of rows that are sampled on the host.
 
         Raises:
-            RecompileError: the step has compiled something, and may not.
+            RecompileError: the step compiled something although ``fail_on_recompile`` is set.
         """
         built = handle.built
         began = time.perf_counter()

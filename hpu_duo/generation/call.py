@@ -366,8 +366,8 @@ class GenerativeModel:
     ) -> torch.Tensor:
         """Return the score of each generated token, ``[B, steps]``, from what ``generate`` returned.
 
-        See the method of transformers' models, which computes it. Behind their end, rows that ended early
-        have scores of zero, or of equal probabilities if they are normalized.
+        See the method of transformers' models, which computes it. Rows that ended early are padded by scores
+        of zero, or of equal probabilities if they are normalized.
         """
         whole: Any = WholeModel(self.config)
         found: torch.Tensor = whole.compute_transition_scores(sequences, scores, *args, **kwargs)
@@ -415,26 +415,27 @@ class GenerativeModel:
             inputs: LongTensor ``[B, L]``, left-padded rows allowed, or a list of token-id lists.
             generation_config: takes precedence over the checkpoint's.
             logits_processor, stopping_criteria: called with one row, ``[1, L]``; what they raise ends the
-                call. If a step fails, a processor is asked again for the token that it gave.
+                call. If a step fails, a processor is called again for the same token.
             prefix_allowed_tokens_fn: as for transformers.
             synced_gpus, assistant_model: False or None.
-            streamer: gets the prompt once its first token is there, and then each token; for one sequence
-                only. Its ``end`` is called even if the call fails, so that no reader waits for more.
+            streamer: called with the prompt once its first token is sampled, and then with each token; for
+                one sequence only. Its ``end`` is called even if the call fails, so that no reader waits for
+                more.
             input_ids: another name of ``inputs``, as in the output of tokenizers.
             attention_mask: ``[B, L]``, 0 for left padding. When left out, leading pad ids are padding if
                 a pad id is known and no end-of-text token.
-            context: of ``prefill``: a text that all inputs go on behind, token ids or texts. They see it and
-                count it in their length, and results leave it out.
+            context: of ``prefill``: a text that all inputs are appended to, token ids or texts. They see it
+                and count it in their length, and results leave it out.
             generation_kwargs: fields of ``GenerationConfig``, and ``seed``, ``logit_bias``,
-                ``presence_penalty``, ``frequency_penalty``, ``ignore_eos``, ``stop_token_ids``. Rows draw
-                with seeds of their own, made from ``seed`` or, without it, from torch's generator, so that
-                ``torch.manual_seed`` makes them reproducible; the draws are not those of transformers.
+                ``presence_penalty``, ``frequency_penalty``, ``ignore_eos``, ``stop_token_ids``. Each row has
+                a seed of its own, derived from ``seed`` or, without it, from torch's generator, so that draws
+                are reproducible by ``torch.manual_seed``; they are not those of transformers.
 
         Returns:
-            LongTensor ``[B * num_return_sequences, max(L) + new]`` on the host: the prompt as given, the new
-            tokens, and the pad id to the right of rows that ended early. With ``return_dict_in_generate`` a
-            ``GenerateDecoderOnlyOutput`` without cache, whose scores and logits are zero for such rows.
-            For texts behind a context the new texts, ``B * num_return_sequences`` of them.
+            LongTensor ``[B * num_return_sequences, max(L) + new]`` on the host: the prompt, the new tokens,
+            and the pad id to the right of rows that ended early. With ``return_dict_in_generate`` a
+            ``GenerateDecoderOnlyOutput`` without cache, whose scores and logits are zero for such rows. For
+            texts after a context the new texts, ``B * num_return_sequences`` of them.
 
         Raises:
             ValueError: an argument that is unknown, unsupported or out of range, or inputs that
@@ -468,7 +469,7 @@ class GenerativeModel:
 
 
 def _check_place(model: GenerativeModel, wanted: Sequence[Any], named: Mapping[str, Any]) -> None:
-    """Refuse the arguments of ``to`` that ask for another device or dtype than the model's."""
+    """Raise ValueError for arguments of ``to`` with another device or dtype than the model's."""
     places = [*wanted, *(named[name] for name in ("device", "dtype") if name in named)]
     for place in places:
         if isinstance(place, torch.dtype):

@@ -176,7 +176,7 @@ _OF_LOADING = {"torch_dtype": None, "revision": None, "trust_remote_code": False
 
 
 def described(function: Function) -> Function:
-    """Give a function that takes ``LoadOverrides`` their names, defaults and texts, for ``help``.
+    """Set the signature and texts of a function with ``LoadOverrides``, for ``help``.
 
     Type checkers read the annotation; this is what ``help`` and ``inspect.signature`` show.
     """

@@ -60,7 +60,7 @@ def random_bits(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.integer]
     if seeds.shape != counters.shape:
         raise ValueError(f"counters: expected the shape of seeds {seeds.shape}, got {counters.shape}")
     steps = (counters.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN_GAMMA)
-    # Mixing the seed first keeps the streams of seeds s and s + gamma from being shifts of each other.
+    # The seed is mixed first, since the streams of seeds s and s + gamma would be shifts of each other.
     return _mix(_mix(seeds + np.uint64(_GOLDEN_GAMMA)) + steps)
 
 
@@ -79,7 +79,7 @@ def uniform(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.integer]) ->
 
 
 def wrap_seed(seed: int) -> int:
-    """The uint64 that stands for any Python integer seed, negative and large ones included."""
+    """Convert any Python integer seed to uint64, negative and large ones included."""
     return seed & _MASK
 
 
@@ -160,7 +160,7 @@ class PositionList:
 
 
 def pad_to_power_of_two(size: int) -> int:
-    """The smallest power of two that holds ``size``, at least 16."""
+    """The smallest power of two of at least ``size`` and 16."""
     return max(_MIN_SIZE, 1 << (size - 1).bit_length())
 
 

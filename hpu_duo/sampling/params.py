@@ -436,16 +436,16 @@ def _check_real(name: str, value: object, low: float, high: float, *, open_low: 
         raise FieldError(name, f"expected a number in {bracket}{low:g}, {high:g}], got {value!r}")
 
 
-ENDLESS = "expected a schema that finite JSON keeps to, got one whose required parts never end"
+ENDLESS = "expected a schema with finite instances, got one whose required parts never end"
 """The refusal of such a schema."""
 
 _MOST_PASSES = 16
 
 
 def is_endless(schema: Mapping[str, Any]) -> bool:
-    """Whether a schema is met by endless JSON alone: an output would go on until it is cut.
+    """Whether a schema has no finite instances, so that outputs would never end.
 
-    A schema for which that takes long to tell counts as one that is not.
+    False if the check exceeds its time limit.
     """
     reader = _Reader(schema)
     try:
@@ -462,10 +462,10 @@ def is_endless(schema: Mapping[str, Any]) -> bool:
 
 
 class _Reader:
-    """Finds out what finite JSON can keep to; references count as endless until they are known not to be.
+    """Fixed-point computation of schemas with finite instances; references count as endless at first.
 
     Attributes:
-        finite: references that finite JSON keeps to.
+        finite: references with finite instances.
         seen: references that were followed in this pass.
     """
 
@@ -502,7 +502,7 @@ class _Reader:
         return is_finite
 
     def _target(self, reference: str) -> object:
-        """The schema that a reference stands for; None where there is none, which the compiler tells."""
+        """The schema of a reference; None if there is none, which the compiler reports."""
         found: object = self._root if reference == "#" or reference.startswith("#/") else None
         for part in reference.lstrip("#").split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
@@ -523,7 +523,7 @@ class _Reader:
 
 
 def _of_member(schema: Mapping[str, Any], name: str) -> list[Any]:
-    """The schemas that a member of an object has to meet."""
+    """The schemas of a member of an object."""
     named, patterns = schema.get("properties"), schema.get("patternProperties")
     if isinstance(named, Mapping) and name in named:
         return [named[name]]

@@ -44,11 +44,10 @@ class PenaltyState:
     """The distinct tokens of one request and how often each occurs in its output.
 
     Owned by the request and changed only by ``append``, in constant time. It is a function of the token ids
-    alone, so ``from_token_ids`` gives the same state.
+    alone, so ``from_token_ids`` returns the same state.
 
     A token's code is ``2 * (occurrences in the output) + 1``; a token never seen has code 0. So one number
-    per token tells the device both "was seen" (repetition) and "how often was it generated" (presence,
-    frequency).
+    per token encodes both "was seen" (repetition) and "how often was it generated" (presence, frequency).
     """
 
     _size: int = 0

@@ -53,7 +53,7 @@ class TokenLogprobs(NamedTuple):
         sampled: float32 [N], of the sampled token.
         rank: int32 [N], how many tokens are at least as likely as the sampled one; 1 for the likeliest.
         top_ids: int32 [N, K], the likeliest tokens, best first, the lowest id first among equals. K is the
-            padded width of the batch (``route.num_logprobs``): a row that asked for fewer takes its first
+            padded width of the batch (``route.num_logprobs``): a row with fewer uses its first
             ``params.logprobs`` columns, which do not depend on K.
         top: float32 [N, K], their log-probabilities.
     """
@@ -81,7 +81,7 @@ def gather_logprobs(logits_NV: Tensor, token_ids: Tensor, num_top: int) -> Token
 def _find_top(logprobs_NV: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
     """The likeliest tokens in an order that is fixed even among equals.
 
-    ``torch.topk`` leaves the order of equals open and lets it depend on k, that is, on what other rows ask.
+    In ``torch.topk`` the order of equal values is undefined and depends on k, that is, on other rows.
     """
     if num_top > MAX_ARGMAX_ROUNDS:
         ordered = torch.sort(logprobs_NV, dim=-1, descending=True, stable=True)

@@ -22,8 +22,8 @@ Key = TypeVar("Key", bound="SupportsRichComparison")
 class SortedQueue(Generic[Item, Key]):
     """Items in the order of keys, no two of which are equal.
 
-    Items may be refused for a step. The leading ones that are refused are not looked at again in that step,
-    so that the first that is accepted is found ``n`` times in a queue of ``n`` with ``2 * n`` looks at most.
+    Items may be refused for a step. Rejected leading items are not tested again in that step, so finding the
+    first accepted one ``n`` times in a queue of ``n`` needs at most ``2 * n`` tests.
     """
 
     def __init__(self) -> None:
@@ -34,9 +34,9 @@ class SortedQueue(Generic[Item, Key]):
         self._num_refused, self._step = 0, -1
 
     def put(self, item: Item, key: Key) -> None:
-        """Put an item at its place, or at another one; it may have been refused before.
+        """Insert or move an item; it may have been rejected before.
 
-        The item is taken for accepted again, and so are those behind it.
+        The item is to be tested again, and so are those after it.
         """
         self.discard(item)
         place = bisect_left(self._keys, key)
@@ -46,7 +46,7 @@ class SortedQueue(Generic[Item, Key]):
         self._num_refused = min(self._num_refused, place)
 
     def discard(self, item: Item) -> bool:
-        """Take an item out if it is in here; returns whether it was."""
+        """Remove an item if present; returns whether it was."""
         if item not in self._key_of:
             return False
         place = bisect_left(self._keys, self._key_of.pop(item))
@@ -58,7 +58,7 @@ class SortedQueue(Generic[Item, Key]):
         """Yield the items that are accepted, in order; the queue must not change meanwhile.
 
         Args:
-            accepts: whether an item is; those that are refused stay so in this step, unless put in again.
+            accepts: whether an item is acceptable; rejected ones stay so in this step, unless inserted again.
             step: number of the step.
         """
         if step != self._step:
@@ -283,7 +283,7 @@ class Waiting:
         return request not in self._passed
 
     def find(self, request: Request) -> CachedPrefix | None:
-        """Return what the prefix cache has of a request; None without one."""
+        """Return the prefix cache's hit for a request; None without a cache."""
         return None if self._find is None else self._find(request)
 
     def num_cached_tokens(self, request: Request) -> int:

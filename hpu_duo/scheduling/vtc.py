@@ -169,18 +169,18 @@ _Choice = tuple[int, int, Request]
 
 
 class DeficitLongestPrefixMatch(SchedulingPolicy):
-    """Admits the request of which most is cached, among those of users whose credit is above 0.
+    """Admits the request with the longest cached prefix, among those of users with a credit above 0.
 
     Users pay for tokens of prompts that are computed, not for those that the prefix cache has, and for tokens
-    of outputs. When no user who waits has credit, all get ``quantum`` more, as often as it takes. The service
+    of outputs. When no waiting user has credit, all get ``quantum`` more, repeatedly if needed. The service
     of two users who both always have a request waiting differs by ``2 * (quantum + input_price * longest
     prompt + output_price * tokens that run at a time)`` at most. A small quantum is like ``vtc``; an infinite
     one is ``lpm``.
 
-    A user without requests keeps no credit, and pays off debts with the quanta that others get meanwhile.
+    A user without requests loses credit, and pays off debts with the quanta that others get meanwhile.
 
     Args:
-        quantum: credit that is given out at a time, above 0.
+        quantum: credit per round, above 0.
         input_price, output_price: of a token.
         window: requests that are looked up in the prefix cache in one step, the earliest of each user.
         patience: times that the earliest request of a user is overtaken by others of the same user.
@@ -213,8 +213,8 @@ class DeficitLongestPrefixMatch(SchedulingPolicy):
         self._new: set[Request] = set()
         # Admissions since the earliest request of a user became so, of its later ones.
         self._num_overtakes: Counter[User] = Counter()
-        # Of this step: cached tokens of the requests that were looked up. Those that may be chosen are in the
-        # heap, first those of which most is cached, or put aside because their users have no credit.
+        # Of this step: cached tokens of the requests that were looked up. Candidates are in the heap, longest
+        # cached prefix first, or set aside because their users have no credit.
         self._num_cached: dict[Request, int] = {}
         self._is_looked_up = False
         self._choices: list[_Choice] = []
@@ -226,7 +226,7 @@ class DeficitLongestPrefixMatch(SchedulingPolicy):
         return self._credits.get(user, 0.0)
 
     def begin_step(self) -> None:
-        """Look requests up anew when somebody is to be admitted: the cache may hold something else."""
+        """Look requests up again at the next admission: the cache may have changed."""
         self._num_cached.clear()
         self._forget_choices()
 
@@ -252,7 +252,7 @@ class DeficitLongestPrefixMatch(SchedulingPolicy):
         return min(running, key=lambda each: (self.credit(each.params.user), -each.arrival))
 
     def queued(self, request: Request) -> None:
-        """Queue the request; a user who comes back has no credit left."""
+        """Queue the request; a returning user has no credit left."""
         user = request.params.user
         if request.admitted_at is None:
             self._new.add(request)
@@ -289,7 +289,7 @@ class DeficitLongestPrefixMatch(SchedulingPolicy):
         self._credits[user] = self.credit(user) - cost
 
     def _give(self, num_quanta: int, waiting: Container[User]) -> None:
-        """Give quanta to the users who wait, and let the others pay off debts with theirs."""
+        """Give quanta to waiting users; those of others pay off debts."""
         for user, credit in list(self._credits.items()):
             raised = credit + num_quanta * self._quantum
             if user in waiting:

@@ -86,7 +86,7 @@ class OwnLaunch:
     Linux kills them when this process ends, however it ends; elsewhere each of them notices that and ends.
 
     Args:
-        device: name of the device, as the user gave it.
+        device: configured name of the device.
         size: number of ranks.
         work: what the others run, a function of a module, and ``args`` for it: both can be pickled.
 
@@ -185,7 +185,7 @@ class TorchrunLaunch:
     """Ranks of one or several machines, started by torchrun, this one among them.
 
     Args:
-        device: name of the device, as the user gave it.
+        device: configured name of the device.
         launched: this rank.
         timeout_s: of the rendezvous.
 

@@ -159,7 +159,7 @@ class StepRecorder:
         self._origin = None
 
     def close(self) -> None:
-        """Close the file; a second time does nothing."""
+        """Close the file; idempotent."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -277,7 +277,7 @@ class GraphMemory:
         kept: memory of graphs of the backend.
         num_units: units that are captured on their own: kinds of layers, or one whole step.
         sizes: sizes of a step.
-        max_captured_tokens: longer buckets are run and not captured, so they keep nothing; None = no limit.
+        max_captured_tokens: longer buckets run uncaptured, so they retain nothing; None = no limit.
     """
 
     kept: Kept

@@ -101,7 +101,7 @@ class _Everything(Collector):
         self._texts, self._counts, self._routed, self._restarts = texts, counts, routed, restarts
 
     def collect(self) -> Iterator[Metric]:
-        """Everything, as Prometheus' client has it."""
+        """Yield all metrics, for Prometheus' client."""
         found = labelled(self._texts)
         requests = found.setdefault(
             "http_requests", Metric("http_requests", "Responses by method, path and status.", "counter")
