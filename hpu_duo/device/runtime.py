@@ -32,7 +32,7 @@ class HostMemory:
 
 
 def resident_bytes() -> int:
-    """Host memory of this process, as the system counts it; its peak where only that is known."""
+    """Host memory of this process, as reported by the system; its peak if only that is available."""
     if _STATM.is_file():
         return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -71,7 +71,7 @@ def _machine(meminfo: Path) -> HostMemory:
         return HostMemory(*(int(entries[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable")))
     page = os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * page
-    # macOS does not tell what is free.
+    # macOS does not report free memory.
     is_told = "SC_AVPHYS_PAGES" in os.sysconf_names
     return HostMemory(total, os.sysconf("SC_AVPHYS_PAGES") * page if is_told else total)
 
@@ -329,14 +329,14 @@ PLUGGED = {"hpu-sim": "hpu_duo.lab.sim.device"}
 
 
 class PluggedDevice(Protocol):
-    """A device in place of another one, for the rest of the process once it has been taken."""
+    """A device that replaces another one, for the rest of the process once it is acquired."""
 
     def problem(self) -> str | None:
-        """Why it cannot be taken here, or None when it can."""
+        """Return why it cannot be acquired here; None if it can."""
         ...
 
     def take(self) -> torch.device:
-        """Give this process the device.
+        """Acquire the device for this process.
 
         Raises:
             ValueError: see ``problem``.
@@ -344,7 +344,7 @@ class PluggedDevice(Protocol):
         ...
 
     def runtime(self) -> DeviceRuntime | None:
-        """The runtime of the device; None before this process has taken it."""
+        """The runtime of the device; None before this process has acquired it."""
         ...
 
 
@@ -354,7 +354,7 @@ def plugged(name: str) -> PluggedDevice:
 
 
 def taken_runtime() -> DeviceRuntime | None:
-    """The runtime of the plugged device that this process has taken, or None; imports nothing."""
+    """The runtime of the acquired plug-in device, or None; imports nothing."""
     modules = (sys.modules.get(path) for path in PLUGGED.values())
     runtimes = (cast(PluggedDevice, module).runtime() for module in modules if module is not None)
     return next((runtime for runtime in runtimes if runtime is not None), None)

@@ -446,10 +446,10 @@ class HeadLayout:
 
     @classmethod
     def by_group(cls, group_of: ArrayLike, num_heads: int) -> HeadLayout:
-        """Make the layout of a layer whose KV heads belong to groups of these numbers, int [K].
+        """Create the layout of a layer from the group of each KV head, int [K].
 
-        Heads keep their order inside their group, so a layer of one group, and one whose groups are in
-        order already, give the identity.
+        The order within a group is preserved, so the layout of one group, or of ordered groups, is the
+        identity.
         """
         numbers = np.asarray(group_of)
         if numbers.ndim != 1 or not np.issubdtype(numbers.dtype, np.integer):

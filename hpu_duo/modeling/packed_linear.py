@@ -317,7 +317,7 @@ _turning: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 class FusedRMSNorm(nn.Module):
-    """Takes the place of a norm's class: ``x / rms(x) * weight`` in one operator."""
+    """Replacement of a norm's class: ``x / rms(x) * weight`` in one operator."""
 
     weight: nn.Parameter
     fused_epsilon: float
@@ -334,7 +334,7 @@ def fused_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.T
 
 
 def fused_rotation(x_BHQD: torch.Tensor, cos_B1QD: torch.Tensor, sin_B1QD: torch.Tensor) -> torch.Tensor:
-    """Turn pairs of numbers that are half a head apart. Source: the bridge's ``apply_rotary_pos_emb``."""
+    """Rotate pairs of numbers that are half a head apart. Source: the bridge's ``apply_rotary_pos_emb``."""
     turned: torch.Tensor = torch.ops.hpu.rotary_pos_embedding(x_BHQD, sin_B1QD, cos_B1QD, None, 0, 0)
     return turned
 
@@ -367,7 +367,7 @@ def fuse_modules(model: nn.Module, attentions: Iterable[nn.Module], device: torc
 
 
 class _Norm(NamedTuple):
-    """A norm that computes the plain formula, as far as the operator has to know it."""
+    """Parameters of a norm with the plain formula."""
 
     width: int
     dtype: torch.dtype
@@ -375,7 +375,8 @@ class _Norm(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> _Norm | None:
-        """The norm that a module is: it takes one tensor, has one vector, and its own code says the same."""
+        """Return the norm of a module: with one input tensor, one weight vector, and equal results of its own
+        code."""
         weight, epsilon = getattr(module, "weight", None), _epsilon(module)
         named = [name for name, _ in module.named_parameters()]
         if named != ["weight"] or not isinstance(weight, nn.Parameter) or weight.dim() != 1:
@@ -417,7 +418,7 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tens
 
 
 def _rotates_plainly(attention: type[nn.Module]) -> bool:
-    """Whether ``forward`` of a class calls a function of the known name that is the plain formula."""
+    """Whether ``forward`` of a class calls a function of the expected name with the plain formula."""
     forward = inspect.unwrap(attention.forward)
     rotate = _rotate_of(forward)
     if rotate is None:
@@ -438,11 +439,11 @@ def _rotate_of(forward: object) -> Rotate | None:
 
 
 def _with_fused_rotation(attention: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a class whose ``forward`` is the same code with another function of that name."""
+    """Return a subclass with the same ``forward`` code and another function of that name."""
     if attention in _turning:
         return _turning[attention]
     forward = inspect.unwrap(attention.forward)
-    assert isinstance(forward, FunctionType), f"{attention} was not asked for its rotation"
+    assert isinstance(forward, FunctionType), f"expected {attention} with a known rotation"
     plain = forward.__globals__[_ROTATE]
 
     def rotate(
@@ -467,7 +468,7 @@ def _with_fused_rotation(attention: type[nn.Module]) -> type[nn.Module]:
 
 
 def _turned(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Queries and keys ``[1, H, Q, D]``, and cosines and sines ``[1, Q, D]`` of angles that come twice."""
+    """Queries and keys ``[1, H, Q, D]``, and cosines and sines ``[1, Q, D]`` of repeated angles."""
     q, k = _numbers(1, 4, 5, 16, seed=3).to(dtype), _numbers(1, 2, 5, 16, seed=4).to(dtype)
     angles = _numbers(1, 5, 8, seed=5).repeat(1, 1, 2)
     return q, k, angles.cos().to(dtype), angles.sin().to(dtype)
@@ -499,7 +500,7 @@ def _passes(
     *args: torch.Tensor,
     on: torch.device,
 ) -> bool:
-    """Whether an operator exists, runs, and returns what it should."""
+    """Whether an operator exists, runs, and returns the expected result."""
     if not hasattr(torch.ops.hpu, name):
         return False
     try:

@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# What a model's forward raises when it is handed arguments, or a mask, that it was not written for.
+# Errors of a model's forward for unsupported arguments, or an unsupported mask.
 _FORWARD_ERRORS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, AssertionError)
 
 
 @contextmanager
 def refusing(model: nn.Module) -> Iterator[None]:
-    """Turn errors of the model's forward into a ``ValueError`` that says it cannot be served."""
+    """Convert errors of the model's forward to a ``ValueError`` that it cannot be served."""
     try:
         yield
     except _FORWARD_ERRORS as error:
@@ -62,7 +62,7 @@ _MAX_ROUNDED_SHARE = 0.125
 
 @torch.inference_mode()
 def try_flat_batch(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> None:
-    """Run short texts side by side, attending as ``calls`` say, and compare with transformers' own run.
+    """Run short texts in one batch, attending by ``calls``, and compare with transformers' own run.
 
     It runs in float32 whatever the dtype of the weights is, because rounding errors hide flaws and grow in
     deep models. Only one widened layer at a time is in memory, and only two layers of each kind run: 0.9 GB
@@ -118,10 +118,10 @@ def _representatives(model: nn.Module, calls: Sequence[AttentionCall]) -> list[n
 
 @contextmanager
 def _only(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
-    """The model with these layers alone, where one list holds them all; yields the others.
+    """Context manager that reduces the model to these layers, if one list has them all; yields the others.
 
-    The other layers pass their input on. They keep their places, because models look up masks and rotary
-    embeddings by a layer's number.
+    The other layers pass their input on. Their indices do not change, because models look up masks and rotary
+    embeddings by them.
     """
     skipped = [
         layer
@@ -195,14 +195,14 @@ def _as_it_is(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _check_finite(model: PreTrainedModel, apart: torch.Tensor) -> None:
-    """Refuse weights that are not finite, which would look like a model that does something unseen."""
+    """Raise ValueError for weights that are not finite, before the trial fails because of them."""
     if bool(apart.isfinite().all()):
         return
     broken = [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())]
     where = f"NaN or infinite values in {broken[0]}" if broken else "an overflow in short texts"
     more = f" and {len(broken) - 1} more weights" if broken[1:] else ""
     raise ValueError(
-        f"{type(model).__name__} cannot be served: transformers' own run gives NaN or infinite values; "
+        f"{type(model).__name__} cannot be served: transformers' own run returns NaN or infinite values; "
         f"expected finite weights, got {where}{more}"
     )
 
@@ -454,7 +454,7 @@ _ROUNDED = 3e-2
 
 @dataclass
 class _Queries(Probe):
-    """Notes the queries of each layer, ``[H, T, D]``, besides its calls."""
+    """Records the queries of each layer, ``[H, T, D]``, besides its calls."""
 
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -467,21 +467,21 @@ class _Queries(Probe):
 def rotary_frequencies(
     model: PreTrainedModel, layers: Sequence[DecoderLayer]
 ) -> tuple[tuple[float, ...] | None, ...]:
-    """Return the frequencies by which each layer turns the halves of its heads against each other.
+    """Return the frequencies of each layer's rotary embedding, in the layout of rotated halves.
 
     They are those of a rotary module of the model that a trial bears out: with attention that returns zeros,
     the queries of one token at several positions have to be the same ones, turned. So interleaved embeddings,
-    positions of another kind, and layers without any are told apart, whatever the family.
+    positions of another kind, and layers without any are distinguished, whatever the family.
 
     Args:
         model: with weights.
 
     Returns:
-        Radians for each position, for each layer; None where nothing known explains its queries.
+        Radians for each position, for each layer; None if its queries match no known embedding.
     """
     device = next(model.parameters()).device
     vocab_size = model.config.get_text_config().vocab_size
-    # Two tokens, since one might be padding, whose embedding is zero.
+    # Two tokens, since one might be padding, with a zero embedding.
     ids = [11 % vocab_size, 7930 % vocab_size]
     tokens = torch.tensor([ids]).repeat_interleave(len(_POSITIONS), dim=1).to(device)
     position = torch.tensor([_POSITIONS * len(ids)]).to(device)

@@ -412,15 +412,15 @@ def check_causal(config: Any) -> None:
 
 
 def counted_model(name: str, config: Any, layers: tuple[AttentionSize, ...], max_positions: int) -> ModelSize:
-    """Make the model of a configuration without storage, and count its parameters.
+    """Create the model of a configuration without storage, and count its parameters.
 
     Args:
         config: transformers', of a model without an encoder.
         layers: sizes of the attention of each layer.
 
     Raises:
-        ValueError: there is no output head, or experts of which the configuration does not say how many.
-        RuntimeError, or another error of transformers: it cannot make the model.
+        ValueError: there is no output head, or experts without their number in the configuration.
+        RuntimeError, or another error of transformers: it cannot create the model.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -439,7 +439,7 @@ def _count(
         if isinstance(module, nn.Embedding)
         for parameter in module.parameters(recurse=False)
     }
-    # One tensor, even where a model without storage has not been told so.
+    # One tensor, even if the weights of a model without storage are not tied.
     tied = getattr(config, "tie_word_embeddings", False) or head.weight is table.weight
     num_matrix = num_experts = num_other = 0
     for path, parameter in model.named_parameters():

@@ -52,8 +52,8 @@ def read_plain(file: Path) -> SimpleNamespace | None:
     """Read the configuration of a model of equal layers without sliding windows.
 
     Returns:
-        The fields that sizes follow from, as transformers would have them; None where it has to read the
-        file, to say what is wrong with it at least.
+        The fields that sizes follow from, as transformers would have them; None if transformers has to read
+        the file, if only to raise its error.
 
     Raises:
         ValueError: a number in it is out of range, or its weights are quantised.

@@ -34,7 +34,7 @@ class GroupSizes:
         block_size: slots of a block.
         max_chunk_rows: rings that are gathered for prompts with context.
         decode_len: most tokens of a decode row.
-        is_fused: whether dense attention is one operator, which makes no scores in memory.
+        is_fused: whether dense attention is one operator, without scores in memory.
     """
 
     heads: HeadGroup
@@ -65,7 +65,7 @@ class GroupSizes:
 
     @property
     def query_slice(self) -> int:
-        """Queries that meet keys at a time."""
+        """Queries that are processed at a time."""
         return DEFAULT_SLICES.masked_queries if self.is_fused else DEFAULT_SLICES.queries
 
 
@@ -74,7 +74,7 @@ class AttentionCounts(NamedTuple):
 
     Attributes:
         pairs: query-key pairs of tokens with keys that lie in a list, for one head.
-        scores: pairs of all query heads, whichever part makes them.
+        scores: pairs of all query heads, in all parts.
         list_elements: elements of the lists of keys and values.
         partial_elements: elements of the partial results of tokens.
         own_scores: scores of decode rows with whole blocks.
@@ -243,12 +243,11 @@ def _causal(query_len: int, query_slice: int, window: Window | None) -> tuple[in
 
 
 PUBLISHED_LAYER_LAUNCHES = 111
-"""Operators of a layer in the runs of published figures, none of which says it: those of a plain decode of
-the portable kernels."""
+"""Assumed operators of a layer in published runs: those of a plain decode of the portable kernels."""
 
 
 _MASK_BYTES_PER_SLOT = 3
-"""Of a mask in bfloat16, with the booleans that it is made from."""
+"""Of a mask in bfloat16, with the booleans that it is derived from."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +274,7 @@ class KernelWork:
 
     @property
     def step_cost_launches(self) -> Launches:
-        """The same operators, as ``graphs.StepCost`` ranks buckets by, which knows blocks only."""
+        """The same operators for ``graphs.StepCost``, which has blocks only."""
         each, slices = self.launches, DEFAULT_SLICES
         pairs = DEFAULT_BOUNDS.mask_bytes / _MASK_BYTES_PER_SLOT if self.is_fused else None
         return Launches(

@@ -227,7 +227,7 @@ class StopMatch(NamedTuple):
         stop: the string.
         start, end: its character range in the whole output text, special tokens included, also where it spans
             one that is not shown; ``start`` is negative if it began in the prompt.
-        cut: length of the text to keep: ``end`` if the stop string is included, else ``start`` or 0.
+        cut: length of the final text: ``end`` if the stop string is included, else ``start`` or 0.
     """
 
     stop: str
@@ -244,7 +244,7 @@ class Released(NamedTuple):
 
 
 class StopChecker:
-    """Find stop strings in text that comes in pieces, and hold back what could be the start of one.
+    """Incremental search for stop strings, which buffers text that could be the start of one.
 
     The stop string that is complete first wins; of those complete at the same character, the longest. So the
     result does not depend on how the text is split into tokens. A string that completes before
@@ -274,7 +274,7 @@ class StopChecker:
         self._shown: list[int] | None = None
         self._places: deque[int] = deque(maxlen=max(map(len, self._stops), default=0))
         self._spans_hidden = not params.stop_like_transformers
-        # Text held back, and the ranges of it that are never shown.
+        # Buffered text, and ranges of it that are hidden.
         self._held = ""
         self._hidden: list[tuple[int, int]] = []
         self._num_released = 0
@@ -287,7 +287,7 @@ class StopChecker:
 
         Args:
             text: the next characters of the output, possibly none.
-            num_output_tokens: tokens generated so far, including the one that gave ``text``.
+            num_output_tokens: number of generated tokens, including that of ``text``.
             is_hidden: the piece is matched and never shown, as that of a special token.
 
         Returns:
@@ -315,14 +315,14 @@ class StopChecker:
         return self._release(pending, len(pending) - num_held)
 
     def fork(self) -> StopChecker:
-        """Return a checker that goes on from here, to try text that is not certain."""
+        """Return a copy of the checker, to test text that is not final."""
         ahead = copy.copy(self)
         ahead._matched, ahead._hidden = [*self._matched], [*self._hidden]
         ahead._shown, ahead._places = copy.copy(self._shown), copy.copy(self._places)
         return ahead
 
     def flush(self) -> str:
-        """Release the text still held back, for an output that ends for another reason (length, EOS)."""
+        """Return buffered text, for an output that ends for another reason (length, EOS)."""
         return self._release(self._held, len(self._held)).text
 
     def _num_open(self, num_pending: int) -> int:
@@ -332,7 +332,7 @@ class StopChecker:
         return max(*self._matched, behind)
 
     def _part(self) -> None:
-        """Tell the shown text from the whole from here on: up to here they end alike."""
+        """Track the shown text separately from the whole from here on: up to here they end equally."""
         if self._spans_hidden and self._shown is None:
             self._shown = [*self._matched]
             end = self._num_released + len(self._held)
@@ -366,7 +366,7 @@ class StopChecker:
     def _finish(self, pending: str, stop: str, start: int, end: int) -> Released:
         self._is_finished = True
         offset = self._num_released
-        # What began in the prompt, or is shown already, lies before the pending text.
+        # A match that begins in the prompt, or in shown text, starts before the pending text.
         kept = end if self._include else max(start, 0)
         match = StopMatch(stop, offset + start, offset + end, offset + kept)
         return Released(self._release(pending[:end], kept).text, match)

@@ -348,9 +348,9 @@ class _Feedback:
 
 
 class MultiLevelFeedback(RankedPolicy):
-    """Requests begin on the level that holds their prompt, and go down one whenever they use up its quantum.
+    """Requests begin on the level that fits their prompt, and descend whenever they use up its quantum.
 
-    Needs no lengths: short requests end on the upper levels, before long ones go on. Service is counted in
+    Needs no lengths: short requests end on the upper levels, before long ones continue. Service is counted in
     tokens, computed and sampled, those computed again left out; level ``p`` grants ``quantum * 2**p``. A
     request of an upper level displaces one of a lower level, and none of its own.
 
@@ -403,7 +403,7 @@ class MultiLevelFeedback(RankedPolicy):
         return last if last is not None and self.level(last) > self.level(request) else None
 
     def begin_step(self) -> None:
-        """Bring back those who have waited for long, at the end of each period."""
+        """Promote requests that have waited for long, at the end of each period."""
         self._times.step += 1
         if self._times.step % self._period == 0:
             for request in self._times.take_idle(self._idle):
@@ -417,14 +417,14 @@ class MultiLevelFeedback(RankedPolicy):
         self._times.begin(request)
 
     def admitted(self, request: Request) -> None:
-        """Count no steps while the request runs; tokens that it took up from the cache are not paid for."""
+        """Stop counting waiting steps; cached tokens are not charged."""
         super().admitted(request)
         self._times.end(request)
         feedback = self._of(request)
         feedback.num_paid = max(feedback.num_paid, request.num_computed_tokens)
 
     def charge(self, request: Request, num_computed: int, num_sampled: int) -> None:
-        """Count the service, and take the request down when its quantum is used up."""
+        """Charge the service, and demote the request when its quantum is used up."""
         feedback = self._of(request)
         num_new = max(0, request.num_computed_tokens - feedback.num_paid)
         feedback.num_paid += num_new

@@ -1,4 +1,4 @@
-"""Requests and errors as the OpenAI API writes them, with the fields that users of vLLM send besides."""
+"""Requests and errors of the OpenAI API, with the additional fields of vLLM."""
 
 from __future__ import annotations
 

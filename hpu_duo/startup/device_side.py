@@ -35,7 +35,7 @@ from kernels_ref import Implementation, Owner, Softmax
 
 @dataclass(frozen=True)
 class Place:
-    """The device of an engine, taken.
+    """The acquired device of an engine.
 
     Attributes:
         device: where steps run.
@@ -49,7 +49,7 @@ class Place:
 
     @classmethod
     def of(cls, config: EngineConfig, rank: int = 0) -> Place:
-        """Take the device that a configuration asks for.
+        """Acquire the device of a configuration.
 
         Args:
             rank: of this process, if several share a model.

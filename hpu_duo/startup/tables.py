@@ -122,7 +122,7 @@ class StepSizes:
         decode_len: int,
         chunks: ChunkBounds,
     ) -> StepSizes:
-        """Return the sizes of a model of which only heads and configuration are known.
+        """Return the sizes of a model from its heads and configuration.
 
         Args:
             layers: heads of each layer.
@@ -149,11 +149,11 @@ class StepSizes:
         )
 
     def transient_bytes(self, shape: BatchShape) -> int:
-        """The most that intermediates of one step take at any moment.
+        """The peak of the intermediates of one step.
 
-        A layer holds its residual stream, and then either the activations of its MLP or those of its
-        attention; attention holds queries, keys, values and partial sums, and one bounded block of scores
-        with the keys and values gathered for it. After the last layer the logits are there instead.
+        A layer has its residual stream, and either the activations of its MLP or those of its attention:
+        queries, keys, values and partial sums, and one bounded block of scores with its gathered keys and
+        values. After the last layer the logits are there instead.
         """
         query_len, num_logits = shape.query_len, RowCounts.of(shape, self.decode_len).logits
         stream = query_len * self.hidden_size * (3 * self.dtype_bytes + _FLOAT32)
@@ -162,7 +162,7 @@ class StepSizes:
         return stream + max(mlp, self._attention_bytes(shape), logits)
 
     def output_bytes(self, shape: BatchShape) -> int:
-        """The logits, which a captured step keeps at their address."""
+        """The logits, which have a fixed address in a captured step."""
         return RowCounts.of(shape, self.decode_len).logits * self.vocab_size * self.dtype_bytes
 
     def _expert_bytes(self, query_len: int) -> int:

@@ -43,7 +43,7 @@ class FrontConfig:
     """Behaviour of a front process and its replicas.
 
     Attributes:
-        server: of every replica; keys, limits of bodies, origins and the time to drain hold for the front as
+        server: of every replica; keys, limits of bodies, origins and the time to drain apply to the front as
             well.
         num_replicas: servers to run.
         router: name of the router, with options; see ``hpu_duo.fleet.routing.make_router``.
@@ -68,9 +68,9 @@ class FrontConfig:
 
 
 _SHORT = 16 * 2**10
-"""Bodies of up to so many bytes are read at once: a thread would take longer to be asked."""
+"""Bodies of up to this number of bytes are parsed in the event loop: a thread would cost more."""
 _MOST_CHARACTERS = 2**20
-"""Of a prompt that routers compare: a longer one would hold the event loop."""
+"""Most units of a prompt that routers compare: more would block the event loop."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class RoutedCall:
 
     Attributes:
         request: for the router.
-        is_streamed: whether the answer is asked for as events.
+        is_streamed: whether a stream is requested.
     """
 
     request: RoutedRequest
@@ -87,10 +87,10 @@ class RoutedCall:
 
 
 def read_call(call_id: str, body: bytes, key_name: str | None = None) -> RoutedCall:
-    """Read what routing goes by: the prompt's characters, or its token ids where it has them.
+    """Parse the data for routing: the prompt's characters, or its token ids if it has them.
 
     Messages are compared as the text of their JSON, so conversations that begin alike are alike. Of several
-    prompts the first one counts. A body that is no JSON object has no prompt; the replica says what is wrong.
+    prompts the first one counts. A body that is no JSON object has no prompt; the replica returns the error.
 
     Args:
         key_name: of the caller's API key, where callers with different ones share no prefix.
@@ -118,14 +118,14 @@ def read_call(call_id: str, body: bytes, key_name: str | None = None) -> RoutedC
 
 
 async def read_beside(call_id: str, body: bytes, key_name: str | None = None) -> RoutedCall:
-    """Read a call as ``read_call`` does, a long one beside the event loop."""
+    """Parse a call by ``read_call``, a long one in a thread."""
     if len(body) <= _SHORT:
         return read_call(call_id, body, key_name)
     return await asyncio.to_thread(read_call, call_id, body, key_name)
 
 
 def _text_of(fields: dict[str, Any], prompt: Any) -> str:
-    """Messages as text; tools come before them, as templates have it."""
+    """Messages as text, after the tools, as in templates."""
     tools = fields.get("tools")
     return "".join(to_json(each).decode() for each in (tools, prompt) if each)
 

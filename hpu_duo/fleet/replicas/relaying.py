@@ -364,7 +364,7 @@ _CONNECT_S = 5.0
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """The beginning of an answer, and what is still to come; see ``Answer``.
+    """A response with its head, and a body that is read lazily; see ``Answer``.
 
     Attributes:
         status, headers: of the response; names in lower case.
@@ -402,7 +402,7 @@ class Upstream:
     """Connections to replicas; opened in an event loop, and closed there.
 
     Args:
-        metrics_key: with which replicas are asked for their metrics and statistics; None for none.
+        metrics_key: key for metrics and statistics of replicas; None for none.
     """
 
     def __init__(self, metrics_key: str | None = None) -> None:
@@ -421,11 +421,11 @@ class Upstream:
     async def call(
         self, method: str, url: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[HttpAnswer]:
-        """Call a replica; leaving the context before the answer has ended tells it that nobody waits.
+        """Call a replica; leaving the context before the end of the response cancels the call.
 
         Raises:
-            UnreachableError: nobody listens there.
-            BrokenError: the connection ended before an answer began.
+            UnreachableError: the connection was refused.
+            BrokenError: the connection ended before the response.
         """
         try:
             response = await self._session.request(method, url, data=body or None, headers=headers)
@@ -437,11 +437,11 @@ class Upstream:
             names = {name.lower(): value for name, value in response.headers.items()}
             yield HttpAnswer(response.status, names, response)
         finally:
-            # Back to the pool if all of it was read, else closed.
+            # Returned to the pool if all of it was read, else closed.
             response.release() if response.content.at_eof() else response.close()
 
     async def text(self, url: str, timeout_s: float) -> tuple[int, bytes] | None:
-        """Get a short answer; returns status and body, or None if none came in time."""
+        """Fetch a short response; returns status and body, or None on a timeout."""
         limit = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.get(url, timeout=limit, headers=self._state_headers) as response:
