@@ -237,9 +237,9 @@ class Stepper:
         self.telemetry.note(plan, result, self._scheduler.allocations, self._runner.executor.store.plan)
         if result.errors:
             for row in plan.sampled_rows:
-                first, error = result.errors.get(row.ring_row, (1, None))
-                if error is not None and not first:
-                    self._fail(row.request, error)
+                first, failure = result.errors.get(row.ring_row, (1, None))
+                if failure is not None and not first:
+                    self._fail(row.request, failure)
         accepted = None
         if self._drafting is not None and plan.num_samples > len(plan.sampled_rows):
             accepted = self._drafting.verify(plan, result.token_ids, result.errors)

@@ -528,8 +528,8 @@ class PrefixMap:
         use = node.holders.get(life)
         if use is not None:
             children = node.children
-            is_spread = isinstance(children, SpreadDict)
-            levels.append(children.snapshot() if is_spread else iter(tuple(children.values())))
+            spread = children.snapshot() if isinstance(children, SpreadDict) else None
+            levels.append(iter(tuple(children.values())) if spread is None else spread)
             if use.used < before:
                 self._release(life, node)
 

@@ -42,7 +42,7 @@ def named(name: str) -> Iterator[None]:
     _names.append(name)
     tag = f"{torch.compiler.config.cache_key_tag}hpu-sim-{name}"
     try:
-        with torch.compiler.config.patch(cache_key_tag=tag):
+        with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
             yield
     finally:
         _names.pop()

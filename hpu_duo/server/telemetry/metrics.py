@@ -204,6 +204,11 @@ class ServerMetrics(Collector):
         num_lost_lines: lines that could not be written to a log.
     """
 
+    num_open: Callable[[], int]
+    num_recompiles: Callable[[], int]
+    answer_bytes: Callable[[], int]
+    num_lost_lines: int
+
     def __init__(
         self,
         model: str,
