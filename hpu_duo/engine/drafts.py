@@ -37,20 +37,19 @@ class Drafter(Protocol):
 
 
 class Drafting:
-    """Drafts of a drafter.
+    """Drafts of a drafter, as far as the outputs of requests may go on with them.
 
     Args:
         drafter: guesses tokens; one that raises an error is not asked again.
         samples: the samples of all requests.
         vocab_size: tokens lie below it.
-        counters: counts drafts.
+
+    Attributes:
+        drafter: as given.
     """
 
-    def __init__(
-        self, drafter: Drafter, samples: LiveSamples, vocab_size: int, counters: StepCounters
-    ) -> None:
-        self.drafter, self._samples = drafter, samples
-        self._vocab_size, self._counters = vocab_size, counters
+    def __init__(self, drafter: Drafter, samples: LiveSamples, vocab_size: int) -> None:
+        self.drafter, self._samples, self._vocab_size = drafter, samples, vocab_size
         self._has_failed = False
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
@@ -60,42 +59,44 @@ class Drafting:
             return ()
         try:
             drafts = np.asarray(self.drafter.propose(request, most), np.int64)[:most].tolist()
+            is_token = [0 <= token < self._vocab_size for token in drafts]
+            return state.cut_drafts(drafts[: is_token.index(False)] if False in is_token else drafts)
         except Exception:
             self._has_failed = True
             _log.exception("the drafter has failed: tokens are decoded one by one from now on")
             return ()
-        is_token = [0 <= token < self._vocab_size for token in drafts]
-        return state.cut_drafts(drafts[: is_token.index(False)] if False in is_token else drafts)
 
-    def verify(
-        self,
-        plan: StepPlan,
-        token_ids: NDArray[np.int32],
-        errors: Mapping[int, tuple[int, Exception]],
-    ) -> list[int]:
-        """Return the number of tokens that each of ``plan.sampled_rows`` takes.
 
-        A row takes sampled tokens up to the first one that differs from its draft: what is sampled behind
-        that is sampled behind a wrong token.
+def num_verified(
+    plan: StepPlan,
+    token_ids: NDArray[np.int32],
+    errors: Mapping[int, tuple[int, Exception]],
+    counters: StepCounters,
+) -> list[int]:
+    """Return the number of tokens that each of ``plan.sampled_rows`` takes.
 
-        Args:
-            token_ids: ``num_samples`` for each of these rows, row after row.
-            errors: first of these that is undefined, by ring row.
-        """
-        accepted, end = [], 0
-        for row in plan.sampled_rows:
-            begin, end = end, end + row.num_samples
-            num_drafts, num_taken = row.num_samples - 1, 1
-            if num_drafts:
-                differs = row.request.tokens[row.end - num_drafts : row.end] != token_ids[begin : end - 1]
-                num_taken += int(differs.argmax()) if differs.any() else num_drafts
-                if row.ring_row in errors:
-                    num_taken = max(1, min(num_taken, errors[row.ring_row][0]))
-                if row.request.num_output_tokens >= len(row.request.params.forced_token_ids):
-                    self._counters.num_drafted_tokens += num_drafts
-                    self._counters.num_accepted_tokens += num_taken - 1
-            accepted.append(num_taken)
-        return accepted
+    A row takes sampled tokens up to the first one that differs from its draft: what is sampled behind that is
+    sampled behind a wrong token. Forced tokens are drafts that never differ.
+
+    Args:
+        token_ids: ``num_samples`` for each of these rows, row after row.
+        errors: first of these that is undefined, by ring row.
+        counters: counts drafts, but for forced tokens.
+    """
+    accepted, end = [], 0
+    for row in plan.sampled_rows:
+        begin, end = end, end + row.num_samples
+        num_drafts, num_taken, request = row.num_samples - 1, 1, row.request
+        if num_drafts:
+            differs = request.tokens[row.end - num_drafts : row.end] != token_ids[begin : end - 1]
+            num_taken += int(differs.argmax()) if differs.any() else num_drafts
+            if row.ring_row in errors:
+                num_taken = max(1, min(num_taken, errors[row.ring_row][0]))
+            if request.num_output_tokens >= len(request.params.forced_token_ids):
+                counters.num_drafted_tokens += num_drafts
+                counters.num_accepted_tokens += num_taken - 1
+        accepted.append(num_taken)
+    return accepted
 
 
 def append_tokens(

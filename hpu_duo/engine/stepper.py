@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from graphs import GraphMissError, RecompileError
 from graphs.interrupts import Deferral
 from hpu_duo.device.ranks import RankError
-from hpu_duo.engine.drafts import Drafter, Drafting
+from hpu_duo.engine.drafts import Drafter, Drafting, num_verified
 from hpu_duo.engine.outputs import OutputQueue, TokenLogprob, logprobs_of
 from hpu_duo.engine.runner import Runner, StepHandle
 from hpu_duo.engine.samples import LiveSamples
@@ -121,8 +121,7 @@ class Stepper:
                 "expected decode_len of 2 or more to verify drafts of a drafter, got decode_len=1: a step "
                 "verifies decode_len - 1 drafts of a request"
             )
-        counters = self.telemetry.counters
-        self._drafting = None if drafter is None else Drafting(drafter, self.samples, vocab_size, counters)
+        self._drafting = None if drafter is None else Drafting(drafter, self.samples, vocab_size)
         self._scheduler.propose = None if self._drafting is None else self._drafting.propose
 
     @property
@@ -241,8 +240,8 @@ class Stepper:
                 if failure is not None and not first:
                     self._fail(row.request, failure)
         accepted = None
-        if self._drafting is not None and plan.num_samples > len(plan.sampled_rows):
-            accepted = self._drafting.verify(plan, result.token_ids, result.errors)
+        if plan.num_samples > len(plan.sampled_rows):
+            accepted = num_verified(plan, result.token_ids, result.errors, self.telemetry.counters)
         committed = self._scheduler.commit(plan, result.token_ids, accepted)
         self.telemetry.counters.num_output_tokens += len(committed)
         self._uncollected.extend((each, logprobs.get(each.sample)) for each in committed)

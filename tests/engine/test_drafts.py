@@ -1,0 +1,284 @@
+"""Drafters change the number of steps and nothing else: the tokens are those that are sampled without one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import GenerationConfig
+
+from hpu_duo import HPUDuoModel
+from hpu_duo.engine.outputs import Completion
+from hpu_duo.lab.replay import replay
+from hpu_duo.request import FinishReason, Request
+from hpu_duo.sampling import SamplingParams, StructuredOutputs
+from hpu_duo.startup.recorded_steps import options_of, read_log
+from tests.engine.tiny import PATTERN, Tiny, make_tiny, serve, tokens_of
+from tests.modeling.families import VOCAB, prompts_of
+
+DECODE_LEN = 4
+EOS = 2
+PROMPTS = prompts_of([30, 12, 1, 22, 17], seed=3)
+GREEDY = SamplingParams(temperature=0, max_tokens=23, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.9, top_p=0.9, top_k=40, min_p=0.02, seed=5, max_tokens=23)
+PARAMS = {
+    "greedy": GREEDY,
+    "seeded": SEEDED,
+    "samples": replace(SEEDED, n=3, max_tokens=14),
+    "penalties": replace(
+        SEEDED, repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=-0.3, min_tokens=9
+    ),
+    "bias": replace(GREEDY, logit_bias={7: 2.0, 9: -3.0}, max_tokens=9, logprobs=3),
+    "one token": replace(SEEDED, max_tokens=1),
+    "forced": replace(SEEDED, forced_token_ids=(5, 9, 6, 8, 7), max_tokens=13),
+    "decoded prompt": replace(GREEDY, decoded_prompt_tokens=6),
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "blocks": {},
+    "rings": {"pattern": PATTERN},
+    "few blocks": {"pattern": PATTERN, "num_blocks": 8, "max_model_len": 64},
+    "no cache": {"enable_prefix_caching": False},
+}
+
+Guess = Callable[[list[int], int], Sequence[int]]
+"""Makes drafts of the tokens that come next, and of how many are wanted."""
+
+
+class Knowing:
+    """A drafter that knows what every request will be answered, and says something about it."""
+
+    def __init__(self, guess: Guess, done: Sequence[Sequence[Completion]], prompts: Sequence[Sequence[int]]):
+        self._guess = guess
+        self._answers = {
+            (tuple(prompt), sample.sample_index): sample.token_ids
+            for prompt, samples in zip(prompts, done)
+            for sample in samples
+        }
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        answer = self._answers[tuple(request.prompt_token_ids.tolist()), request.sample_index]
+        assert request.output_token_ids.tolist() == answer[: request.num_output_tokens]
+        assert 1 <= most < DECODE_LEN
+        return self._guess(answer[request.num_output_tokens :], most)
+
+
+def right(coming: list[int], most: int) -> Sequence[int]:
+    return coming[:most]
+
+
+def wrong(coming: list[int], most: int) -> Sequence[int]:
+    return [(token + 1) % VOCAB for token in [*coming, *[5] * most][:most]]
+
+
+def half(coming: list[int], most: int) -> np.ndarray:
+    """Right at first, in most places."""
+    drafts = np.array([*coming, *[5] * most][:most])
+    drafts[len(coming) % 3 :] += 1
+    return drafts % VOCAB
+
+
+GUESSES: dict[str, Guess] = {"right": right, "wrong": wrong, "half": half}
+
+
+def compare(plain: HPUDuoModel, drafting: HPUDuoModel, guess: Guess, params: SamplingParams) -> None:
+    """Serve the same prompts twice each, the second time from the prefix cache if there is one."""
+    for _ in range(2):
+        expected = serve(plain, PROMPTS, params)
+        drafting.engine.drafter = Knowing(guess, expected, PROMPTS)
+        for samples, others in zip(serve(drafting, PROMPTS, params), expected, strict=True):
+            for sample, other in zip(samples, others, strict=True):
+                logprobs = [[one.logprob, *one.top.values()] for one in sample.logprobs]
+                assert np.allclose(
+                    logprobs, [[one.logprob, *one.top.values()] for one in other.logprobs], atol=1e-4
+                )
+                ends = (sample.token_ids, sample.text, sample.finish_reason, sample.stop_reason)
+                assert ends == (other.token_ids, other.text, other.finish_reason, other.stop_reason)
+
+
+@pytest.mark.parametrize("guess", GUESSES)
+@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_outputs_are_those_without_a_drafter(tiny: Tiny, sizes: str, params: str, guess: str) -> None:
+    plain, drafting = tiny.load(**SIZES[sizes]), tiny.load(**SIZES[sizes], decode_len=DECODE_LEN)
+    compare(plain, drafting, GUESSES[guess], PARAMS[params])
+    stats = drafting.stats()
+    assert stats.num_output_tokens == plain.stats().num_output_tokens
+    if guess == "wrong":
+        assert stats.num_accepted_tokens == 0
+    elif params != "one token":
+        assert 0 < stats.num_accepted_tokens <= stats.num_drafted_tokens
+    if sizes == "few blocks" and params == "seeded":
+        assert stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("params", ["greedy", "samples"])
+def test_a_drafter_that_is_always_wrong_costs_no_step(tiny: Tiny, sizes: str, params: str) -> None:
+    """Nor a preemption, a cached prefix, or the place of another request."""
+    options = {**SIZES[sizes], "decode_len": DECODE_LEN}
+    plain, drafting = tiny.load(**options), tiny.load(**options)
+    compare(plain, drafting, wrong, PARAMS[params])
+    without, with_drafts = plain.stats(), drafting.stats()
+    for name in ("num_steps", "num_prompt_tokens", "num_preemptions", "prefixes"):
+        assert getattr(with_drafts, name) == getattr(without, name), name
+    assert with_drafts.num_drafted_tokens > 0
+
+
+@pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
+def test_a_drafter_that_is_always_right_saves_most_steps(tiny: Tiny, pattern: Any) -> None:
+    params = replace(SEEDED, max_tokens=41)
+    (expected,) = serve(tiny.load(pattern=pattern), PROMPTS[:1], params)
+    served = tiny.load(pattern=pattern, decode_len=DECODE_LEN)
+    served.engine.drafter = Knowing(right, [expected], PROMPTS)
+    (done,) = serve(served, PROMPTS[:1], params)
+    assert tokens_of([done]) == tokens_of([expected])
+    stats = served.stats()
+    # The prompt takes two steps, the second of which gives the first token; ten of four tokens follow.
+    assert stats.num_steps == 2 + 10
+    assert (stats.num_drafted_tokens, stats.num_accepted_tokens) == (30, 30)
+
+
+@pytest.mark.parametrize("max_tokens", range(6, 12))
+def test_the_last_token_may_be_any_of_a_draft(tiny: Tiny, max_tokens: int) -> None:
+    params = replace(GREEDY, max_tokens=max_tokens)
+    compare(tiny.load(), tiny.load(decode_len=DECODE_LEN), right, params)
+
+
+@pytest.fixture(scope="module")
+def ending(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """The tiny model with an end-of-text token."""
+    tiny = make_tiny(tmp_path_factory.mktemp("ending"), {EOS: "<eos>"})
+    GenerationConfig(pad_token_id=0, eos_token_id=EOS).save_pretrained(tiny.path)
+    return tiny
+
+
+@pytest.mark.parametrize("guess", GUESSES)
+@pytest.mark.parametrize("place", range(2, 9))
+@pytest.mark.parametrize("kind", ["stop string", "stop token"])
+def test_what_ends_an_output_may_be_any_token_of_a_draft(
+    tiny: Tiny, kind: str, place: int, guess: str
+) -> None:
+    """Nothing behind it is output, counted, or left in the prefix cache."""
+    ((whole,),) = serve(tiny.load(), PROMPTS[:1], SEEDED)
+    ends = {"stop": (whole.text[place - 1 : place + 1],)}
+    if kind == "stop token":
+        ends = {"stop_token_ids": (whole.token_ids[place],)}
+    params, options = replace(SEEDED, **ends, min_tokens=2), {"block_size": 4, "decode_len": DECODE_LEN}
+    plain, drafting = tiny.load(**options), tiny.load(**options)
+    ((expected,),) = serve(plain, PROMPTS[:1], params)
+    assert expected.finish_reason is FinishReason.STOP
+    drafting.engine.drafter = Knowing(GUESSES[guess], [[whole]], PROMPTS)
+    ((done,),) = serve(drafting, PROMPTS[:1], params)
+    assert (done.token_ids, done.text) == (expected.token_ids, expected.text)
+    assert done.stop_reason == expected.stop_reason
+    ours, theirs = drafting.stats(), plain.stats()
+    assert ours.num_output_tokens == theirs.num_output_tokens == len(done.token_ids)
+    assert ours.prefixes == theirs.prefixes
+
+
+@pytest.mark.parametrize("guess", GUESSES)
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"regex": r"[A-Z]{2}-[0-9]{1,4}( [a-z]+)?!"},
+        {"choice": ("Ab", "Abc", "x")},
+        {"json": '{"type": "object", "properties": {"a": {"enum": [10, 12]}}, "required": ["a"]}'},
+    ],
+    ids=["regex", "choice", "json"],
+)
+def test_drafts_keep_to_a_grammar(ending: Tiny, grammar: dict[str, Any], guess: str) -> None:
+    params = SamplingParams(
+        temperature=1.1, seed=8, max_tokens=20, structured_outputs=StructuredOutputs(**grammar)
+    )
+    plain, drafting = ending.load(), ending.load(decode_len=DECODE_LEN)
+    compare(plain, drafting, GUESSES[guess], params)
+    if guess == "right":
+        assert drafting.stats().num_accepted_tokens > 0
+
+
+def test_rows_that_are_sampled_on_the_host_take_no_drafts(tiny: Tiny) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 9, "no_repeat_ngram_size": 2}
+    expected = tiny.load().generate(PROMPTS[:2], **options)
+    served = tiny.load(decode_len=DECODE_LEN)
+    served.engine.drafter = Knowing(right, [], PROMPTS)
+    assert served.generate(PROMPTS[:2], **options).tolist() == expected.tolist()
+
+
+class Broken:
+    """Proposes what no drafter may."""
+
+    def __init__(self, drafts: Any) -> None:
+        self._drafts = drafts
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        return self._drafts  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "message"),
+    [([VOCAB], ""), ([-1, 5], ""), ([5] * 50, ""), ([[5], [6, 7]], "has failed"), (["a"], "has failed")],
+)
+def test_a_bad_drafter_costs_nobody_a_token(
+    tiny: Tiny, drafts: Any, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = tokens_of(serve(tiny.load(), PROMPTS, GREEDY))
+    served = tiny.load(decode_len=DECODE_LEN)
+    served.engine.drafter = Broken(drafts)
+    with caplog.at_level(logging.ERROR):
+        assert tokens_of(serve(served, PROMPTS, GREEDY)) == expected
+    assert [message in record.message for record in caplog.records] == ([True] if message else [])
+
+
+def test_a_drafter_needs_rows_that_decode_several_tokens(tiny: Tiny) -> None:
+    served = tiny.load()
+    with pytest.raises(ValueError, match=r"expected decode_len of 2 or more to verify drafts.*decode_len=1"):
+        served.engine.drafter = Broken([])
+    assert served.engine.drafter is None
+
+
+@pytest.mark.parametrize("guess", ["right", "half"])
+def test_a_failed_step_and_a_drafter_that_comes_and_goes_cost_nobody_a_token(
+    tiny: Tiny, guess: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = serve(tiny.load(pattern=PATTERN), PROMPTS, SEEDED)
+    served = tiny.load(pattern=PATTERN, decode_len=DECODE_LEN)
+    engine, finish, num_steps = served.engine, served.engine.runner.finish, 0
+    knowing = Knowing(GUESSES[guess], expected, PROMPTS)
+
+    def fail_now_and_then(handle: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        engine._stepper.drafter = None if num_steps % 5 == 0 else knowing
+        if num_steps % 4 == 0:
+            raise ZeroDivisionError
+        return finish(handle)
+
+    monkeypatch.setattr(engine.runner, "finish", fail_now_and_then)
+    tokens: dict[str, list[int]] = {engine.add_request(prompt, SEEDED): [] for prompt in PROMPTS}
+    while engine.has_unfinished:
+        try:
+            outputs = engine.step()
+        except ZeroDivisionError:
+            continue
+        for output in outputs:
+            tokens[output.request_id] += output.token_ids
+    assert [[one] for one in tokens.values()] == tokens_of(expected)
+    assert served.stats().num_accepted_tokens > 0
+
+
+def test_recorded_steps_with_drafts_are_replayed(tiny: Tiny, tmp_path: Path) -> None:
+    expected = serve(tiny.load(pattern=PATTERN), PROMPTS, SEEDED)
+    served = tiny.load(pattern=PATTERN, decode_len=DECODE_LEN, record_steps=tmp_path / "steps")
+    served.engine.drafter = Knowing(half, expected, PROMPTS)
+    assert tokens_of(serve(served, PROMPTS, SEEDED)) == tokens_of(expected)
+    served.engine.step_recorder.close()  # type: ignore[union-attr]
+    log = read_log(tmp_path / "steps")
+    again = HPUDuoModel.from_pretrained(tiny.path, **options_of(log.origin))
+    report = replay(again.engine, tiny.path, log)
+    assert report.differences == ()
+    assert report.num_tokens > served.stats().num_output_tokens
