@@ -288,3 +288,21 @@ def test_recorded_steps_with_drafts_are_replayed(tiny: Tiny, tmp_path: Path) -> 
     report = replay(again.engine, tiny.path, log)
     assert report.differences == ()
     assert report.num_tokens > served.stats().num_output_tokens
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention": "sdpa"},
+        pytest.param({"graphs": "replay"}, marks=pytest.mark.slow),
+        pytest.param({"device": "hpu-sim", "max_num_seqs": 3, "num_blocks": 30}, marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["sdpa", "replay", "hpu-sim", "two ranks"],
+)
+def test_however_steps_run_drafts_are_verified(tiny: Tiny, options: dict[str, Any]) -> None:
+    plain, drafting = tiny.load(), tiny.load(decode_len=DECODE_LEN, **options)
+    compare(plain, drafting, half, PARAMS["penalties"])
+    stats = drafting.stats()
+    assert stats.num_accepted_tokens > 0
+    assert stats.num_graph_misses == 0
