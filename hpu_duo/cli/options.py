@@ -229,8 +229,7 @@ def of_setting(
         help, panel, unset: in place of the setting's own.
     """
     option = SETTINGS[name].option
-    changed = {"help": help or option.help, "panel": panel or option.panel}
-    return _typer_option(replace(option, **changed), unset)
+    return _typer_option(replace(option, help=help or option.help, panel=panel or option.panel), unset)
 
 
 def _typer_option(option: Option, unset: str | bool = "") -> Any:

@@ -294,8 +294,8 @@ def curve(
         write_text(out / CSV, _csv(rows))
         draw_curve(rows, out / PNG)
         columns = ("label", "sweep", "retrieval_heads", "sink", "recent", "num_seeds", "num_questions")
-        columns += ("accuracy", "accuracy_min", "accuracy_max", *KV_COLUMNS)
-        return Report(rows, columns, {"points": rows})
+        shares = ("accuracy", "accuracy_min", "accuracy_max", *KV_COLUMNS)
+        return Report(rows, (*columns, *shares), {"points": rows})
 
     Evaluation("curve", settings, lambda: measured, report, (CSV, PNG)).run(out, as_json)
 
