@@ -113,8 +113,7 @@ def ruler(
     with user_errors():
         from hpu_duo.lab.eval import RULER_TASKS
         from hpu_duo.lab.eval.result_file import refuse_existing
-        from hpu_duo.lab.eval.ruler import QUESTION_TASKS
-        from hpu_duo.lab.eval.ruler_report import ruler_rows
+        from hpu_duo.lab.eval.ruler import QUESTION_TASKS, ruler_rows
 
         if limit < 1:
             raise ValueError(f"expected --limit of at least 1, got {limit}")
@@ -273,8 +272,7 @@ def longbench(
     """Questions over long contexts from LongBench files, each with the metric of its data set."""
     with user_errors():
         from hpu_duo.lab.eval.answering import means
-        from hpu_duo.lab.eval.longbench import MetricSource, read_longbench, read_prompts
-        from hpu_duo.lab.eval.longbench_prompts import LongBenchProtocol
+        from hpu_duo.lab.eval.longbench import LongBenchProtocol, MetricSource, read_longbench, read_prompts
 
         sources = [source.value for source in MetricSource]
         if metrics not in sources:
@@ -342,8 +340,7 @@ def longbench_v2(
     """Questions with four choices over long contexts, as LongBench v2 asks and judges them."""
     with user_errors():
         from hpu_duo.lab.eval.answering import Question
-        from hpu_duo.lab.eval.longbench import MetricSource
-        from hpu_duo.lab.eval.longbench_prompts import LongBenchProtocol
+        from hpu_duo.lab.eval.longbench import LongBenchProtocol, MetricSource
         from hpu_duo.lab.eval.longbench_v2 import (
             MAX_NEW_TOKENS,
             PROMPT,

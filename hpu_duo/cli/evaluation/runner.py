@@ -17,7 +17,7 @@ Measure = Callable[[Any], Iterable[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Report:
-    """What an evaluation has found.
+    """Results of an evaluation, to be shown.
 
     Attributes:
         rows: lines of the table.
