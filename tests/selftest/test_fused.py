@@ -9,7 +9,7 @@ import torch
 
 from hpu_duo.lab import sim
 from hpu_duo.lab.selftest.finding import Finding, Notes, read_notes
-from hpu_duo.lab.selftest.fused import try_fused
+from hpu_duo.lab.selftest.stages import try_fused
 from hpu_duo.lab.selftest.subject import Subject
 from kernels_ref.hpu.attention import ATTENTION, BLOCK_SOFTMAX, SOFTMAX
 

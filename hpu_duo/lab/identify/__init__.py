@@ -3,9 +3,7 @@
 from hpu_duo.lab.identify.attention import Band
 from hpu_duo.lab.identify.dataset import DatasetSettings, PasskeyDataset, Sample
 from hpu_duo.lab.identify.encoding import Encoder
-from hpu_duo.lab.identify.forms import Form
-from hpu_duo.lab.identify.gated_model import GatedModel
-from hpu_duo.lab.identify.gates import FullFrom
+from hpu_duo.lab.identify.gated_model import Form, FullFrom, GatedModel
 from hpu_duo.lab.identify.identification import Identification, IdentifyRequest, Method, Progress
 from hpu_duo.lab.identify.memory import TrainingMemory, training_memory
 from hpu_duo.lab.identify.objective import LossForm, Schedule

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpu_duo.lab.identify.encoding import Encoder
-from hpu_duo.lab.identify.forms import Form
+from hpu_duo.lab.identify.gated_model import Form
 from hpu_duo.lab.tasks.draws import choice, sample
 from hpu_duo.lab.tasks.haystack import Haystack
 from hpu_duo.lab.tasks.placing import place

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from hpu_duo.lab.identify.attention import Band, Weighing, block_scores, causal_weights, with_sinks
 from hpu_duo.lab.identify.dataset import PasskeyDataset
-from hpu_duo.lab.identify.gated_model import GatedModel
-from hpu_duo.lab.identify.gates import TeacherAttention, attend_as_model, weighing_of
+from hpu_duo.lab.identify.gated_model import GatedModel, TeacherAttention, attend_as_model, weighing_of
 from hpu_duo.lab.identify.objective import Gates
 from hpu_duo.lab.identify.workers import Workers
 from hpu_duo.modeling.attention import AttentionCall, Trial, attending

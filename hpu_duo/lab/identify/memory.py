@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpu_duo.lab.identify.gates import FullFrom
+from hpu_duo.lab.identify.gated_model import FullFrom
 from hpu_duo.planning import ModelSize
 
 

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from hpu_duo.lab.identify.attention import Band
 from hpu_duo.lab.identify.dataset import PasskeyDataset
-from hpu_duo.lab.identify.gated_model import GatedModel
-from hpu_duo.lab.identify.gates import FullFrom
+from hpu_duo.lab.identify.gated_model import FullFrom, GatedModel
 from hpu_duo.lab.identify.objective import AdamState, Gates, LossForm, Schedule, to_tensor
 from hpu_duo.lab.identify.run_state import RunState, StepLosses, read_state, write_state
 from hpu_duo.lab.identify.workers import Workers

@@ -4,8 +4,7 @@ from hpu_duo.heads.eviction.fastgen import TokenClasses, TokenClassifier
 from hpu_duo.lab.kv_calibration.ada_kv import AdaKV
 from hpu_duo.lab.kv_calibration.calibrated import CalibratedPlan, PlannedHead
 from hpu_duo.lab.kv_calibration.calibration import Calibration, CalibrationRequest
-from hpu_duo.lab.kv_calibration.fastgen import FastGenChoice, Kind, choose_kinds, fastgen_plan
-from hpu_duo.lab.kv_calibration.fastgen_method import FastGen
+from hpu_duo.lab.kv_calibration.fastgen import FastGen, FastGenChoice, Kind, choose_kinds, fastgen_plan
 from hpu_duo.lab.kv_calibration.head_budgets import head_budgets, plan_of_budgets
 from hpu_duo.lab.kv_calibration.methods import CalibrationMethod
 from hpu_duo.lab.kv_calibration.prompts import Documents, PromptFile

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hpu_duo.lab.identify import GatedModel
 from hpu_duo.lab.identify.attention import Weighing, causal_weights
-from hpu_duo.lab.identify.gates import attend_as_model, weighing_of
+from hpu_duo.lab.identify.gated_model import attend_as_model, weighing_of
 from hpu_duo.modeling.attention import AttentionCall, Trial
 
 _QUERIES_AT_ONCE = 32

@@ -7,9 +7,8 @@ any server can be measured. ``hpu_duo.lab.load.client`` needs aiohttp (extra ``b
 from hpu_duo.lab.load.endpoint import Endpoint
 from hpu_duo.lab.load.outcome import Failure, Outcome
 from hpu_duo.lab.load.plan import PlannedRequest, plan_requests
-from hpu_duo.lab.load.result import result_fields
 from hpu_duo.lab.load.run import LoadRun, Pace
-from hpu_duo.lab.load.summary import Goals, Summary
+from hpu_duo.lab.load.summary import Goals, Summary, result_fields
 
 __all__ = [
     "Endpoint",

@@ -3,11 +3,9 @@
 The package knows no engine, model or network; load generator and simulations take their requests from it.
 """
 
-from hpu_duo.lab.traces.arrival import Arrival, at_times, in_order, no_longer_than, scaled
+from hpu_duo.lab.traces.arrival import Arrival, Lengths, Rate, at_times, in_order, no_longer_than, scaled
 from hpu_duo.lab.traces.file import TraceFile, TraceFormat, read_trace
-from hpu_duo.lab.traces.lengths import Lengths
 from hpu_duo.lab.traces.prompts import PromptIds
-from hpu_duo.lab.traces.rate import Rate
 from hpu_duo.lab.traces.readers.mooncake import write_mooncake
 from hpu_duo.lab.traces.session import Session, Turn, count_requests
 from hpu_duo.lab.traces.synthetic import RandomLengths

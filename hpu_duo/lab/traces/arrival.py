@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class Arrival:
@@ -92,3 +94,84 @@ def at_times(arrivals: Iterable[Arrival], times_s: Sequence[float]) -> list[Arri
 
 def _time(arrival: Arrival) -> float:
     return arrival.time_s
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Independent gaps between requests, of one mean.
+
+    Attributes:
+        per_s: requests per second; infinite lets all come at once.
+        burstiness: the shape of the gaps' gamma distribution. 1 is a Poisson process; below 1 requests come
+            in bursts (the gaps' coefficient of variation is ``burstiness ** -0.5``), above 1 they come more
+            evenly, and infinite is one each ``1 / per_s`` seconds. Its name and meaning are those of vLLM's
+            benchmark.
+
+    Raises:
+        ValueError: one of them is not above 0.
+    """
+
+    per_s: float
+    burstiness: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("per_s", "burstiness"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"expected {name} above 0, got {getattr(self, name)}")
+
+    def gaps(self, num: int, rng: np.random.Generator) -> np.ndarray:
+        """Draw the seconds before each of ``num`` requests; float64 [num]."""
+        if math.isinf(self.per_s):
+            return np.zeros(num)
+        if math.isinf(self.burstiness):
+            return np.full(num, 1 / self.per_s)
+        return rng.gamma(self.burstiness, 1 / (self.per_s * self.burstiness), num)
+
+    def times(self, num: int, rng: np.random.Generator, *, fixes_mean: bool = False) -> np.ndarray:
+        """Draw the times of ``num`` requests, in seconds and in order; float64 [num].
+
+        Args:
+            fixes_mean: stretch the times so that the last request comes at ``num / per_s`` exactly. Runs of a
+                few hundred requests with different seeds then offer the same load.
+        """
+        times = np.cumsum(self.gaps(num, rng))
+        if fixes_mean and num and times[-1] > 0:
+            times *= num / self.per_s / times[-1]
+        return times
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Log-normal numbers of tokens, at least 1.
+
+    Attributes:
+        median: tokens.
+        sigma: standard deviation of the logarithm; 0 gives every request the median. Outputs of chats have
+            about 1: the longest of a hundred is ten times the median.
+
+    Raises:
+        ValueError: a median below 1, or a sigma below 0.
+    """
+
+    median: float
+    sigma: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.median < math.inf or not 0 <= self.sigma < math.inf:
+            raise ValueError(f"expected a median of at least 1 and a sigma of at least 0, got {self}")
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """Read ``512``, or ``512~0.8`` with a sigma; ValueError for something else."""
+        median, separator, sigma = text.partition("~")
+        try:
+            return cls(float(median), float(sigma) if separator else 0.0)
+        except ValueError:
+            raise ValueError(
+                f"expected a length such as 512, or 512~0.8 with a spread, got {text!r}"
+            ) from None
+
+    def draw(self, num: int, rng: np.random.Generator) -> list[int]:
+        """Draw ``num`` lengths."""
+        drawn = np.exp(rng.normal(math.log(self.median), self.sigma, num))
+        return np.maximum(1, np.rint(drawn)).astype(int).tolist()

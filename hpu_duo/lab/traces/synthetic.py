@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpu_duo.lab.traces.arrival import Arrival
-from hpu_duo.lab.traces.rate import Rate
+from hpu_duo.lab.traces.arrival import Arrival, Rate
 
 
 @dataclass(frozen=True)

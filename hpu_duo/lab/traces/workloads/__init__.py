@@ -3,13 +3,8 @@
 from collections.abc import Callable
 from functools import partial
 
-from hpu_duo.lab.traces.workloads.agents import Agents
-from hpu_duo.lab.traces.workloads.bursts import Bursts
-from hpu_duo.lab.traces.workloads.chats import Chats
-from hpu_duo.lab.traces.workloads.documents import Documents
-from hpu_duo.lab.traces.workloads.flood import Flood
-from hpu_duo.lab.traces.workloads.poisson import Poisson
-from hpu_duo.lab.traces.workloads.workload import Workload, with_shorter
+from hpu_duo.lab.traces.workloads.chats import Agents, Chats, Documents
+from hpu_duo.lab.traces.workloads.workload import Bursts, Flood, Poisson, Workload, with_shorter
 from hpu_duo.option_spec import call_with_options
 
 __all__ = [
