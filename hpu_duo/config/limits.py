@@ -45,7 +45,7 @@ class CacheConfig:
 
     block_size: int = option(128, "Tokens of one KV block.", LIMITS)
     num_blocks: int | None = option(
-        None, "KV blocks to hold.", LIMITS, unset="what the requests need and memory holds"
+        None, "KV blocks of the cache.", LIMITS, unset="what the requests need and memory holds"
     )
     kv_cache_bytes: int | None = option(
         None,
