@@ -1,4 +1,4 @@
-"""The collector of cyclic garbage, kept from what stays and from what would take long."""
+"""Garbage collection without long-lived objects and without long pauses."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _LEAST_MIDDLE = 45
 
 @contextmanager
 def short_collections() -> Iterator[None]:
-    """Let collections inside take about a millisecond each; what is there already is left out of them.
+    """Context manager with collections of about a millisecond each, without objects that exist already.
 
-    For a process that serves: a collection of everything would keep it from all requests, 0.3 s long with a
-    router's 100,000 prompts. So objects that have outlived two collections are left to an
-    ``IdleCollector``, or until there are two million of them.
+    For a serving process: a full collection would block all requests, for 0.3 s with a router's 100,000
+    prompts. So objects that have outlived two collections are left to an ``IdleCollector``, or until there
+    are two million of them.
     """
     thresholds = gc.get_threshold()
     leave_out_what_is_there()
@@ -58,7 +58,7 @@ def short_collections() -> Iterator[None]:
 class IdleCollector:
     """Collects everything while nobody is served; what is left then is left out of later collections.
 
-    So each time takes as long as what has come since the last one does: some 20 ms.
+    So its time depends on new objects since the last one: some 20 ms.
     """
 
     def __init__(self) -> None:

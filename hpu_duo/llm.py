@@ -173,5 +173,5 @@ class HPUDuoModel(ContextModel, NotPicklable):
         return self.engine.score(prompts, continuations)
 
     def stats(self) -> EngineStats:
-        """Steps by phase string, padding, bytes held and bytes of a full cache, blocks and rows in use."""
+        """Steps by phase string, padding, allocated bytes and those of a full cache, used blocks and rows."""
         return self.engine.stats()

@@ -1,8 +1,8 @@
 """Kinds of state that a running request has in a layer besides keys and values.
 
-A state of a fixed size per request, a recurrence for instance. What heads of attention keep for a request, in
-rings or under a budget, is said by their ``GroupKind``; the memory plan, copies, snapshots and saved contexts
-see both as one list of states of a row.
+A state of a fixed size per request, a recurrence for instance. What attention heads store for a request, in
+rings or under a budget, is defined by their ``GroupKind``; the memory plan, copies, snapshots and saved
+contexts see both as one list of states of a row.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class RowTensor(NamedTuple):
 class RowKind(ABC):
     """A kind of state with a row for each running request; a frozen dataclass of plain numbers.
 
-    Rows are copied, with all they hold, where requests fork or move, and to and from the snapshots of the
-    prefix cache. A row is never cleared: a request whose ``StepTensors.row_start`` is 0 begins anew, whatever
-    its row holds.
+    Rows are copied, with all their state, when requests fork or move, and to and from the snapshots of the
+    prefix cache. A row is never cleared: a request whose ``StepTensors.row_start`` is 0 starts from an
+    initial state, whatever the content of its row.
 
     Attributes:
         name: of the kind, as names of tensors and fingerprints show it; distinct within a layer.
@@ -55,7 +55,7 @@ class RowKind(ABC):
 
     @property
     def can_rewind(self) -> bool:
-        """Whether a row is right for fewer tokens than it has taken in, as many as a row decodes in a step.
+        """Whether a row can be rolled back by as many tokens as a row decodes in a step.
 
         If it is not, requests do not fork behind a prompt, whose last token each sample computes again, and a
         row decodes one token in a step.
@@ -69,7 +69,7 @@ class RowKind(ABC):
 
     @abstractmethod
     def advance(self, state: tuple[torch.Tensor, ...], step: Step) -> None:
-        """Take in the new tokens of a step, on the device, once the layer has attended.
+        """Update the state with the new tokens of a step, on the device, after the layer's attention.
 
         Rows of the step come first; tokens of padding have no row, and rows without new tokens stay as they
         are.

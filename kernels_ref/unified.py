@@ -40,7 +40,7 @@ class LayerSpec:
         operators: fused operators that ``impl`` calls, if any.
         slices: sizes of what ``impl`` computes at a time.
         chunks: bounds of chunks of context, from which their sizes follow.
-        rows: kinds of state that rows have besides what heads keep.
+        rows: kinds of state that rows have besides what heads store.
     """
 
     groups: tuple[HeadGroup, ...]

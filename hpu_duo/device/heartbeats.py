@@ -147,7 +147,7 @@ def blamed(signs: Signs, timeout_s: float, *, is_all: bool) -> Blamed | None:
 
 
 def _late(signs: Signs, timeout_s: float) -> Blamed | None:
-    """Return the rank whose order does not end, if that is known, or nobody has said more for some time."""
+    """Return the rank with an order that does not end, once known or without further reports."""
     late = {
         rank: late_s
         for rank, late_s in signs.late_s.items()

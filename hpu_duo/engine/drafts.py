@@ -1,4 +1,5 @@
-"""Draft tokens: proposed for decodes, verified by the step's own sampling, taken or rolled back."""
+"""Draft tokens (speculation): proposed for decodes, verified by the step's own sampling, accepted or rolled
+back."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ Propose: TypeAlias = Callable[[Request, int], Sequence[int]]
 class Drafter(Protocol):
     """Guesses the next tokens of requests that decode.
 
-    Outputs do not depend on it: a draft is taken only where it is the token that is sampled there anyway.
+    Outputs do not depend on it: a draft is accepted only if it is the token that is sampled there anyway.
     """
 
     def propose(self, request: Request, most: int) -> Sequence[int] | NDArray[np.integer]:
@@ -40,7 +41,7 @@ class Drafting:
     """Drafts of a drafter, as far as the outputs of requests may go on with them.
 
     Args:
-        drafter: guesses tokens; one that raises an error is not asked again.
+        drafter: proposes tokens; one that raises an error is not called again.
         samples: the samples of all requests.
         vocab_size: tokens lie below it.
 
@@ -107,8 +108,8 @@ def append_tokens(
 ) -> list[CommittedToken]:
     """Update the requests of a step: count computed tokens, append sampled ones. Skips those not running.
 
-    This is the one place where computed tokens are rolled back: by counting, since the next step writes its
-    keys and values over those of tokens that were not taken.
+    This is the one place where computed tokens are rolled back: by counting, since the next step overwrites
+    keys and values of rejected tokens.
 
     Args:
         token_ids: ``num_samples`` for each row of ``plan.sampled_rows``, row after row.

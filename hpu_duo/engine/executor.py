@@ -175,7 +175,7 @@ class LaunchedStep(NamedTuple):
 
     Attributes:
         message: the step.
-        tokens: what ``packed`` made of the sampled tokens, on the device; None where nothing is sampled.
+        tokens: sampled tokens, as ``packed`` returned them, on the device; None where nothing is sampled.
         logits: of all rows, float ``[N * M, V]``, on the device, if the message has rows for the host.
         compiled: counts of compilations before it, where none may be added.
     """
@@ -221,7 +221,7 @@ class Executor(NotPicklable):
     Attributes:
         watch: counts what is compiled.
         bytes_copied: bytes of all messages so far.
-        exchanged: bytes that this rank has given to exchanges of steps so far.
+        exchanged: bytes that this rank has sent in exchanges of steps so far.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class Executor(NotPicklable):
         """The shape to pad a step to.
 
         Raises:
-            GraphMissError: no bucket holds it, and that is an error.
+            GraphMissError: the step fits no bucket, and ``on_miss`` is "error".
         """
         return self.graphs.resolve(shape) if self.uses_table else shape
 
@@ -459,7 +459,7 @@ class StepWarmUp:
     """Runs padding through steps.
 
     Args:
-        builder: makes steps of padding.
+        builder: builds steps of padding.
         executor: runs them.
         vocab_size: width of the logits.
         max_model_len: most tokens of a request.

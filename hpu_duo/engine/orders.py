@@ -142,7 +142,7 @@ class Stop:
 
 
 WARM_UP_ORDERS = (Touch, Capture, FinishWarmUp)
-"""Orders that may compile, and take as long as that takes."""
+"""Orders that may compile, without a time limit."""
 
 Order: TypeAlias = Execute | Touch | Capture | FinishWarmUp | SetTable | Stop
 

@@ -157,9 +157,9 @@ class PrefixSharing:
     more cached blocks than it can use, and when a waiting request begins like one that is admitted. A chunk
     ends there once, so that the next request with the same beginning can use all of it.
 
-    A request with a cached prefix takes a chunk row, of which a step has few, and a step costs much even if
-    it is almost empty. So no request waits for a prefix, and no chunk ends at it, if recomputing it costs
-    less than a chunk row's share of a nearly empty step.
+    A request with a cached prefix needs a chunk row, of which a step has few, and even a nearly empty step is
+    expensive. So no request waits for a prefix, and no chunk ends at it, if recomputing it costs less than a
+    chunk row's share of a nearly empty step.
 
     All methods do nothing if prefixes are not cached.
 

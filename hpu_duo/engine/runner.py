@@ -34,7 +34,7 @@ class StepHandle(NamedTuple):
         plan: the planned step.
         built: its message, and what of it stays on the host.
         launched: its results on the device.
-        device_s: seconds that the launch has taken on the device, or to enqueue it there.
+        device_s: seconds of the launch on the device, or of enqueuing it there.
         errors: errors of rows without sampling parameters, by ring row.
     """
 
@@ -53,7 +53,7 @@ class StepResult:
         message: the step.
         token_ids: int32 ``[plan.num_samples]``, row after row.
         logprobs: CPU tensors with one entry per ``token_ids``, if some request has them enabled.
-        device_s: seconds that the device has taken, both phases together.
+        device_s: seconds of the device, both phases together.
         errors: errors of rows that could not be sampled, by ring row, each with the number of its first
             token that is undefined: 0, or more behind drafts.
     """

@@ -82,8 +82,8 @@ class SampleState:
     def sampling_rows(self, num_samples: int) -> list[SamplingRow]:
         """Return the sampling of the next token, and of those behind each of ``num_samples - 1`` drafts.
 
-        Each is what it would be if the drafts in front of it had been taken. Forced tokens need no more than
-        the number of their draw, since no penalty weighs them.
+        Each is computed as if all previous drafts were accepted. Forced tokens need no more than the number
+        of their draw, since no penalty weighs them.
         """
         request, rows = self.request, [self.sampling_row()]
         params, place, grammar = request.params, request.num_output_tokens, rows[0].grammar

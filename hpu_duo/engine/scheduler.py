@@ -417,10 +417,10 @@ class Scheduler:
             self._admission.admitted(request)
 
     def _add_drafts(self, step: StepDraft, propose: Propose) -> None:
-        """Let decodes verify drafts with tokens of the step and free blocks that nobody else has taken.
+        """Schedule drafts of decodes with unused tokens of the step and free blocks.
 
-        What is rejected is given back when the step is committed, so nobody waits, is preempted, or loses
-        what is cached for a draft.
+        Blocks of rejected drafts are freed when the step is committed, so no request waits or is preempted,
+        and nothing is evicted, for a draft.
         """
         for request in self._running:
             most = min(step.num_draftable(request), self.allocations.num_free_slots(request))

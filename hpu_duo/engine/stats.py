@@ -109,7 +109,7 @@ class EngineStats:
         steps: number of steps by phase string of the exact shape.
         num_prompt_tokens, num_output_tokens: tokens computed for prompts (again after a preemption), and
             tokens sampled, without rejected drafts.
-        num_drafted_tokens, num_accepted_tokens: draft tokens that were verified, and those that were taken.
+        num_drafted_tokens, num_accepted_tokens: verified and accepted draft tokens.
         num_padded_tokens, num_query_tokens: query tokens that were padding, and all that ran.
         num_preemptions: preemptions of requests for lack of blocks.
         num_graph_misses: steps with a shape that fits no bucket.

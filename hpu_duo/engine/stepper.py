@@ -76,9 +76,9 @@ class FailureIsolation:
 class Stepper:
     """Runs steps, each in two phases, one after the other.
 
-    ``launch`` puts a planned step on the device, and ``finish`` waits for it and commits its tokens. All that
-    the second phase needs lies in the handle between them, so another step may be launched meanwhile once the
-    scheduler plans on the assumption of what this one will give.
+    ``launch`` puts a planned step on the device, and ``finish`` waits for it and commits its tokens. The
+    handle has all state for the second phase, so another step could be launched meanwhile if the scheduler
+    planned on the assumed results of this one.
 
     All methods are called with interrupts deferred, by one thread at a time.
 

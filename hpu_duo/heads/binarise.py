@@ -35,7 +35,7 @@ def round_half_up(num_heads: int, sparsity: float, unit_size: int = 1) -> int:
     """Number of retained units of ``unit_size`` heads: ``round(num_heads * (1 - sparsity) / unit_size)``.
 
     One half rounds up. The sparsity is read as the decimal number it prints as, so 0.9 of 5 heads is exactly
-    one half whatever binary floating point makes of it.
+    one half, independent of binary rounding.
     """
     kept = num_heads * (1 - Fraction(str(sparsity))) / unit_size
     return math.floor(kept + Fraction(1, 2))

@@ -224,7 +224,7 @@ class HeadPattern:
             threshold: a head is a retrieval head when its score is strictly greater, as in the paper.
             tie_break: ``stable`` ranks by (raw score, layer, head), so among equal scores the earlier head
                 streams first. ``reference`` is the published repository's quantile of noisy, clipped scores;
-                it takes a sparsity and the ``global`` balance only.
+                it supports a sparsity and the ``global`` balance only.
             seed: seed of the noise of ``reference``; without effect otherwise.
             balance: ``global``, ``per_layer`` (counts of any two layers differ by at most one) or
                 ``per_rank`` (every tensor-parallel slice of a layer has equally many retrieval heads). See
@@ -412,7 +412,7 @@ def check_origin(pattern: HeadPattern, model_name: str, fingerprint: str | None)
     if fingerprint is None:
         return (
             f"the head pattern {pattern.source!r} was made for {made_for!r}; whether {model_name!r} is that "
-            "model cannot be told without its weights"
+            "model cannot be determined without its weights"
         )
     if own != fingerprint:
         raise ValueError(

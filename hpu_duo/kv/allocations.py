@@ -201,7 +201,7 @@ class KVAllocations:
         return (request.num_blocks + self.blocks.num_free) * self.block_size - request.num_tokens
 
     def shrink(self, request: Request) -> None:
-        """Give back the blocks behind the tokens of the request that are in the cache."""
+        """Free the blocks of the request after its cached tokens."""
         num_blocks = self.num_blocks_for(request.num_computed_tokens)
         self.blocks.release(request.block_table[num_blocks : request.num_blocks].tolist())
         request.num_blocks = min(request.num_blocks, num_blocks)

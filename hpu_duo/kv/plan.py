@@ -251,7 +251,7 @@ class MemoryPlan:
 
     @cached_property
     def can_rewind(self) -> bool:
-        """Whether the further states of rows can take tokens back; see ``RowKind.can_rewind``."""
+        """Whether the further states of rows can be rolled back; see ``RowKind.can_rewind``."""
         return all(kind.can_rewind for layer in self.layers_of_ranks for kind in layer.rows)
 
     @property

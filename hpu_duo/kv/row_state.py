@@ -65,7 +65,7 @@ class RowState(ABC):
 
     Attributes:
         name: distinct in a model; names of its tensors begin with it.
-        kind: says what a row holds, for fingerprints.
+        kind: description of a row, for fingerprints.
     """
 
     name: str
@@ -105,7 +105,7 @@ class RowState(ABC):
 
 
 class HeadRows(RowState):
-    """Keys and values that heads keep of a request: a ring, or the slots of a KV budget with their state.
+    """Keys and values that heads store of a request: a ring, or the slots of a KV budget with their state.
 
     Args:
         name: of the group in the model.
@@ -190,7 +190,7 @@ class KindRows(RowState):
 
     @torch.inference_mode()
     def snapshot(self, row: int, num_tokens: int) -> dict[str, torch.Tensor]:
-        """Copy a row to the host: all of it, as it is behind the last token that it has taken in."""
+        """Copy a whole row to the host, in the state after its last token."""
         return {name: each[row].to("cpu", copy=True) for name, each in self._tensors.items()}
 
     @torch.inference_mode()

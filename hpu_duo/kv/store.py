@@ -170,7 +170,7 @@ class KVStore(NotPicklable):
 
 
 class UnitTensor(NamedTuple):
-    """The keys, or the values, of a group of heads of a layer that keeps blocks.
+    """The keys, or the values, of a group of heads of a layer that stores blocks.
 
     Attributes:
         name: distinct in a model.

@@ -106,51 +106,51 @@ class SharedPolicy(KVPolicy):
 
     @property
     def num_observed(self) -> int | None:
-        """As the policy says."""
+        """See the wrapped policy."""
         return self.policy.num_observed
 
     @property
     def weighs_decodes(self) -> bool:
-        """As the policy says."""
+        """See the wrapped policy."""
         return self.policy.weighs_decodes
 
     @property
     def marks_tokens(self) -> bool:
-        """As the policy says."""
+        """See the wrapped policy."""
         return self.policy.marks_tokens
 
     @property
     def has_scores(self) -> bool:
-        """As the policy says."""
+        """See the wrapped policy."""
         return self.policy.has_scores
 
     def first_score(self, token_class: torch.Tensor) -> torch.Tensor:
-        """Return what the policy says."""
+        """Return the result of the wrapped policy."""
         return self.policy.first_score(token_class)
 
     @property
     def pools_heads(self) -> bool:
-        """As the policy says."""
+        """See the wrapped policy."""
         return self.policy.pools_heads
 
     @property
     def num_ahead(self) -> int:
-        """As the policy says."""
+        """See the wrapped policy."""
         return self.policy.num_ahead
 
     @property
     def first_query(self) -> int:
-        """As the policy says."""
+        """See the wrapped policy."""
         return self.policy.first_query
 
     @property
     def positions_in_cache(self) -> bool:
-        """As the policy says."""
+        """See the wrapped policy."""
         return self.policy.positions_in_cache
 
     @property
     def needs_rotary(self) -> bool:
-        """As the policy says."""
+        """See the wrapped policy."""
         return self.policy.needs_rotary
 
     @property
@@ -163,7 +163,7 @@ class SharedPolicy(KVPolicy):
         self.policy.check(num_slots)
 
     def num_needed(self, max_len: int) -> int:
-        """Return what the policy says."""
+        """Return the result of the wrapped policy."""
         return self.policy.num_needed(max_len)
 
     def observe(self, slots: SlotView, mass: torch.Tensor) -> torch.Tensor:
@@ -183,5 +183,5 @@ class SharedPolicy(KVPolicy):
         return self.exchange.sum_of_copies(own) / self.exchange.num_copies
 
     def protects(self, slots: SlotView) -> torch.Tensor | None:
-        """Return what the policy says."""
+        """Return the result of the wrapped policy."""
         return self.policy.protects(slots)

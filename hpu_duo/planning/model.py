@@ -278,7 +278,7 @@ class ModelSize:
             if layer.window is not None:
                 counts.append(layer.num_kv_heads)
                 continue
-            # Heads [0, seen) hold floor(seen * share) retrieval heads: no layer is off by more than one.
+            # Heads [0, seen) include floor(seen * share) retrieval heads: no layer is off by more than one.
             before = seen * num_retrieval // self.num_full_kv_heads
             seen += layer.num_kv_heads
             counts.append(seen * num_retrieval // self.num_full_kv_heads - before)

@@ -529,7 +529,7 @@ def _of_member(schema: Mapping[str, Any], name: str) -> list[Any]:
         return [named[name]]
     found = []
     for pattern, each in patterns.items() if isinstance(patterns, Mapping) else ():
-        with suppress(re.error):  # the compiler tells
+        with suppress(re.error):  # reported by the compiler
             found += [each] if re.search(pattern, name) else []
     return found or [schema.get("additionalProperties")]
 

@@ -8,7 +8,7 @@ run, but for each row they compute the same kept set (a threshold on its scaled 
 selection found it) and then draw from it in the same way. The cumulative distribution is summed in integers
 of 2**-30, so the order in which a device adds up a row cannot change it.
 
-Ties: a token whose logit equals that of the last token kept by top-k or top-p is kept too. Greedy rows take
+Ties: a token whose logit equals that of the last token kept by top-k or top-p is kept too. Greedy rows choose
 the lowest token id among equals.
 """
 

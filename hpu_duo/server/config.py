@@ -66,7 +66,7 @@ class ServerConfig:
     answer_memory_bytes: int = option(
         2**30,
         "Most memory of the outputs of all calls together: 1GiB, or --max-answer-size if that is more. "
-        "With more, the call that takes most is ended and new ones get 503.",
+        "With more, the largest call is aborted and new ones get 503.",
         CALLS,
         name="answer_memory",
         metavar="SIZE",

@@ -130,7 +130,7 @@ class GenerationRequest(Fields):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[Name, Bias], BeforeValidator(_of_few)] | None = None
-    user: Name | None = Field(None, description="Who asks; for logs and for scheduling among users.")
+    user: Name | None = Field(None, description="User of the request, for logs and fair scheduling.")
     safety_identifier: Name | None = Field(None, description="The same, where user is left out.")
     prompt_cache_key: Name | None = Field(
         None, description="Has no effect: the prefix cache compares prompts themselves."
@@ -145,7 +145,8 @@ class GenerationRequest(Fields):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
-        None, description="Keep only so many tokens of the prompt; -1 for as many as fit beside max_tokens."
+        None,
+        description="Keep only this number of tokens of the prompt; -1 for as many as fit with max_tokens.",
     )
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="Where a prompt is truncated: left (by default) keeps its last tokens."

@@ -62,7 +62,9 @@ def make_budget(config: EngineConfig, max_len: int, name: str, budget: float) ->
     if cache.kv_prompt != "whole":
         return Budget(policy, num_slots, _chunk(config), scheduler.max_chunk_rows)
     if cache.enable_prefix_caching:
-        raise ValueError("kv_prompt='whole' takes up no cached prefix: expected enable_prefix_caching=False")
+        raise ValueError(
+            "kv_prompt='whole' does not support the prefix cache: expected enable_prefix_caching=False"
+        )
     holds_whole = scheduler.max_num_batched_tokens >= _needed_for_one_step(config, max_len)
     chunk = max_len if cache.kv_chunk is None and holds_whole else _chunk(config)
     if chunk >= max_len:

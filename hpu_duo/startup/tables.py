@@ -290,7 +290,7 @@ class GraphMemory:
         return self.max_captured_tokens is None or shape.query_len <= self.max_captured_tokens
 
     def kept_bytes(self, shape: BatchShape) -> int:
-        """Bytes that the graph of one bucket keeps: code, results, and working memory of its own."""
+        """Bytes of the graph of one bucket: code, results, and its own working memory."""
         if not self.captures(shape):
             return 0
         kept = self.kept.code_bytes * self.num_units + self.sizes.output_bytes(shape)
@@ -298,7 +298,7 @@ class GraphMemory:
         return kept + (self.sizes.transient_bytes(shape) if is_own else 0)
 
     def total_bytes(self, buckets: Iterable[BatchShape]) -> int:
-        """Bytes that the graphs of all buckets keep, with the pool if they share one."""
+        """Bytes of the graphs of all buckets, with the pool if they share one."""
         captured = [bucket for bucket in buckets if self.captures(bucket)]
         is_shared = self.kept.working is WorkingMemory.SHARED
         pool = max(map(self.sizes.transient_bytes, captured), default=0) if is_shared else 0
@@ -378,7 +378,7 @@ class StepTables:
         """The given buckets, or the default; none where steps run at their exact shapes.
 
         Raises:
-            ValueError: a given bucket points beyond the stores.
+            ValueError: a given bucket exceeds the stores.
         """
         limits = self.limits(memory)
         if limits not in self._made:
@@ -386,7 +386,7 @@ class StepTables:
         return self._made[limits]
 
     def adopt(self, memory: MemoryPlan, table: BucketTable) -> None:
-        """Take the buckets of another rank, whose heads may have led to others."""
+        """Replace the buckets by those of another rank, which may differ with its heads."""
         self._made[self.limits(memory)] = table
 
     def _make(self, limits: StepLimits) -> BucketTable:
@@ -412,7 +412,7 @@ class StepTables:
         return limits.largest if not len(table) else limits.largest | table.envelope
 
     def graph_bytes(self, memory: MemoryPlan, dtype_bytes: int) -> int:
-        """Device memory that the graphs of all buckets are estimated to take, with the staged inputs."""
+        """Estimated device memory of the graphs of all buckets, with the staged inputs."""
         kept = KEPT.get(self.backend.name, UNKNOWN)
         graphs = GraphMemory(
             kept,
@@ -446,14 +446,14 @@ def resolve_limits(
 
     Args:
         max_len: most tokens of a request that the model allows.
-        caches_prefixes: whether blocks are kept for later requests.
+        caches_prefixes: whether blocks are cached for later requests.
         reads_slice: whether a step costs what the slice of the store costs up to the last block it reads, so
             that blocks have to lie densely.
-        is_card: whether a step of few tokens takes long: on all devices but CPUs.
+        is_card: whether a step of few tokens is expensive: on all devices except CPUs.
         chunk_grid, last_chunk, shares_blocks: see ``StepLimits``.
 
     Raises:
-        ValueError: the blocks do not hold the user's ``max_model_len``.
+        ValueError: the blocks are too few for the configured ``max_model_len``.
     """
     moves = block_moves(scheduler.max_num_batched_tokens, memory.block_size)
     return StepLimits(
@@ -495,7 +495,7 @@ def check_table(table: BucketTable, limits: StepLimits) -> None:
 
 
 def default_table(limits: StepLimits, specs: Sequence[LayerSpec], text_config: Any) -> BucketTable:
-    """The buckets that are captured when none are given."""
+    """The default buckets."""
     skips = specs[0].impl is Implementation.SDPA
     rule = ExponentialRule(slack=1.25, merge_unique=True) if skips else None
     return BucketTable.exponential(limits, rule, model_cost(limits, specs, text_config))
@@ -504,7 +504,7 @@ def default_table(limits: StepLimits, specs: Sequence[LayerSpec], text_config: A
 def planned_table(limits: StepLimits, specs: Sequence[LayerSpec], text_config: Any) -> BucketTable:
     """As many buckets as the default has, planned for the stated workload: they pad a fraction of it.
 
-    Takes seconds, which is little beside the compilation of one of them on an accelerator.
+    Needs seconds, less than the compilation of one of them on an accelerator.
     """
     default = default_table(limits, specs, text_config)
     return plan_buckets(limits, len(default), default.cost, resolution=_QUICK)
@@ -526,7 +526,7 @@ def model_cost(limits: StepLimits, specs: Sequence[LayerSpec], text_config: Any)
 
 
 def _held_len(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int) -> int:
-    """Return ``max_len``, or fewer tokens if the blocks hold less and the user left the length open."""
+    """Return ``max_len``, or fewer tokens if fewer fit into the blocks and the length is not configured."""
     held = memory.max_tokens
     # The last token of a request is sampled and never cached.
     if held is None or max_len <= held + 1:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def unique_with_weights(inputs: PartInputs, ring: RingStep) -> tuple[Partial, torch.Tensor]:
     """Attention of decode rows of one token to leading slots of their ring, with the weight of each slot.
 
-    Sink logits take their share of the weights; the partial is without them.
+    Sink logits count in the weights; the partial is without them.
 
     Args:
         ring: ``seen`` is the number of leading slots that a row sees.

@@ -151,4 +151,4 @@ def test_pattern_show_says_the_same(pattern_of: Callable[..., Path], tmp_path: P
     shutil.copy(MODEL_DIR / "config.json", tmp_path / "config-only")
     alone = run("pattern", "show", PATTERN_DIR, "--model", tmp_path / "config-only")
     assert alone.exit_code == 0, alone.stderr
-    assert "cannot be told without its weights" in " ".join(alone.stdout.split())
+    assert "cannot be determined without its weights" in " ".join(alone.stdout.split())

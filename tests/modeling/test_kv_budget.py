@@ -224,7 +224,7 @@ def test_positions_of_a_running_request_can_be_asked_for(zoo: Zoo) -> None:
         ({"kv_policy": "fixed:stride=4,columns=5"}, "columns <= stride"),
         ({"kv_policy": "strided:stride=0"}, "stride >= 1"),
         ({"kv_prompt": "half"}, "'chunks' or 'whole', got 'half'"),
-        ({**WHOLE, "enable_prefix_caching": True}, "takes up no cached prefix"),
+        ({**WHOLE, "enable_prefix_caching": True}, "does not support the prefix cache"),
     ],
 )
 def test_what_a_budget_does_not_serve_is_refused(zoo: Zoo, options: dict[str, Any], message: str) -> None:

@@ -138,7 +138,7 @@ def test_stores_take_what_the_memory_plan_says(zoo: Zoo) -> None:
         ({"kv_chunk": 2}, "chunks of at least 3 tokens, got 2"),
         ({"kv_policy": "snapkv:window=6,kernel=3"}, "chunks of at least 7 tokens, got 6"),
         ({"kv_policy": "expected-attention:sink=2"}, "counts all queries of a whole prompt: .* at least 85"),
-        ({"enable_prefix_caching": True}, "takes up no cached prefix"),
+        ({"enable_prefix_caching": True}, "does not support the prefix cache"),
     ],
 )
 def test_what_is_not_served_is_refused(zoo: Zoo, options: dict[str, Any], message: str) -> None:

@@ -50,7 +50,7 @@ class Answer(Protocol):
         ...
 
     def pieces(self) -> AsyncIterator[bytes]:
-        """The body piece by piece; it is read no faster than pieces are taken.
+        """The body in chunks, with backpressure.
 
         Raises:
             BrokenError: it did not end as it should.
@@ -386,7 +386,7 @@ class HttpAnswer:
             raise BrokenError(str(error)) from error
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body piece by piece; it is read no faster than pieces are taken.
+        """The body in chunks, with backpressure.
 
         Raises:
             BrokenError: it did not end as it should.

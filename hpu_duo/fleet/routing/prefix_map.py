@@ -263,7 +263,7 @@ class RadixTree:
             return {}
         if len(parent.children) == 1:
             (child,) = parent.children.values()
-            # Joining takes time for each child; otherwise two nodes stay that could be one.
+            # Merging costs time for each child, so some mergeable nodes are not merged.
             if child.holders.keys() == parent.holders.keys() and len(child.children) <= MOST_OF_ONE:
                 return _join(parent, child)
         return {}

@@ -94,9 +94,9 @@ class Router(ABC):
 
     A caller calls ``choose``, sends the request, and calls ``dispatched``; then ``first_token``, and at the
     end ``finished`` or ``failed``. ``route`` does the first two in one. Times are seconds of any monotonic
-    clock. A replica that is lost takes its requests, its load and what was known of its cache with it.
-    ``finished`` or ``failed`` is called for these requests as well, or they are sent again; it only frees
-    what is stored of them.
+    clock. With a lost replica its requests, its load and its assumed cache are removed. ``finished`` or
+    ``failed`` is called for these requests as well, or they are sent again; it only frees what is stored of
+    them.
 
     Assumptions about caches may be wrong in either direction, which costs time only: a replica computes what
     it has not cached.
@@ -296,8 +296,7 @@ class RoundRobin(Router):
 
 
 class LeastLoaded(RoundRobin):
-    """Sends each request to the replica with the fewest open ones; then fewest prompt tokens; then
-    round-robin."""
+    """Sends each request to the replica with the fewest open ones, then fewest prompt tokens, in turn."""
 
     def _pick(self, request: RoutedRequest, offered: Sequence[str], now: float) -> str:
         return min(
