@@ -69,7 +69,7 @@ def test_entries_name_layers_and_heads_and_others_keep_the_default(tmp_path: Pat
         ({**SHAPE, "default": {"keep": "h2o", "budget": float("inf")}}, "a whole number of tokens, got inf"),
         ({**SHAPE, "heads": [{"keep": "all"}, {"heads": 1, "keep": "all"}]}, "names head 1 of layer 0 again"),
         ({**SHAPE, "default": {"keep": "h2o"}}, "default: expected a budget for 'h2o', got None"),
-        ({**SHAPE, "default": {"keep": "all", "budget": 3}}, "expected no budget where 'all' is kept"),
+        ({**SHAPE, "default": {"keep": "all", "budget": 3}}, "expected no budget for 'all'"),
         ({**SHAPE, "default": {"keep": "h2o", "budget": 2.5}}, "a whole number of tokens, got 2.5"),
         ({**SHAPE, "default": {"keep": 3}}, "expected all, ring or a KV policy, got 3"),
     ],

@@ -19,7 +19,7 @@ _PLACES = {"layers", "heads"}
 
 @dataclass(frozen=True)
 class Keep:
-    """What a head stores of each request.
+    """The choice of a head: the tokens of each request that it stores.
 
     Attributes:
         what: ``all``, a ring such as ``ring:sink=4,recent=252``, or a KV policy with options, such as
