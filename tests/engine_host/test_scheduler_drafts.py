@@ -14,7 +14,7 @@ from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.request import FinishReason, Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.scheduling import SchedulingPolicy, VirtualTokenCounter
-from tests.engine_host.planning import LIMITS, planned, shares_of
+from tests.engine_host.planning import LIMITS, add, planned, shares_of, stepped
 from tests.engine_host.simulated_device import EOS, SimulatedDevice
 
 DRAFTS = replace(LIMITS, max_num_batched_tokens=16, decode_len=4)
@@ -133,3 +133,34 @@ def test_what_is_computed_behind_the_token_that_ends_a_request_is_not_cached(use
     scheduler = _ended_by_the_second_of_four(caches_prefixes=True, uses_rows=uses_rows)
     assert scheduler.allocations.prefixes is not None
     assert not list(scheduler.allocations.prefixes.tree)
+
+
+def test_drafts_take_free_blocks_only_and_give_back_what_is_rejected() -> None:
+    scheduler = Scheduler(replace(DRAFTS, num_blocks=3))
+    scheduler.propose = lambda _, most: [7] * most
+    one, other = add(scheduler, "a", 2), add(scheduler, "b", 2)
+    stepped(scheduler)
+    plan = planned(scheduler)
+    assert shares_of(plan) == [("a", 2, 4), ("b", 2, 2)]
+    scheduler.commit(plan, [7] * 6, [1, 1])
+    assert (one.num_blocks, other.num_blocks) == (1, 1)
+    plan = planned(scheduler)
+    assert shares_of(plan) == [("a", 3, 4), ("b", 3, 1)]
+    scheduler.commit(plan, [7] * 5, [4, 1])
+    assert (one.num_blocks, one.num_computed_tokens, other.num_blocks) == (2, 7, 1)
+    # What was accepted fills two of three blocks, so the second request is preempted as without drafts.
+    assert shares_of(planned(scheduler)) == [("a", 7, 2)]
+    assert other.num_computed_tokens == 0
+
+
+def test_drafts_leave_tokens_of_a_step_to_prompts() -> None:
+    scheduler = Scheduler(replace(DRAFTS, num_blocks=40))
+    scheduler.propose = lambda _, most: [7] * most
+    add(scheduler, "a", 2)
+    stepped(scheduler)
+    add(scheduler, "b", 13)
+    plan = planned(scheduler)
+    assert shares_of(plan) == [("a", 2, 3), ("b", 0, 13)]
+    scheduler.commit(plan, [7] * 4, [3, 1])
+    add(scheduler, "c", 30)
+    assert shares_of(planned(scheduler)) == [("a", 5, 1), ("b", 13, 1), ("c", 0, 14)]
