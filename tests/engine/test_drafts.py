@@ -108,7 +108,7 @@ def _cases() -> Iterator[Any]:
         yield pytest.param(sizes, params, guess, marks=[] if is_fast else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("sizes", "params", "guess"), _cases())
+@pytest.mark.parametrize(("sizes", "params", "guess"), list(_cases()))
 def test_outputs_are_those_without_a_drafter(tiny: Tiny, sizes: str, params: str, guess: str) -> None:
     plain, drafting = tiny.load(**SIZES[sizes]), tiny.load(**SIZES[sizes], decode_len=DECODE_LEN)
     compare(plain, drafting, GUESSES[guess], PARAMS[params])
