@@ -21,8 +21,13 @@ from hpu_duo.engine.outputs import ContinuationScore
 from hpu_duo.engine.stats import EngineStats
 from hpu_duo.generation import as_eos_ids
 from hpu_duo.modeling.hub import find_checkpoint
-from hpu_duo.modeling.loading import load_tokenizer, read_config, read_generation_config
-from hpu_duo.modeling.loading_arguments import LoadingArguments, described
+from hpu_duo.modeling.loading import (
+    LoadingArguments,
+    described,
+    load_tokenizer,
+    read_config,
+    read_generation_config,
+)
 from hpu_duo.not_picklable import NotPicklable
 from hpu_duo.startup.assembly import assemble
 from hpu_duo.startup.recorded_steps import StepRecorder, origin_of

@@ -40,7 +40,7 @@ TORCH_INTERNALS = (
     "graphs.backends.base",
     "graphs.backends.inductor",
     "hpu_duo.lab.audit.fake_tensors",
-    "hpu_duo.device.exchange",
+    "hpu_duo.device.collectives",
     "hpu_duo.modeling.packed_linear",
     "hpu_duo.device.rules",
     "hpu_duo.lab.sim.tensor",

@@ -26,7 +26,7 @@ class CacheConfig:
             ``max_model_len`` tokens need, within ``device_memory_utilization``.
         enable_prefix_caching: see ``hpu_duo.kv.prefix``.
         num_prefix_snapshots: snapshots of rings for cached prefixes; None = as many as requests run, in at
-            most an eighth of the bytes of all other stores (``hpu_duo.kv.snapshots``). A model whose heads
+            most an eighth of the bytes of all other stores (``hpu_duo.kv.row_state``). A model whose heads
             all store blocks needs none.
         kv_policy: eviction policy of heads with a budget: one of ``hpu_duo.heads.eviction.KV_POLICIES``, with
             options: ``h2o:recent=0.25``. These are the streaming heads of a head pattern, or all heads

@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from graphs.atomic_file import replacing
 from hpu_duo.kv.row_state import RowState
 from hpu_duo.kv.store import KVStore, UnitTensor, block_tensors
+from hpu_duo.modeling.config_checks import served_len, short_len
 from hpu_duo.modeling.hub import model_fingerprint
-from hpu_duo.modeling.rope import served_len, short_len
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,4 +1,4 @@
-"""Checks that ranks exchange data correctly, before anything runs on several."""
+"""Exchanges of tensors between ranks inside a step, and checks of them before anything runs on several."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed
 import torch.distributed as dist
 
 from hpu_duo.device import (
@@ -19,10 +20,35 @@ from hpu_duo.device import (
     runtime_for,
     usable_name,
 )
-from hpu_duo.device.exchange import gather_from_ranks, send_to_ranks, sum_over_ranks
 from hpu_duo.device.processes import cores_by_device
 from hpu_duo.device.ranks import Membership, RankError, Ranks
 from hpu_duo.device.runtime import DeviceRuntime
+
+assert torch.distributed.is_available(), "its import defines the operators"
+_OPERATORS = torch.ops._c10d_functional
+
+
+def sum_over_ranks(tensor: torch.Tensor, group: str) -> torch.Tensor:
+    """Return the sum of a tensor over all ranks, of the same shape, on each of them.
+
+    Args:
+        group: name of the ranks' process group.
+    """
+    return _OPERATORS.wait_tensor(_OPERATORS.all_reduce(tensor.contiguous(), "sum", group))
+
+
+def send_to_ranks(tensor: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
+    """Send entry ``r`` of a tensor ``[num_ranks, ...]`` to rank ``r``; returns what all sent here, alike."""
+    one_each = [1] * num_ranks
+    sent = _OPERATORS.all_to_all_single(tensor.contiguous(), one_each, one_each, group)
+    return _OPERATORS.wait_tensor(sent)
+
+
+def gather_from_ranks(tensor: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
+    """Return the tensors ``[A, ...]`` of all ranks one after the other, ``[num_ranks * A, ...]``."""
+    gathered = _OPERATORS.all_gather_into_tensor(tensor.contiguous(), num_ranks, group)
+    return _OPERATORS.wait_tensor(gathered)
+
 
 _NUM_VALUES = 251
 """A prime, so that no two chunks of a ring are alike."""

@@ -15,7 +15,7 @@ import torch
 from graphs import BatchShape, BucketTable, DeviceInputs, GraphCache, Layout, MissPolicy
 from graphs.interrupts import interrupts_deferred
 from hpu_duo.device import DeviceRuntime
-from hpu_duo.device.exchange import gather_from_ranks
+from hpu_duo.device.collectives import gather_from_ranks
 from hpu_duo.device.ranks import Ranks, WorkerRanks
 from hpu_duo.engine.batch import RowCounts, StepGeometry
 from hpu_duo.engine.compile_watch import CompileWatch, Counts

@@ -12,8 +12,7 @@ from graphs import BatchShape, BucketTable, Miss, Phase, StepLimits
 from hpu_duo.engine.batch import exact_shape
 from hpu_duo.engine.drafts import Propose, append_tokens
 from hpu_duo.engine.prefixes import PrefixHolding, PrefixSharing
-from hpu_duo.engine.siblings import ParallelSamples
-from hpu_duo.engine.step_plan import CommittedToken, StepDraft, StepPlan
+from hpu_duo.engine.step_plan import CommittedToken, ParallelSamples, StepDraft, StepPlan
 from hpu_duo.kv.allocations import KVAllocations
 from hpu_duo.kv.prefix import PrefixHit
 from hpu_duo.request import FinishReason, Request, RequestStatus

@@ -9,7 +9,7 @@ from hpu_duo.kv.copies import Copy, RowCopy
 from hpu_duo.kv.holds import Adoption, PrefixHolds
 from hpu_duo.kv.pool import BlockMove, BlockPool
 from hpu_duo.kv.prefix_tree import NO_BLOCK, PrefixNode, PrefixTree
-from hpu_duo.kv.snapshots import Snapshots
+from hpu_duo.kv.row_state import Snapshots
 from hpu_duo.prefix_hold import PrefixHold
 from hpu_duo.request import Request
 

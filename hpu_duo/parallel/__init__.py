@@ -3,16 +3,16 @@
 ``loading`` and ``share_trial`` need transformers' models and are imported by their own names.
 """
 
-from hpu_duo.parallel.config import RankHeads, narrowed_config, placed
-from hpu_duo.parallel.exchanged_bytes import (
+from hpu_duo.parallel.config import ExpertShare, RankHeads, narrowed_config, placed
+from hpu_duo.parallel.head_exchange import (
+    ContextParallelBlocks,
     Exchanged,
+    HeadExchange,
     HeadExchanges,
     StepExchanges,
     head_exchanges,
     summed_score_bytes,
 )
-from hpu_duo.parallel.experts import ExpertShare
-from hpu_duo.parallel.head_exchange import ContextParallelBlocks, HeadExchange
 from hpu_duo.parallel.modules import Sums, connect
 from hpu_duo.parallel.shared_scores import ScoreExchange, SharedPolicy
 

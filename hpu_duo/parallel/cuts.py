@@ -16,8 +16,7 @@ from hpu_duo.device.ranks import Ranks
 from hpu_duo.heads.permute import FUSED_KNOWN, FUSED_UNKNOWN, KV_NORMS, OUTPUTS, QUERY_NORMS
 from hpu_duo.modeling.attention import Trial, attending
 from hpu_duo.modeling.probe import DecoderLayer, refusing
-from hpu_duo.parallel.config import RankHeads, padded_vocab
-from hpu_duo.parallel.experts import ExpertShare, routed_experts
+from hpu_duo.parallel.config import ExpertShare, RankHeads, padded_vocab, routed_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,9 +14,8 @@ from torch import nn
 from hpu_duo.device.ranks import Ranks
 from hpu_duo.modeling.loading import build_without_weights, load_state
 from hpu_duo.modeling.probe import DecoderLayer
-from hpu_duo.parallel.config import RankHeads, check_plan, narrowed_config
+from hpu_duo.parallel.config import ExpertShare, RankHeads, check_plan, narrowed_config
 from hpu_duo.parallel.cuts import Cut, Cutter, Fit, head_sizes
-from hpu_duo.parallel.experts import ExpertShare
 from hpu_duo.parallel.modules import token_tables
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from hpu_duo.device.exchange import sum_over_ranks
+from hpu_duo.device.collectives import sum_over_ranks
 from hpu_duo.device.ranks import Ranks
 from hpu_duo.heads.permute import KV_NORMS, QUERY_NORMS
 from hpu_duo.modeling.probe import DecoderLayer, refusing

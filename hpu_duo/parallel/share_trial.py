@@ -16,9 +16,8 @@ from hpu_duo.device.ranks import Ranks
 from hpu_duo.modeling.attention import AttentionCall, LayerKind, Trial, attending
 from hpu_duo.modeling.loading import build_without_weights
 from hpu_duo.modeling.probe import DecoderLayer, read_layers, refusing
-from hpu_duo.parallel.config import RankHeads, narrowed_config
+from hpu_duo.parallel.config import ExpertShare, RankHeads, narrowed_config
 from hpu_duo.parallel.cuts import Cutter, Fit
-from hpu_duo.parallel.experts import ExpertShare
 from hpu_duo.parallel.loading import make_cutter
 from hpu_duo.parallel.modules import NormFormula, Sums
 

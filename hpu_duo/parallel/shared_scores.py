@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hpu_duo.device.exchange import sum_over_ranks
+from hpu_duo.device.collectives import sum_over_ranks
 from hpu_duo.device.ranks import Ranks
 from kernels_ref import FutureQueries, KVPolicy, SlotView
 

@@ -16,7 +16,14 @@ if TYPE_CHECKING:
         step_cost,
         step_limits,
     )
-    from hpu_duo.planning.engine_work import EngineWork, busiest_rank
+    from hpu_duo.planning.engine_work import (
+        SECONDS_PER_GRAPH,
+        TRACE_S_PER_OPERATOR,
+        EngineWork,
+        WarmUp,
+        busiest_rank,
+        graph_scale,
+    )
     from hpu_duo.planning.fit import PublishedRow, published_rows, published_sources, split_rows
     from hpu_duo.planning.kept import KeptByHeads
     from hpu_duo.planning.model import (
@@ -39,7 +46,6 @@ if TYPE_CHECKING:
         predict_seconds,
         roof_seconds,
     )
-    from hpu_duo.planning.warm_up import SECONDS_PER_GRAPH, TRACE_S_PER_OPERATOR, WarmUp, graph_scale
     from hpu_duo.planning.work import (
         FUSED,
         PORTABLE,
@@ -134,10 +140,10 @@ _HOMES = {
     "Seconds": "hpu_duo.planning.roofline",
     "predict_seconds": "hpu_duo.planning.roofline",
     "roof_seconds": "hpu_duo.planning.roofline",
-    "SECONDS_PER_GRAPH": "hpu_duo.planning.warm_up",
-    "TRACE_S_PER_OPERATOR": "hpu_duo.planning.warm_up",
-    "WarmUp": "hpu_duo.planning.warm_up",
-    "graph_scale": "hpu_duo.planning.warm_up",
+    "SECONDS_PER_GRAPH": "hpu_duo.planning.engine_work",
+    "TRACE_S_PER_OPERATOR": "hpu_duo.planning.engine_work",
+    "WarmUp": "hpu_duo.planning.engine_work",
+    "graph_scale": "hpu_duo.planning.engine_work",
     "Formats": "hpu_duo.planning.work",
     "Step": "hpu_duo.planning.work",
     "Work": "hpu_duo.planning.work",

@@ -14,12 +14,11 @@ from hpu_duo.config.limits import CARD_LIMITS, HPU_LAYER_KINDS, CacheConfig, Sch
 from hpu_duo.heads import HeadPattern
 from hpu_duo.kv.allocations import block_moves
 from hpu_duo.kv.plan import LayerKV, MemoryPlan, chunk_grid, last_chunk, ring_slack, widest_row
-from hpu_duo.kv.snapshots import default_snapshots_within
-from hpu_duo.planning.engine_work import EngineWork
+from hpu_duo.kv.row_state import default_snapshots_within
+from hpu_duo.planning.engine_work import EngineWork, WarmUp
 from hpu_duo.planning.kept import KeptByHeads
 from hpu_duo.planning.model import Format, Hardware, ModelSize
 from hpu_duo.planning.roofline import ERROR_FACTORS, FITTED, Prediction
-from hpu_duo.planning.warm_up import WarmUp
 from hpu_duo.planning.work import Formats, Step, kernels_of
 from kernels_ref import Implementation
 

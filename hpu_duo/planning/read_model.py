@@ -8,8 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hpu_duo.modeling.config_checks import check_numbers, refusal, refuse_adapter, refuse_quantised
-from hpu_duo.modeling.rope import positions_served
+from hpu_duo.modeling.config_checks import (
+    check_numbers,
+    positions_served,
+    refusal,
+    refuse_adapter,
+    refuse_quantised,
+)
 from hpu_duo.planning.model import PLAIN_FAMILIES, AttentionSize, ModelSize, plain_model
 
 _NUMBER = (int, float)

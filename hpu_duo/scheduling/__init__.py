@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 from hpu_duo.option_spec import call_with_options
-from hpu_duo.scheduling.cache_aware import CachedShareGroups, DepthFirst, LongestPrefixMatch
 from hpu_duo.scheduling.policy import ArrivalOrder, CachedPrefix, SchedulingPolicy, Waiting
 from hpu_duo.scheduling.ranked import (
     FirstComeFirstServed,
@@ -14,7 +13,13 @@ from hpu_duo.scheduling.ranked import (
     ShortestJobFirst,
     ShortestRemainingFirst,
 )
-from hpu_duo.scheduling.vtc import DeficitLongestPrefixMatch, VirtualTokenCounter
+from hpu_duo.scheduling.vtc import (
+    CachedShareGroups,
+    DeficitLongestPrefixMatch,
+    DepthFirst,
+    LongestPrefixMatch,
+    VirtualTokenCounter,
+)
 
 __all__ = [
     "POLICIES",

@@ -18,6 +18,7 @@ from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.garbage import collector_paused
 from hpu_duo.heads.eviction.fastgen import TokenClassifier
+from hpu_duo.modeling.config_checks import NoPositionsError, frequencies_note
 from hpu_duo.modeling.loading import (
     build_without_weights,
     dtype_note,
@@ -26,7 +27,6 @@ from hpu_duo.modeling.loading import (
     resolve_dtype,
 )
 from hpu_duo.modeling.probe import probe, read_layers
-from hpu_duo.modeling.rope import NoPositionsError, frequencies_note
 from hpu_duo.request import TokenLimits
 from hpu_duo.scheduling import make_policy
 from hpu_duo.startup.blueprint import fix_served_len, request_len

@@ -16,11 +16,11 @@ from hpu_duo.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from hpu_duo.heads import HeadPattern
 from hpu_duo.heads.eviction import make_kv_policy
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
-from hpu_duo.kv.snapshots import default_snapshots, default_snapshots_within
+from hpu_duo.kv.row_state import default_snapshots, default_snapshots_within
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.attention import LiveRows
+from hpu_duo.modeling.config_checks import fix_frequencies, positions_served, served_len, short_len
 from hpu_duo.modeling.probe import DecoderLayer, rotary_frequencies
-from hpu_duo.modeling.rope import fix_frequencies, positions_served, served_len, short_len
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.startup.heads import ChosenHeads, HeadAssignment, choose_heads
 from hpu_duo.startup.kv_budget import resolve_kv_budget

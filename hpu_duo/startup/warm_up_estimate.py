@@ -23,9 +23,8 @@ from hpu_duo.engine.engine import Engine
 from hpu_duo.modeling.loading import read_config, resolve_dtype
 from hpu_duo.modeling.transformers_internals import NAME_OR_PATH
 from hpu_duo.parallel.config import NARROWED
-from hpu_duo.planning.engine_work import mean_launches
-from hpu_duo.planning.warm_up import SECONDS_PER_GRAPH, TRACE_S_PER_OPERATOR, graph_scale
-from hpu_duo.planning.warm_up import UNKNOWN as UNKNOWN_SECONDS
+from hpu_duo.planning.engine_work import SECONDS_PER_GRAPH, TRACE_S_PER_OPERATOR, graph_scale, mean_launches
+from hpu_duo.planning.engine_work import UNKNOWN as UNKNOWN_SECONDS
 from hpu_duo.planning.work import FUSED, PORTABLE, PUBLISHED_LAYER_LAUNCHES, GroupSizes
 from hpu_duo.startup.tables import KEPT, GraphMemory, Kept, StepSizes
 from hpu_duo.startup.tables import UNKNOWN as UNKNOWN_KEPT

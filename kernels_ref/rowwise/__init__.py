@@ -4,7 +4,6 @@ A program is interpreted, so a new one costs microseconds and needs no compiler;
 built once per machine. ``is_available`` is False where it cannot be built.
 """
 
-from kernels_ref.rowwise.library import is_available
 from kernels_ref.rowwise.program import (
     INDEX_TYPES,
     MAX_DIMS,
@@ -16,6 +15,7 @@ from kernels_ref.rowwise.program import (
     Register,
     RowProgram,
     Rows,
+    is_available,
 )
 
 __all__ = [

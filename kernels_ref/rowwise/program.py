@@ -1,16 +1,23 @@
-"""Fused elementwise programs: instructions on registers of some rows at a time."""
+"""Fused elementwise programs: instructions on registers of some rows at a time, and their interpreter."""
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, auto
+from functools import cache
 from math import prod
+from pathlib import Path
+from threading import Lock
 from weakref import WeakValueDictionary
 
 import torch
+
+from kernels_ref.native import BuildError, build
+from kernels_ref.x86.library import is_supported
 
 
 class Code(IntEnum):
@@ -395,3 +402,39 @@ def _merged(
     kept = [prod(sizes[d] for d in each) for each in dims]
     steps = [[each[dim[-1]] for dim in dims] for each in strides]
     return kept, steps, {dim[0]: place for place, dim in enumerate(dims) if dim[0] in apart}
+
+
+_lock = Lock()
+_VECTORS = {
+    "AVX512": (
+        "-mavx512f",
+        "-mavx512dq",
+        "-mavx512vl",
+        "-mavx512bw",
+        "-mfma",
+        "-mprefer-vector-width=512",
+        "-DCPU_CAPABILITY_AVX512",
+    ),
+    "AVX2": ("-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY_AVX2"),
+}
+
+
+def is_available() -> bool:
+    """Whether the operators are available. False, with one warning, where they cannot be built."""
+    with _lock:
+        return _load()
+
+
+@cache
+def _load() -> bool:
+    capability = torch.backends.cpu.get_cpu_capability()
+    vectors = _VECTORS.get(capability, ())
+    if capability == "AVX512" and is_supported():
+        vectors = (*vectors, "-mavx512bf16")
+    source = Path(__file__).parent / "rowwise.cpp"
+    try:
+        torch.ops.load_library(build("rowwise", [source], ("-O3", "-fopenmp", *vectors)))
+    except (BuildError, OSError) as error:
+        warnings.warn(f"small operators of a step run one by one: {error}", stacklevel=2)
+        return False
+    return True

@@ -26,8 +26,8 @@ from hpu_duo.planning import (
     graph_scale,
 )
 from hpu_duo.planning import TRACE_S_PER_OPERATOR as PER_NODE
+from hpu_duo.planning.engine_work import BucketGraphs
 from hpu_duo.planning.fit import dense_model
-from hpu_duo.planning.warm_up import BucketGraphs
 from kernels_ref import Rings
 from tests.cost.sizes import models, tiny
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from hpu_duo.device import exchange
+from hpu_duo.device import collectives
 from hpu_duo.device.heartbeats import Lateness, waits_for_others
 
 
@@ -51,7 +51,7 @@ def test_a_thread_waits_for_others_inside_exchanges_alone() -> None:
 
     def sums() -> None:
         with suppress(TimeoutError):
-            exchange.sum_over_ranks(Blocking(), "")  # type: ignore[arg-type]
+            collectives.sum_over_ranks(Blocking(), "")  # type: ignore[arg-type]
 
     def waits() -> None:
         with suppress(TimeoutError):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpu_duo import HPUDuoModel
-from hpu_duo.modeling.loading_arguments import LoadingArguments
+from hpu_duo.modeling.loading import LoadingArguments
 from tests.engine.tiny import Tiny
 
 REFUSED = {

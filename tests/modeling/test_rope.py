@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, PretrainedConfig
 
 from hpu_duo import HPUDuoModel
-from hpu_duo.modeling.rope import (
+from hpu_duo.modeling.config_checks import (
     NoPositionsError,
     fix_frequencies,
     longest_served,

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class ThreadRanks:
-    """Carries out the exchanges of ranks that are threads; see ``hpu_duo.device.exchange``.
+    """Carries out the exchanges of ranks that are threads; see ``hpu_duo.device.collectives``.
 
     Attributes:
         sent_bytes: of each exchange, what rank 0 has given.

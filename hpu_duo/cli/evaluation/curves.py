@@ -514,8 +514,8 @@ class _Comparison:
             return subject
 
     def _max_len(self) -> int:
+        from hpu_duo.modeling.config_checks import served_len
         from hpu_duo.modeling.loading import read_config
-        from hpu_duo.modeling.rope import served_len
 
         return served_len(read_config(self.directory).get_text_config(), None)
 

@@ -33,8 +33,8 @@ def default_contexts(max_positions: int) -> list[int]:
 def report_fields(model: ModelSize, serving: Serving, found: list[Capacity]) -> dict[str, Any]:
     """The report as JSON values: bytes, seconds, tokens per second."""
     from hpu_duo.planning import ERROR_FACTORS, FITTED, published_rows, split_rows
+    from hpu_duo.planning.engine_work import UNKNOWN
     from hpu_duo.planning.fit import median_error
-    from hpu_duo.planning.warm_up import UNKNOWN
 
     hardware = asdict(serving.hardware)
     return {

@@ -126,8 +126,8 @@ def _graphs(warm_up: WarmUp) -> str:
 def caveats(serving: Serving, found: Sequence[Capacity]) -> list[str]:
     """Say how sure the figures are, and which of them the engine cannot reach yet."""
     from hpu_duo.planning import FITTED, Format, published_rows, split_rows
+    from hpu_duo.planning.engine_work import UNKNOWN
     from hpu_duo.planning.fit import median_error
-    from hpu_duo.planning.warm_up import UNKNOWN
 
     rows = published_rows()
     held_out = split_rows(rows)[1]

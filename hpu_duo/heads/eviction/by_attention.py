@@ -1,4 +1,4 @@
-"""Eviction by the attention that tokens receive: H2O and TOVA."""
+"""Eviction by the attention that tokens receive: H2O, TOVA and SnapKV."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import ClassVar
 
 import torch
 
-from hpu_duo.heads.eviction.positions import PolicyWithPositions
+from hpu_duo.heads.eviction.by_position import PolicyWithPositions
 from kernels_ref import SlotView
+from kernels_ref.groups.budget_slots import look_up, text_order
 
 
 @dataclass(frozen=True)
@@ -110,3 +111,74 @@ class TOVA(PolicyWithPositions):
     def protects(self, slots: SlotView) -> torch.Tensor | None:
         """The newest tokens, if configured."""
         return slots.position >= slots.end - self.protect if self.protect else None
+
+
+@dataclass(frozen=True)
+class SnapKV(PolicyWithPositions):
+    """Keeps the tokens that the last queries attend to, smoothed over neighbours, and the newest tokens.
+
+    The score of a token of a prompt is the mean weight of the last ``window`` queries of the chunk on it,
+    over the query heads that share its key, averaged over ``kernel`` stored neighbours in the order of the
+    text. The published method ends with the prompt and keeps all generated tokens. Here a decode moves the
+    mean, as one query of ``window``, without smoothing.
+
+    Source: arXiv:2404.14469; average pooling over 5, as in its code.
+
+    Attributes:
+        window: queries that are observed, and newest tokens that stay.
+        kernel: neighbours that are averaged, itself included, an odd number.
+    """
+
+    window: int = 32
+    kernel: int = 5
+    name: ClassVar[str] = "snapkv"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(
+                f"expected window >= 1 and an odd kernel for kv_policy {self.name!r}, "
+                f"got window={self.window} kernel={self.kernel}"
+            )
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Name and options."""
+        return self.key_of(self.window, self.kernel)
+
+    @property
+    def num_observed(self) -> int | None:
+        """The window."""
+        return self.window
+
+    def check(self, num_slots: int) -> None:
+        """Raise ValueError for a budget that the window fills."""
+        if self.window > num_slots:
+            raise ValueError(
+                f"kv_policy {self.name!r} with window={self.window} needs a budget of at least {self.window} "
+                f"slots, got {num_slots}"
+            )
+
+    def observe(self, slots: SlotView, mass: torch.Tensor) -> torch.Tensor:
+        """Replace scores by smoothed means after a chunk, and update a moving mean after a decode."""
+        tiny = torch.finfo(torch.float32).tiny
+        mean = mass / torch.clamp(mass.sum(dim=-1, keepdim=True), min=tiny)
+        if not slots.is_chunk:
+            return slots.score + (mean - slots.score) / self.window
+        return self._smooth(slots, mean)
+
+    def _smooth(self, slots: SlotView, mean: torch.Tensor) -> torch.Tensor:
+        if self.kernel == 1:
+            return mean
+        order, place = text_order(slots.position.expand(mean.shape), slots.valid)
+        side = self.kernel // 2
+        padded = torch.nn.functional.pad(look_up(mean, order), (side, side))
+        length = mean.shape[-1]
+        total = padded[..., :length]
+        for shift in range(1, self.kernel):
+            total = total + padded[..., shift : shift + length]
+        return look_up(total / self.kernel, place)
+
+    def protects(self, slots: SlotView) -> torch.Tensor:
+        """The newest tokens."""
+        return slots.position >= slots.end - self.window

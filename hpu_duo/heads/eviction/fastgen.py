@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpu_duo.heads.eviction.positions import PolicyWithPositions
+from hpu_duo.heads.eviction.by_position import PolicyWithPositions
 from kernels_ref import SlotView, TokenClass
 
 _MARK = 1e9

@@ -19,8 +19,13 @@ from pydantic import BaseModel
 from hpu_duo import __version__
 from hpu_duo.server.answers.answer import as_json
 from hpu_duo.server.http.auth import PREFIX_NAMESPACE
-from hpu_duo.server.http.middleware import REQUEST_ID, JsonRoute, add_guards, install_error_handlers
-from hpu_duo.server.http.page_routes import page_routes
+from hpu_duo.server.http.middleware import (
+    REQUEST_ID,
+    JsonRoute,
+    add_guards,
+    install_error_handlers,
+    page_routes,
+)
 from hpu_duo.server.planning.plan import checked_text
 from hpu_duo.server.protocol import (
     ChatRequest,
