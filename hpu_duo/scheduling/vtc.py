@@ -1,4 +1,4 @@
-"""Fair shares and cached prefixes: virtual token counters, cache-aware order, deficit longest prefix match."""
+"""Fair shares and cached prefixes: virtual token counters, cache-aware order, and deficit longest match."""
 
 from __future__ import annotations
 
