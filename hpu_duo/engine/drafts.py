@@ -74,10 +74,10 @@ def num_verified(
     errors: Mapping[int, tuple[int, Exception]],
     counters: StepCounters,
 ) -> list[int]:
-    """Return the number of tokens that each of ``plan.sampled_rows`` takes.
+    """Return the number of accepted tokens of each of ``plan.sampled_rows``.
 
-    A row takes sampled tokens up to the first one that differs from its draft: what is sampled behind that is
-    sampled behind a wrong token. Forced tokens are drafts that never differ.
+    Sampled tokens are accepted up to the first one that differs from its draft: later ones follow a wrong
+    token. Forced tokens are drafts that never differ.
 
     Args:
         token_ids: ``num_samples`` for each of these rows, row after row.
