@@ -82,8 +82,10 @@ class ModelConfig:
     )
     score_bytes: int = option(
         64 << 20,
-        "Most bytes of the scores, or of the mask where none are made, of one chunk of context; with more "
-        "memory for it, chunks are larger and fewer.",
+        (
+            "Most bytes of the scores, or of the mask in fused attention, of one chunk of context; "
+            "with more memory, chunks are larger and fewer."
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -133,8 +135,10 @@ class HeadConfig:
     )
     max_layer_kinds: int | None = option(
         None,
-        "Most kinds of layers, each compiled for every bucket; the fewest heads that a pattern lets stream "
-        "retrieve to keep to it.",
+        (
+            "Most kinds of layers, each compiled for every bucket; the fewest streaming heads become "
+            "retrieval heads for it."
+        ),
         HEADS,
         unset=f"{HPU_LAYER_KINDS} on HPU, else no bound",
     )
@@ -147,7 +151,7 @@ class HeadConfig:
     )
     max_ring_window: int | None = option(
         None,
-        "Longest sliding window of a layer that is kept in rings; longer ones are kept in blocks.",
+        "Longest sliding window of a layer that is stored in rings; longer ones are stored in blocks.",
         HEADS,
         unset="any",
     )
@@ -155,7 +159,7 @@ class HeadConfig:
         "stable", "Order of heads with equal scores.", choices=("stable", "reference")
     )
     balance: Literal["global", "per_layer"] = option(
-        "global", "Whether each layer gets as many retrieval heads.", choices=("global", "per_layer")
+        "global", "Distribution of retrieval heads over layers.", choices=("global", "per_layer")
     )
 
     def __post_init__(self) -> None:
@@ -225,7 +229,7 @@ class GraphConfig:
         unset="made from the limits",
     )
     on_miss: MissPolicy = option(
-        cast("MissPolicy", "error"), "error, capture or eager: what happens to a step that no bucket holds."
+        cast("MissPolicy", "error"), ("error, capture or eager: what happens to a step that fits no bucket.")
     )
     max_captured_tokens: int | None = option(
         None,

@@ -72,22 +72,24 @@ class CacheConfig:
     )
     kv_policy: str | None = option(
         None,
-        "Which tokens heads keep that have a budget: h2o, tova, snapkv, expected-attention, fastgen, "
-        "streaming-llm, local, fixed or strided; those that stream under --pattern, else all. See "
-        "docs/kv-budget.md.",
+        (
+            "Eviction policy of heads with a budget (those that stream under --pattern, else all): "
+            "h2o, tova, snapkv, expected-attention, fastgen, streaming-llm, local, fixed or strided. "
+            "See docs/kv-budget.md."
+        ),
         HEADS,
         metavar=NAME_AND_OPTIONS,
         unset="all tokens",
     )
     kv_budget: float | None = option(
         None,
-        "Tokens that each of these heads keeps of a request; up to 1, a share of --max-model-len.",
+        "Tokens that each of these heads stores of a request; up to 1, a share of --max-model-len.",
         HEADS,
         unset="none",
     )
     kv_plan: KVPlan | str | Path | None = option(
         None,
-        "What each head keeps, instead of --pattern and --kv-policy; see docs/kv-budget.md.",
+        "What each head stores, instead of --pattern and --kv-policy; see docs/kv-budget.md.",
         HEADS,
         metavar="FILE",
         unset="none",

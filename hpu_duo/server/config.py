@@ -41,14 +41,16 @@ class ServerConfig:
     metrics_api_keys: tuple[str, ...] = ()
     shares_prefixes: bool = option(
         False,
-        "Let callers with different keys share what is cached of their prompts; they can tell by "
-        "cached_tokens what others have sent.",
+        (
+            "Share cached prefixes among callers with different keys; cached_tokens then reveals "
+            "prompts of others."
+        ),
         LISTENING,
         name="share_prefixes",
         flags=("--share-prefixes",),
     )
     max_queue: int = option(
-        2048, "Samples that may wait besides those that run; more are answered with 429.", CALLS
+        2048, "Samples that may wait besides those that run; for more, the status is 429.", CALLS
     )
     max_body_bytes: int = option(
         64 * 2**20, "Longest body of a call.", CALLS, name="max_body_size", metavar="SIZE", is_size=True
@@ -73,9 +75,9 @@ class ServerConfig:
         is_size=True,
     )
     max_behind: int = 8192
-    drain_seconds: float = option(30.0, "After SIGTERM or Ctrl-C, so long for calls under way to end.", CALLS)
+    drain_seconds: float = option(30.0, "Seconds for running calls to end after SIGTERM or Ctrl-C.", CALLS)
     flush_seconds: float = option(
-        5.0, "Behind that, so long for slow callers to get the rest of their answers.", CALLS
+        5.0, "Further seconds for slow callers to read the rest of their answers.", CALLS
     )
     quiet_s: float = 15.0
     allowed_origins: tuple[str, ...] = ()
@@ -87,10 +89,10 @@ class ServerConfig:
     )
     uses_generation_config: bool = True
     has_page: bool = option(
-        True, "Answer / with a page to chat on.", LISTENING, name="page", flags=("--page/--no-page",)
+        True, "Serve a chat page at /.", LISTENING, name="page", flags=("--page/--no-page",)
     )
     metrics_namespace: str = option(
-        "hpuduo", "Prefix of the metrics that mean what vLLM's mean; vllm lets its dashboards work.", TELLING
+        "hpuduo", "Prefix of the metrics with vLLM's names; with vllm, its dashboards work.", TELLING
     )
 
     def __post_init__(self) -> None:

@@ -73,7 +73,7 @@ class PolicyOptions(RulerChoice):
             show_default="none",
         ),
     ] = None
-    budgets: Annotated[list[float], typer.Option(help="Shares of a text's tokens that policies keep.")] = (
+    budgets: Annotated[list[float], typer.Option(help="Shares of a text's tokens that policies store.")] = (
         0.05,
         0.1,
         0.2,
@@ -342,15 +342,16 @@ def kvpress(
         "snapkv",
         "expected-attention",
     ],
-    budgets: Annotated[list[float], typer.Option(help="Shares of a text's tokens that policies keep.")] = [  # noqa: B006
+    budgets: Annotated[list[float], typer.Option(help="Shares of a text's tokens that policies store.")] = [  # noqa: B006
         0.05,
         0.1,
         0.2,
         0.5,
     ],
-    tasks: Annotated[
-        list[str], typer.Option(help="What is asked: passkey, rehearsed, perplexity, ruler.")
-    ] = ["passkey", "rehearsed"],  # noqa: B006
+    tasks: Annotated[list[str], typer.Option(help="Tasks: passkey, rehearsed, perplexity, ruler.")] = [  # noqa: B006
+        "passkey",
+        "rehearsed",
+    ],
     prompts: Annotated[
         list[str],
         typer.Option(help="How the engine's heads read a prompt (--kv-prompt): chunks, whole or both."),

@@ -24,7 +24,7 @@ from hpu_duo.cli.terminal import check_matplotlib, user_errors
 from hpu_duo.extras import install_command
 
 eval_app = typer.Typer(
-    help="Measure accuracy beside KV bytes, everything through the decode path.", no_args_is_help=True
+    help="Measure accuracy and KV bytes, everything through the decode path.", no_args_is_help=True
 )
 eval_app.command(cls=ManyValues)(ruler)
 eval_app.command(cls=ManyValues)(longbench)

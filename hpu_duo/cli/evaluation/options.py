@@ -29,7 +29,7 @@ Out = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="Directory for the results; a run that was killed goes on from what it finds there.",
+        help="Directory for the results; a killed run resumes from there.",
         show_default="nothing is written",
     ),
 ]
@@ -37,11 +37,11 @@ Directory = Annotated[
     Path,
     typer.Option(
         metavar="DIR",
-        help="Directory for the results; a run that was killed goes on from what it finds there.",
+        help="Directory for the results; a killed run resumes from there.",
     ),
 ]
 NumDocuments = Annotated[int, typer.Option(help="Documents for each measurement.")]
-NumPasskeys = Annotated[int, typer.Option(help="Passkeys of each document, each asked for once.")]
+NumPasskeys = Annotated[int, typer.Option(help="Passkeys of each document, with one question each.")]
 PasskeyWords = Annotated[int, typer.Option(help="Words of each passkey.")]
 NumRehearsals = Annotated[
     int | None,

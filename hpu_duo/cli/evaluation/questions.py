@@ -40,7 +40,7 @@ class RulerFiles:
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="A copy of NVIDIA/RULER, whose sentences, words and essays are taken.",
+            help="A copy of NVIDIA/RULER, for its sentences, words and essays.",
             show_default="texts of our own, whose scores compare with no others",
         ),
     ] = None

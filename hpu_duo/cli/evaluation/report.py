@@ -111,15 +111,15 @@ SimulatedDecodes = Annotated[
     int,
     typer.Option(
         metavar="N",
-        help="Last tokens of each prompt that are decoded one by one; DuoAttention's LongBench runs take 50.",
+        help=("Last tokens of each prompt that are decoded one by one; 50 in DuoAttention's LongBench runs."),
     ),
 ]
 ChatTemplate = Annotated[
-    bool, typer.Option("--chat-template", help="Put prompts into the model's chat template.")
+    bool, typer.Option("--chat-template", help="Wrap prompts in the model's chat template.")
 ]
 Limit = Annotated[
     int | None,
-    typer.Option(help="Ask only the first questions of each file.", show_default="all of them"),
+    typer.Option(help="Use only the first questions of each file.", show_default="all of them"),
 ]
 
 

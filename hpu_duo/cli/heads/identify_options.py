@@ -125,13 +125,15 @@ class WindowOptions:
     sink: Annotated[
         int | None,
         typer.Option(
-            help="First tokens that streaming heads keep.", show_default="128, or 16", rich_help_panel=_HEADS
+            help="First tokens that streaming heads store.", show_default="128, or 16", rich_help_panel=_HEADS
         ),
     ] = None
     recent: Annotated[
         int | None,
         typer.Option(
-            help="Newest tokens that streaming heads keep.", show_default="256, or 64", rich_help_panel=_HEADS
+            help="Newest tokens that streaming heads store.",
+            show_default="256, or 64",
+            rich_help_panel=_HEADS,
         ),
     ] = None
 
@@ -169,7 +171,7 @@ class TrainingOptions:
     ] = 50
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on with the state in the output directory, if there is one."),
+        typer.Option("--resume", help="Resume from the state in the output directory, if there is one."),
     ] = False
 
     def settings(self, defaults: _Defaults) -> TrainingSettings:
@@ -207,7 +209,7 @@ class RunOptions:
     num_processes: Annotated[
         int | None,
         typer.Option(
-            help="Start so many processes, each with a device of its own, that share the documents.",
+            help="Number of processes, each with a device of its own, that share the documents.",
             show_default="this one alone",
             rich_help_panel=_RUN,
         ),

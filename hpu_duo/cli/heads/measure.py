@@ -124,7 +124,7 @@ class MethodOptions:
     budget: Annotated[
         float | None,
         typer.Option(
-            help="ada-kv: tokens that a head keeps on average; up to 1, a share of the longest prompt.",
+            help="ada-kv: tokens that a head stores on average; up to 1, a share of the longest prompt.",
             show_default="0.2",
             rich_help_panel=_METHOD,
         ),
@@ -133,7 +133,7 @@ class MethodOptions:
         str | None,
         typer.Option(
             metavar="NAME[:OPTION=VALUE,...]",
-            help="ada-kv: which tokens heads keep: snapkv, h2o, tova or expected-attention.",
+            help="ada-kv: eviction policy: snapkv, h2o, tova or expected-attention.",
             show_default="snapkv",
             rich_help_panel=_METHOD,
         ),
@@ -235,7 +235,7 @@ class PromptOptions:
     haystack: Annotated[
         Path | None,
         typer.Option(
-            help="UTF-8 text that documents are made of.",
+            help="UTF-8 text for the documents.",
             show_default="built-in text",
             rich_help_panel=_PROMPTS,
         ),

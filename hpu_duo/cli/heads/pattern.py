@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 DEFAULT_SPARSITIES = (0.25, 0.5, 0.75)
 
-app = typer.Typer(help="Look at head patterns.", no_args_is_help=True)
+app = typer.Typer(help="Inspect head patterns.", no_args_is_help=True)
 
 
 @app.callback()
 def _root() -> None:
-    """Look at head patterns."""
+    "Inspect head patterns."
 
 
 @app.command()
@@ -29,9 +29,7 @@ def show(
     directory: Annotated[Path, typer.Argument(help="Head pattern in DuoAttention's published format.")],
     sparsity: Annotated[
         list[float] | None,
-        typer.Option(
-            help="Shares of KV heads that stream; give it once for each.", show_default="0.25, 0.5, 0.75"
-        ),
+        typer.Option(help="Shares of KV heads that stream; repeatable.", show_default="0.25, 0.5, 0.75"),
     ] = None,
     threshold: Annotated[
         list[float] | None, typer.Option(help="Instead: heads with a higher score retrieve.")

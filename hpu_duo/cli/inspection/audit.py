@@ -36,7 +36,7 @@ def audit(
         Path, model_option("Directory with a config.json; no weights needed.", needs_weights=False)
     ],
     hardware: Annotated[
-        str, typer.Option(help="gaudi2 or gaudi3: how many KV blocks fit, unless they are given.")
+        str, typer.Option(help="gaudi2 or gaudi3: determines the number of KV blocks, unless it is set.")
     ] = "gaudi3",
     asked: _Offered,
     attention: Annotated[

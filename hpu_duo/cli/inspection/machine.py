@@ -34,8 +34,10 @@ def doctor(
         int | None,
         typer.Option(
             metavar="N",
-            help="Also start N processes, let their devices exchange data, and check what arrives: the first "
-            "thing to know about a machine with several cards.",
+            help=(
+                "Also start N processes, exchange data between their devices, and check the results: "
+                "a first test of a machine with several cards."
+            ),
             show_default="not checked",
         ),
     ] = None,

@@ -39,7 +39,7 @@ def show_kept(
     model: opt.Model = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap it in the model's chat template.")] = False,
     num_new_tokens: Annotated[
-        int, typer.Option(help="Tokens to decode before looking, whatever they are; 0 looks at the prompt.")
+        int, typer.Option(help="Tokens to decode before the snapshot; 0 = after the prompt.")
     ] = 16,
     out: Annotated[
         Path | None,

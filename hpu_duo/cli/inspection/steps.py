@@ -43,7 +43,7 @@ def bench_steps(
     out: Annotated[Path, typer.Option(metavar="FILE", help="File to write, for simulate --step-times.")],
     model: opt.Model = None,
     engine: _Offered,
-    max_seconds: Annotated[float, typer.Option(help="Time to measure for, behind the warm-up.")] = 120.0,
+    max_seconds: Annotated[float, typer.Option(help="Time to measure for, after the warm-up.")] = 120.0,
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
 ) -> None:

@@ -53,14 +53,14 @@ class BudgetOptions:
     seconds_per_graph: Annotated[
         float,
         typer.Option(
-            help="What one graph takes of --max-seconds; public figures for Gaudi are 0.7 to 14.",
+            help="Seconds of one graph, for --max-seconds; public figures for Gaudi are 0.7 to 14.",
             rich_help_panel=_BUDGET,
         ),
     ] = 14.0
     max_gib: Annotated[
         float | None,
         typer.Option(
-            help="Most device memory for graphs, if each keeps intermediates of its own.",
+            help="Most device memory for graphs, if each has intermediates of its own.",
             show_default="no limit",
             rich_help_panel=_BUDGET,
         ),
@@ -193,7 +193,7 @@ def capacity(
     kept: Kept,
     block_size: Annotated[int, of_setting("block_size")] = CacheConfig.block_size,
     max_num_seqs: Annotated[
-        int, typer.Option(help="Requests that run at once even if more fit.", rich_help_panel=LIMITS)
+        int, typer.Option(help="Most running requests, even if more fit.", rich_help_panel=LIMITS)
     ] = CARD_LIMITS.max_num_seqs,
     max_num_batched_tokens: Annotated[
         int, of_setting("max_num_batched_tokens")

@@ -49,7 +49,7 @@ def warmup(
     graphs_budget: Annotated[
         int | None,
         typer.Option(
-            help="Plan a table of at most so many shapes for these limits.",
+            help="Plan a table of at most this number of shapes for these limits.",
             show_default="not planned",
             rich_help_panel=_TABLE,
         ),
@@ -88,7 +88,7 @@ def warmup(
     max_seconds: Annotated[
         float | None,
         typer.Option(
-            help="Refuse what may take longer, and stop there.",
+            help="Fail if it may take longer, and stop there.",
             show_default="no bound",
             rich_help_panel=_BUDGET,
         ),
@@ -96,7 +96,7 @@ def warmup(
     max_gib: Annotated[
         float | None,
         typer.Option(
-            help="Refuse what may take more memory, and stop there.",
+            help="Fail if it may need more memory, and stop there.",
             show_default="no bound",
             rich_help_panel=_BUDGET,
         ),
@@ -105,8 +105,10 @@ def warmup(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write the table and what each graph cost, anew after each graph; the costs of one that "
-            "is there already make the estimate better.",
+            help=(
+                "Write the table and the cost of each graph, after each graph; costs of an existing "
+                "file improve the estimate."
+            ),
             show_default="not written",
             rich_help_panel=_OUTPUT,
         ),

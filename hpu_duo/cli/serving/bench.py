@@ -177,10 +177,10 @@ class TargetOptions:
         ),
     ] = None
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Take any TLS certificate.", rich_help_panel=_TARGET)
+        bool, typer.Option("--insecure", help="Accept any TLS certificate.", rich_help_panel=_TARGET)
     ] = False
     request_timeout: Annotated[
-        float, typer.Option(help="Seconds that a request may take.", rich_help_panel=_TARGET)
+        float, typer.Option(help="Timeout of a request in seconds.", rich_help_panel=_TARGET)
     ] = 21600.0
     ready_timeout: Annotated[
         float, typer.Option(help="Seconds to wait for a server that starts.", rich_help_panel=_TARGET)
@@ -262,7 +262,7 @@ class WorkOptions:
         str,
         typer.Option(
             metavar="FIRST:END",
-            help="Ids that random prompts are made of.",
+            help="Ids of random prompts.",
             show_default="300:1000, or those of --tokenizer",
             rich_help_panel=_WORK,
         ),
@@ -364,7 +364,7 @@ class PaceOptions:
     max_concurrency: Annotated[
         int | None,
         typer.Option(
-            help="Requests under way at most; others wait here.",
+            help="Most concurrent requests; others wait in the client.",
             show_default="no limit: the loop is open",
             rich_help_panel=_PACE,
         ),
@@ -434,7 +434,7 @@ def serve(
     work: WorkOptions,
     pace: PaceOptions,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Ask for outputs of full length, as vLLM understands it.")
+        bool, typer.Option("--ignore-eos", help="Request outputs of full length (vLLM's ignore_eos).")
     ] = False,
     temperature: Annotated[float, typer.Option(help="Temperature of every request.")] = 0.0,
     extra_body: Annotated[
@@ -453,7 +453,7 @@ def serve(
     ] = None,
     metadata: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Kept in the result; repeatable.", show_default="none"),
+        typer.Option(metavar="NAME=VALUE", help="Stored in the result; repeatable.", show_default="none"),
     ] = None,
     out: Annotated[
         Path | None,

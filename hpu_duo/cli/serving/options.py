@@ -32,9 +32,7 @@ class ListeningOptions:
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 for all.", rich_help_panel=LISTENING)
     ] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="Port; 0 takes one that is free.", rich_help_panel=LISTENING)] = (
-        8000
-    )
+    port: Annotated[int, typer.Option(help="Port; 0 = any free one.", rich_help_panel=LISTENING)] = 8000
     fd: Annotated[
         int | None,
         typer.Option(
@@ -335,8 +333,7 @@ class ServedReplicas:
     replicas: Annotated[
         int | None,
         typer.Option(
-            help="Serve by so many processes of this command, each with devices of its own, behind one "
-            "address.",
+            help="Number of processes of this command, each with devices of its own, behind one address.",
             show_default="one process",
             rich_help_panel=_REPLICAS,
         ),
@@ -345,9 +342,10 @@ class ServedReplicas:
         str | None,
         typer.Option(
             metavar="NAME[:OPTION=VALUE,...]",
-            help="With --replicas, which one gets a call: e2, d2lpm, cache-aware, least-loaded or "
-            "round-robin; "
-            "docs/replicas.md has the options.",
+            help=(
+                "With --replicas, the router of calls: e2, d2lpm, cache-aware, least-loaded or "
+                "round-robin; docs/replicas.md has the options."
+            ),
             show_default="e2",
             rich_help_panel=_REPLICAS,
         ),
@@ -463,7 +461,7 @@ class ProfileOptions:
         int | None,
         typer.Option(
             metavar="N",
-            help="Profile so many steps behind the warm-up, and write one trace.",
+            help="Profile this number of steps after the warm-up, and write one trace.",
             show_default="none",
             rich_help_panel=_PROFILE,
         ),

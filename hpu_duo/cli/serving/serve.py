@@ -119,7 +119,7 @@ def serve(
         bool,
         typer.Option(
             "--warmup/--no-warmup",
-            help="Capture every shape before requests are taken, where steps are captured at all.",
+            help="Capture every shape before requests are accepted, if steps are captured.",
         ),
     ] = True,
     seed: opt.Seed = 0,

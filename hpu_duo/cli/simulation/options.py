@@ -195,7 +195,7 @@ class ReplicaOptions:
         bool,
         typer.Option(
             "--stale-prefixes",
-            help="Do not tell routers how much of a prompt was cached.",
+            help="Do not report the cached tokens of prompts to routers.",
             rich_help_panel=_REPLICAS,
         ),
     ] = False
@@ -319,8 +319,10 @@ class RequestOptions:
     length_error: Annotated[
         float,
         typer.Option(
-            help="Spread of the error of expected output lengths, as the standard deviation of the "
-            "logarithm; with 0 policies know the lengths.",
+            help=(
+                "Spread of the error of expected output lengths, as the standard deviation of the "
+                "logarithm; 0 = exact lengths."
+            ),
             rich_help_panel=_REQUESTS,
         ),
     ] = 0.0

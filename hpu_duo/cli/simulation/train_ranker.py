@@ -80,7 +80,7 @@ class ModelOptions:
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of a prompt to look at.",
+            help="Tokens of a prompt to use.",
             show_default="512 for a linear model, else 2048",
             rich_help_panel=_MODEL,
         ),
@@ -109,7 +109,7 @@ class TrainingOptions:
         int, typer.Option(help="Times that every request is seen.", rich_help_panel=_TRAINING)
     ] = 5
     list_len: Annotated[
-        int, typer.Option(help="Requests that are put in order together.", rich_help_panel=_TRAINING)
+        int, typer.Option(help="Requests that are ranked together.", rich_help_panel=_TRAINING)
     ] = 32
     learning_rate: Annotated[
         float | None,
@@ -122,7 +122,7 @@ class TrainingOptions:
     held_out: Annotated[
         float,
         typer.Option(
-            help="Share of the requests that tell how good it is, and are not learned from.",
+            help="Share of held-out requests, for the evaluation.",
             rich_help_panel=_TRAINING,
         ),
     ] = 0.1

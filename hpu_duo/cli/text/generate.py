@@ -135,8 +135,10 @@ def generate(
         str | None,
         typer.Option(
             metavar="PATH",
-            help="Document that all prompts go on behind, read once: a text, - for standard input, or a file "
-            "of --save-context.",
+            help=(
+                "Document that all prompts follow, prefilled once: a text, - for standard input, or a "
+                "file of --save-context."
+            ),
         ),
     ] = None,
     save_context: Annotated[
@@ -148,7 +150,7 @@ def generate(
     as_json: opt.Json = False,
     seed: opt.Seed = 0,
     temperature: Annotated[
-        float, typer.Option(help="0 takes the likeliest token.", rich_help_panel=_SAMPLING)
+        float, typer.Option(help="0 = the likeliest token.", rich_help_panel=_SAMPLING)
     ] = 0.0,
     top_k: Annotated[
         int | None, typer.Option(help="Draw from the k likeliest tokens.", rich_help_panel=_SAMPLING)
@@ -173,7 +175,7 @@ def generate(
         ),
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after an end token.", rich_help_panel=_SAMPLING)
+        bool, typer.Option("--ignore-eos", help="Continue after an end token.", rich_help_panel=_SAMPLING)
     ] = False,
     engine: opt.Engine,
 ) -> None:

@@ -58,7 +58,7 @@ class Answer:
 def passkey(
     *,
     num_tokens: Annotated[int, typer.Option(help="Length of the document.")] = 3000,
-    num_passkeys: Annotated[int, typer.Option(help="Passkeys to hide, each asked for once.")] = 8,
+    num_passkeys: Annotated[int, typer.Option(help="Passkeys to hide, with one question each.")] = 8,
     passkey_words: Annotated[int, typer.Option(help="Words of each passkey.")] = 3,
     model: opt.Model = None,
     seed: opt.Seed = 0,
