@@ -199,7 +199,7 @@ class Launches:
         if phase.causal:
             count = count + self.causal + self.causal_slice * np.maximum(query_len / self.query_slice, 1.0)
         if phase.shared:
-            blocks = np.clip(self.shared_pairs / query_len, 1.0, self.shared_blocks)
+            blocks = np.minimum(np.maximum(self.shared_pairs / query_len, 1.0), self.shared_blocks)
             count = count + self.shared + self.shared_chunk * _chunks(num_shared_blocks, blocks)
         if phase.unique:
             chunks = _chunks(num_unique_blocks, self.unique_blocks)

@@ -152,6 +152,24 @@ assert set(hpu_duo.__all__) >= {"HPUDuoModel", "HeadPattern", "SamplingParams"}
     assert done.returncode == 0, done.stderr
 
 
+def test_a_plan_imports_neither_torch_nor_transformers() -> None:
+    script = """
+import sys
+from hpu_duo.builtin import MODEL_DIR
+from hpu_duo.cli.app import main
+limits = "--max-model-len 512 --num-blocks 64 --max-num-seqs 4 --max-num-batched-tokens 128 --graphs-budget 4"
+sys.argv = ["hpu-duo", "plan", "--model", str(MODEL_DIR), *limits.split()]
+try:
+    main()
+except SystemExit as ending:
+    assert not ending.code, ending.code
+loaded = {"torch", "transformers"} & set(sys.modules)
+assert not loaded, loaded
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_only_the_named_modules_read_the_environment() -> None:
     for module in MODULES:
         tree = tree_of(module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,13 +39,30 @@ def price(cost: CostFunction, levels: Levels) -> Floats:
     # ``isinstance`` of the class is cached by Python; of the instance it costs more than pricing a few rows.
     if not issubclass(type(cost), BroadcastCost):
         return np.array([cost(shape) for shape in to_shapes(levels)], dtype=np.float64)
-    prices = np.empty(len(levels))
     code, sizes = _codes(levels), levels[:, QUERY:].T.astype(np.float64)
     at = cast(BroadcastCost, cost).at
-    for number in sorted({*code.tolist()}):
+    prices = np.empty(len(levels))
+    numbers = sorted({*code.tolist()})
+    if len(numbers) == 1:
+        prices[:] = at(_PHASES[numbers[0]], *sizes)
+        return prices
+    for number in numbers:
         rows = np.flatnonzero(code == number)
         prices[rows] = at(_PHASES[number], *sizes[:, rows])
     return prices
+
+
+def price_along(cost: CostFunction, bucket: Levels, column: int, sizes: Levels) -> Floats:
+    """The cost of a bucket ``[7]`` with each of some sizes ``[n]`` in one of its columns, float64 ``[n]``."""
+    if column < QUERY or not issubclass(type(cost), BroadcastCost):
+        tried = np.repeat(bucket[None, :], len(sizes), axis=0)
+        tried[:, column] = sizes
+        return price(cost, tried)
+    # The other sizes are numbers, which takes half the time.
+    levels: list[Any] = bucket[QUERY:].astype(np.float64).tolist()
+    levels[column - QUERY] = sizes.astype(np.float64)
+    prices = cast(BroadcastCost, cost).at(_PHASES[int(_codes(bucket[None])[0])], *levels)
+    return np.broadcast_to(np.asarray(prices, dtype=np.float64), sizes.shape)
 
 
 def holds(buckets: Levels, shapes: Levels) -> Bools:

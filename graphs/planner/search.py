@@ -22,6 +22,7 @@ from graphs.planner.cells import (
     Floats,
     Levels,
     price,
+    price_along,
     serves,
     to_levels,
 )
@@ -87,8 +88,26 @@ class Demand:
 
     def paid(self, prices: Floats, rows: Levels | slice = slice(None)) -> Floats:
         """Cost of some shapes in buckets of these prices, float64 like ``prices``; ``[.., len(rows)]``."""
-        over = np.maximum(prices - self.bound[rows], 0.0)
-        return self.weight[rows] * prices + self.strain[rows] * over
+        over = np.asarray(prices - self.bound[rows])
+        np.maximum(over, 0.0, out=over)
+        over *= self.strain[rows]
+        over += self.weight[rows] * prices
+        return over
+
+    def saved(self, rest: Floats, prices: Floats, rows: Levels) -> Floats:
+        """What buckets of these prices would save of ``rest``, what each shape costs without them.
+
+        Args:
+            rest: float64 ``[n]``.
+            prices: float64 ``[k]``.
+            rows: shapes, int64 ``[m]``.
+
+        Returns:
+            float64 ``[k, m]``.
+        """
+        saved = self.paid(prices[:, None], rows)
+        np.subtract(rest[rows], saved, out=saved)
+        return np.maximum(saved, 0.0, out=saved)
 
     def worth(self, spent: Floats) -> Floats:
         """Prices above which no bucket serves the shapes for less than ``spent``, float64 ``[n]``."""
@@ -280,14 +299,12 @@ class _Table:
             rows = np.flatnonzero(num_failing == ~fits[column])
             sizes = self._sizes(bucket, column, rows)
             sizes = sizes[sizes >= lowest[column]]
-            tried = np.repeat(bucket[None, :], len(sizes), axis=0)
-            tried[:, column] = sizes
-            prices = price(self._cost, tried)
+            prices = price_along(self._cost, bucket, column, sizes)
             sizes, prices = sizes[prices <= most], prices[prices <= most]
             if len(sizes) < 2:
                 continue
             rows = rows[worth[rows] > prices.min()]
-            saved = np.maximum(rest[rows] - self._demand.paid(prices[:, None], rows), 0.0)
+            saved = self._demand.saved(rest, prices, rows)
             saved *= columns[column, rows] <= sizes[:, None]
             bucket[column] = sizes[int(saved.sum(axis=1).argmax())]
             now = columns[column] <= bucket[column]
@@ -340,14 +357,19 @@ class _Table:
         occurs = np.zeros(len(every), dtype=np.bool_)
         occurs[place[rows]] = True
         sizes = every[occurs]
-        here = int(np.searchsorted(sizes, bucket[column]))
+        here = int(sizes.searchsorted(bucket[column]))
         if here == len(sizes) or sizes[here] != bucket[column]:
-            sizes = np.insert(sizes, here, bucket[column])
+            sizes = np.concatenate([sizes[:here], bucket[column : column + 1], sizes[here:]])
         if len(sizes) <= _SPREAD_SIZES:
             return sizes
-        spread = np.linspace(0, len(sizes) - 1, _SPREAD_SIZES).astype(np.int64)
-        near = np.arange(max(0, here - _NEAR_SIZES), min(len(sizes), here + _NEAR_SIZES + 1))
-        return sizes[np.union1d(spread, near)]
+        near = range(max(0, here - _NEAR_SIZES), min(len(sizes), here + _NEAR_SIZES + 1))
+        return sizes[sorted(_spread(len(sizes)).union(near))]
+
+
+@lru_cache(maxsize=1024)
+def _spread(num: int) -> frozenset[int]:
+    """Some places in a list, from the first to the last at about equal distances."""
+    return frozenset(np.linspace(0, num - 1, _SPREAD_SIZES).astype(np.int64).tolist())
 
 
 def _fits(columns: Levels, bucket: Levels) -> Bools:
@@ -505,14 +527,17 @@ class TableSearch:
     def _filled(self, chosen: Levels, num_buckets: int) -> Levels:
         prices = price(self._cost, chosen)
         current = np.where(serves(chosen, self._points.levels), prices[:, None], np.inf).min(axis=0)
+        saved = np.maximum(current[None, :] - self._filler_cost, 0.0)
         added: list[int] = []
         while len(chosen) + len(added) < num_buckets:
-            savings = np.maximum(current[None, :] - self._filler_cost, 0.0) @ self._points.weight
+            savings = saved @ self._points.weight
             best = int(savings.argmax())
             if savings[best] <= 1e-12 * float(current @ self._points.weight):
                 break
             added.append(best)
-            current = np.minimum(current, self._filler_cost[best])
+            cheaper = np.flatnonzero(self._filler_cost[best] < current)
+            current[cheaper] = self._filler_cost[best, cheaper]
+            saved[:, cheaper] = np.maximum(current[cheaper] - self._filler_cost[:, cheaper], 0.0)
         return np.concatenate([chosen, self._fillers[added]])
 
 

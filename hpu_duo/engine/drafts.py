@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpu_duo.engine.samples import LiveSamples
-from hpu_duo.engine.step_plan import CommittedToken, StepPlan
+from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.engine.telemetry import StepCounters
-from hpu_duo.request import Request, RequestStatus
-from hpu_duo.scheduling import SchedulingPolicy
+from hpu_duo.request import Request
 
 _log = logging.getLogger(__name__)
 
@@ -98,43 +97,3 @@ def num_verified(
                 counters.num_accepted_tokens += num_taken - 1
         accepted.append(num_taken)
     return accepted
-
-
-def append_tokens(
-    plan: StepPlan,
-    token_ids: Sequence[int] | NDArray[np.integer],
-    num_accepted: Sequence[int],
-    policy: SchedulingPolicy,
-) -> list[CommittedToken]:
-    """Update the requests of a step: count computed tokens, append sampled ones. Skips those not running.
-
-    This is the one place where computed tokens are rolled back: by counting, since the next step overwrites
-    keys and values of rejected tokens.
-
-    Args:
-        token_ids: ``num_samples`` for each row of ``plan.sampled_rows``, row after row.
-        num_accepted: number of accepted tokens of each of these rows.
-        policy: gets what each request has had, without what is rolled back.
-    """
-    accepted = iter(num_accepted)
-    committed = []
-    sample = 0
-    for row in plan.rows:
-        request, first, num_samples = row.request, sample, row.num_samples
-        sample += num_samples
-        num_taken = next(accepted) if num_samples else 0
-        if request.status is not RequestStatus.RUNNING:
-            continue
-        num_appended = 0
-        for place in range(first, first + num_taken):
-            token, number = int(token_ids[place]), request.num_output_tokens
-            reason = request.append(token)
-            committed.append(CommittedToken(request, token, reason, number, place))
-            num_appended += 1
-            if reason is not None:
-                break
-        # Tokens after the one that ends a request are no output: neither cached nor charged.
-        num_rejected = num_samples - num_appended
-        request.num_computed_tokens = row.end - num_rejected
-        policy.charge(request, row.num_new_tokens - num_rejected, num_appended)
-    return committed

@@ -187,12 +187,16 @@ class PrefixSharing:
             request = row.request
             if request.status is not RequestStatus.RUNNING:
                 continue
+            is_decode, size = row.num_new_tokens <= self._decode_len, self._block_size
+            has_crossed = row.start // size < request.num_computed_tokens // size
+            if is_decode and not has_crossed and row.start >= request.num_prompt_tokens:
+                self._cache.store(request)  # the common case
+                continue
             ends_prompt = row.start < request.num_prompt_tokens <= row.end
             is_known = row.end == self._last_border(request) if self._grid else ends_prompt
             ends_chunk = row.end < request.num_prompt_tokens and self._cache.has_free_row
-            is_decode, size = row.num_new_tokens <= self._decode_len, self._block_size
             # Rows that were decoded to or past a block border.
-            if is_decode and row.start // size < request.num_computed_tokens // size:
+            if is_decode and has_crossed:
                 self._cache.take_snapshot(request, decodes=True)
             elif self._is_at_border(request) and (is_known or ends_chunk or row.end in request.stops):
                 self._cache.take_snapshot(request)

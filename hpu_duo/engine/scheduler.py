@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graphs import BatchShape, BucketTable, Miss, Phase, StepLimits
 from hpu_duo.engine.batch import exact_shape
-from hpu_duo.engine.drafts import Propose, append_tokens
 from hpu_duo.engine.prefixes import PrefixHolding, PrefixSharing
-from hpu_duo.engine.step_plan import CommittedToken, ParallelSamples, StepDraft, StepPlan
+from hpu_duo.engine.step_plan import CommittedToken, ParallelSamples, StepDraft, StepPlan, append_tokens
 from hpu_duo.kv.allocations import KVAllocations
 from hpu_duo.kv.prefix import PrefixHit
 from hpu_duo.request import FinishReason, Request, RequestStatus
-from hpu_duo.sampling import FieldError
+from hpu_duo.sampling.params import FieldError
 from hpu_duo.scheduling import ArrivalOrder, FirstComeFirstServed, SchedulingPolicy, Waiting
+
+if TYPE_CHECKING:
+    from hpu_duo.engine.drafts import Propose
 
 
 class Admission:
@@ -253,14 +256,19 @@ class Scheduler:
             self._restart_running(but=alone)
             if alone.status is RequestStatus.WAITING:
                 self._open(alone, self.allocations.find(alone))
-        self._schedule_running(step, are_decodes=True)
-        self._schedule_running(step, are_decodes=False)
+        prompts = []
+        for request in tuple(self._running):
+            if request.num_tokens - request.num_computed_tokens == 1:
+                self._schedule(request, step)
+            else:
+                prompts.append(request)
+        self._schedule_all(prompts, step)
         if alone is None:
             self._admit(step)
         if self.propose is not None:
             self._add_drafts(step, self.propose)
         if step.is_empty:  # those with a share were preempted for one that did not fit after all
-            self._schedule_running(step, are_decodes=False)
+            self._schedule_all([r for r in self._running if r.num_uncomputed_tokens != 1], step)
             if step.is_empty:
                 assert not self._unfinished, f"nothing scheduled for {self._unfinished}"
                 return None
@@ -345,16 +353,16 @@ class Scheduler:
             raise ValueError(f"{request} is not an unfinished request of this scheduler")
         self._end(request, reason)
 
-    def _schedule_running(self, step: StepDraft, *, are_decodes: bool) -> None:
-        for request in [r for r in self._running if (r.num_uncomputed_tokens == 1) is are_decodes]:
+    def _schedule_all(self, requests: Sequence[Request], step: StepDraft) -> None:
+        for request in requests:
             self._schedule(request, step)
 
     def _schedule(self, request: Request, step: StepDraft) -> None:
         """Schedule a running request in the step, preempting later arrivals for their blocks."""
         while request.status is RequestStatus.RUNNING:
-            num_new = step.share_of(request)
+            num_new, is_cut = step.share_of(request)
             if not num_new or self.allocations.grow(request, request.num_computed_tokens + num_new):
-                step.add(request, num_new)
+                step.add(request, num_new, is_cut)
                 return
             self._preempt(self._victim(), step)
 

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from graphs import StepLimits
 from hpu_duo.kv.allocations import KVAllocations
 from hpu_duo.kv.copies import Copy
-from hpu_duo.request import NO_REGION, FinishReason, Request
+from hpu_duo.request import NO_REGION, FinishReason, Request, RequestStatus
+from hpu_duo.scheduling import SchedulingPolicy
 
 _arrival = attrgetter("arrival")
 
@@ -163,6 +164,7 @@ class StepDraft:
         self.num_free_tokens = limits.max_num_batched_tokens
         self._grid, self._last_chunk = limits.chunk_grid, limits.last_chunk
         self._decode_len = limits.decode_len
+        self._decodes_one = limits.decode_len == 1 and not self._grid
         self.preempted: list[Request] = []
         self._max_chunk_rows = limits.max_chunk_rows
         self._chunks = ChunkRows(limits)
@@ -175,10 +177,15 @@ class StepDraft:
         """Whether no request has a share."""
         return not self._shares
 
-    def share_of(self, request: Request) -> int:
-        """Number of tokens that the request may compute in this step; 0 = it waits for the next one."""
+    def share_of(self, request: Request) -> tuple[int, bool]:
+        """Number of tokens that a running request may compute in this step, and whether it could do more.
+
+        0 tokens = it waits for the next step.
+        """
         start = request.num_computed_tokens
-        return self._share(request, start, request.stops, lambda: self._chunks.context_of(request))[0]
+        if self._decodes_one and request.num_tokens - start == 1 and self.num_free_tokens:
+            return 1, False  # the common case
+        return self._share(request, start, request.stops, lambda: self._chunks.context_of(request))
 
     def has_room(self, request: Request, start: int, blocks: Sequence[int], stops: tuple[int, ...]) -> bool:
         """Whether a request that does not run yet would get a share, and the rest of it in the next step.
@@ -208,8 +215,6 @@ class StepDraft:
         if self._grid:
             return self._chunk(request, start, context)
         most = request.num_next_tokens(self._decode_len, start)
-        if most == 1 and self.num_free_tokens:  # the common case
-            return 1, False
         num_new = min(most, self.num_free_tokens)
         num_new = next((stop - start for stop in stops if start < stop < start + num_new), num_new)
         if num_new > self._decode_len and start and not self._chunks.has_room(context()):
@@ -221,7 +226,7 @@ class StepDraft:
         num_new = request.num_chunk_tokens(self._grid, start, self._last_chunk)
         is_cut = start + num_new < request.num_prefilled_tokens
         is_free = num_new <= self.num_free_tokens and (num_new == 1 or self._chunks.has_room(context()))
-        return (num_new, is_cut) if is_free else (0, True)
+        return (num_new, is_cut) if is_free else (0, start < request.num_prefilled_tokens)
 
     def may_cut(self, request: Request) -> bool:
         """Whether a further request may be chunked: in the next step each chunked one needs a chunk row."""
@@ -231,19 +236,15 @@ class StepDraft:
         """Number of tokens scheduled for the request; 0 for none."""
         return self._shares.get(request, 0)
 
-    def add(self, request: Request, num_new_tokens: int) -> None:
-        """Schedule the next ``num_new_tokens`` tokens of the request, 0 included."""
-        start = request.num_computed_tokens
-        most = (
-            request.num_prefilled_tokens - start if self._grid else request.num_next_tokens(self._decode_len)
-        )
-        if num_new_tokens < most:
+    def add(self, request: Request, num_new_tokens: int, is_cut: bool) -> None:
+        """Schedule what ``share_of`` returned for the request, 0 tokens included."""
+        if is_cut:
             self._cut.add(request)
         if not num_new_tokens:
             return
         self._shares[request] = num_new_tokens
         self.num_free_tokens -= num_new_tokens
-        if num_new_tokens > self._decode_len and (start or self._grid):
+        if num_new_tokens > self._decode_len and (request.num_computed_tokens or self._grid):
             self._chunks.add(request)
 
     def num_draftable(self, request: Request) -> int:
@@ -279,13 +280,57 @@ class StepDraft:
     def finish(self, moves: tuple[Copy, ...]) -> StepPlan:
         """Return the plan. Every request has its row of the step by now, after ``moves``."""
         kinds: tuple[list[ScheduledRow], ...] = ([], [], [])
-        for request in sorted(self._shares, key=_arrival):
-            start, num_new = request.num_computed_tokens, self._shares[request]
-            num_samples = max(0, start + num_new - request.num_tokens + 1)
+        shares, decode_len = self._shares, self._decode_len
+        for request in sorted(shares, key=_arrival):
+            start, num_new = request.num_computed_tokens, shares[request]
+            num_samples = start + num_new - request.num_tokens + 1
+            if num_samples < 0:
+                num_samples = 0
             row = ScheduledRow(request, request.row, start, num_new, num_samples, request.region)
-            kinds[0 if num_new <= self._decode_len else 1 if start else 2].append(row)
-        rows = tuple(row for kind in kinds for row in kind)
-        return StepPlan(rows, moves, tuple(self.preempted), self._decode_len)
+            kinds[0 if num_new <= decode_len else 1 if start else 2].append(row)
+        decodes, continued, begun = kinds
+        return StepPlan((*decodes, *continued, *begun), moves, tuple(self.preempted), decode_len)
+
+
+def append_tokens(
+    plan: StepPlan,
+    token_ids: Sequence[int] | NDArray[np.integer],
+    num_accepted: Sequence[int],
+    policy: SchedulingPolicy,
+) -> list[CommittedToken]:
+    """Update the requests of a step: count computed tokens, append sampled ones. Skips those not running.
+
+    This is the one place where computed tokens are rolled back: by counting, since the next step overwrites
+    keys and values of rejected tokens.
+
+    Args:
+        token_ids: ``num_samples`` for each row of ``plan.sampled_rows``, row after row.
+        num_accepted: number of accepted tokens of each of these rows.
+        policy: gets what each request has had, without what is rolled back.
+    """
+    accepted = iter(num_accepted)
+    committed = []
+    sample, running, charge = 0, RequestStatus.RUNNING, policy.charge
+    for request, _, start, num_new, num_samples, _ in plan.rows:
+        place = sample
+        sample += num_samples
+        end = place + (next(accepted) if num_samples else 0)
+        if request.status is not running:
+            continue
+        num_appended = 0
+        while place < end:
+            token, number = int(token_ids[place]), request.num_output_tokens
+            reason = request.append(token)
+            committed.append(CommittedToken(request, token, reason, number, place))
+            num_appended += 1
+            place += 1
+            if reason is not None:
+                break
+        # Tokens after the one that ends a request are no output: neither cached nor charged.
+        num_kept = num_new - (num_samples - num_appended)
+        request.num_computed_tokens = start + num_kept
+        charge(request, num_kept, num_appended)
+    return committed
 
 
 class ParallelSamples:

@@ -26,15 +26,13 @@ from hpu_duo.config.engine import SETTINGS, EngineConfig, nearest
 from hpu_duo.config.overrides import EngineOverrides, LoadOverrides
 from hpu_duo.modeling.attention import NAME, attention
 from hpu_duo.modeling.config_checks import (
-    CONFIG_FILE,
-    FILE_ERRORS,
     NO_REMOTE_CODE,
     RANGES,
-    read_config_file,
     refusal,
     refuse_adapter,
     refuse_remote_code,
 )
+from hpu_duo.modeling.config_file import CONFIG_FILE, FILE_ERRORS, read_config_file
 from hpu_duo.modeling.experts import register_experts
 from hpu_duo.modeling.hub import HubAccess
 from hpu_duo.modeling.probe import mark

@@ -14,7 +14,7 @@ from hpu_duo.config.limits import CARD_LIMITS, HPU_LAYER_KINDS, CacheConfig, Sch
 from hpu_duo.heads import HeadPattern
 from hpu_duo.kv.allocations import block_moves
 from hpu_duo.kv.plan import LayerKV, MemoryPlan, chunk_grid, last_chunk, ring_slack, widest_row
-from hpu_duo.kv.row_state import default_snapshots_within
+from hpu_duo.kv.prefix import default_snapshots_within
 from hpu_duo.planning.engine_work import EngineWork, WarmUp
 from hpu_duo.planning.kept import KeptByHeads
 from hpu_duo.planning.model import Format, Hardware, ModelSize

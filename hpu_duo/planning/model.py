@@ -8,21 +8,11 @@ from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
-import transformers
-from torch import nn
-from transformers import AutoModelForCausalLM
-
 from bias_builders import Window
 from hpu_duo.heads import CountRule, fewest_promotions
 from hpu_duo.heads.binarise import check_sparsity, round_half_up
-from hpu_duo.modeling.attention import LayerKind
-from hpu_duo.modeling.experts import EXPERTS_PER_TOKEN, NUM_EXPERTS
-from hpu_duo.modeling.transformers_internals import causal_model_class
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from hpu_duo.kv.plan import LayerKV
 
 
@@ -400,90 +390,3 @@ def plain_model(
         other_params=num_layers * other + hidden + table,
         max_positions=max_positions,
     )
-
-
-def check_causal(config: Any) -> None:
-    """Raise ValueError unless transformers has a causal language model of a configuration."""
-    if causal_model_class(config) is None:
-        raise ValueError(
-            f"model_type {config.model_type!r} has no causal language model in transformers "
-            f"{transformers.__version__}"
-        )
-
-
-def counted_model(name: str, config: Any, layers: tuple[AttentionSize, ...], max_positions: int) -> ModelSize:
-    """Create the model of a configuration without storage, and count its parameters.
-
-    Args:
-        config: transformers', of a model without an encoder.
-        layers: sizes of the attention of each layer.
-
-    Raises:
-        ValueError: there is no output head, or experts without their number in the configuration.
-        RuntimeError, or another error of transformers: it cannot create the model.
-    """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    return _count(name, model, config, layers, max_positions)
-
-
-def _count(
-    name: str, model: PreTrainedModel, config: Any, layers: tuple[AttentionSize, ...], max_positions: int
-) -> ModelSize:
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise ValueError(f"expected {type(model).__name__} to have an output head, found none")
-    looked_up = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for parameter in module.parameters(recurse=False)
-    }
-    # One tensor, even if the weights of a model without storage are not tied.
-    tied = getattr(config, "tie_word_embeddings", False) or head.weight is table.weight
-    num_matrix = num_experts = num_other = 0
-    for path, parameter in model.named_parameters():
-        if parameter is head.weight or (tied and parameter is table.weight):
-            continue
-        if ".experts." in path:
-            num_experts += parameter.numel()
-        elif parameter.dim() > 1 and id(parameter) not in looked_up:
-            num_matrix += parameter.numel()
-        else:
-            num_other += parameter.numel()
-    vocab_size, hidden_size = head.weight.shape
-    return ModelSize(
-        name=name,
-        layers=layers,
-        hidden_size=hidden_size,
-        vocab_size=vocab_size,
-        matrix_params=num_matrix,
-        other_params=num_other,
-        max_positions=max_positions,
-        experts=_experts(config, num_experts),
-        structures=_structures(model, len(layers)),
-    )
-
-
-def _experts(config: Any, num_params: int) -> Experts:
-    if not num_params:
-        return Experts()
-    found = [
-        next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
-        for names in (NUM_EXPERTS, EXPERTS_PER_TOKEN)
-    ]
-    if found[0] is None or found[1] is None:
-        raise ValueError(
-            f"{config.model_type!r} has experts, but its configuration does not say how many, and how many "
-            "a token uses"
-        )
-    return Experts(num_params, found[0], found[1])
-
-
-def _structures(model: PreTrainedModel, num_layers: int) -> tuple[int, ...]:
-    """A number for each decoder layer, equal for layers with the same modules; empty if all have."""
-    stacks = (list(each) for each in model.modules() if isinstance(each, nn.ModuleList))
-    layers = next((stack for stack in stacks if len(stack) == num_layers), [])
-    numbers: dict[LayerKind, int] = {}
-    found = tuple(numbers.setdefault(LayerKind(layer, None), len(numbers)) for layer in layers)
-    return found if len(numbers) > 1 else ()

@@ -151,18 +151,18 @@ def read_model(path: str | Path) -> ModelSize:
 
 
 def _by_transformers(name: str, file: Path) -> ModelSize:
-    from hpu_duo.modeling.config_checks import FILE_ERRORS, read_config_file
+    from hpu_duo.modeling.config_file import FILE_ERRORS, read_config_file
 
     text = read_config_file(file).get_text_config()
     if text.model_type not in PLAIN_FAMILIES:
-        from hpu_duo.planning.model import check_causal
+        from hpu_duo.planning.counted_model import check_causal
 
         check_causal(text)
     try:
         layers, max_positions = _layers(text), positions_served(text)
         if (plain := plain_model(name, text, layers, max_positions)) is not None:
             return plain
-        from hpu_duo.planning.model import counted_model
+        from hpu_duo.planning.counted_model import counted_model
 
         return counted_model(name, text, layers, max_positions)
     except (*FILE_ERRORS, RuntimeError) as error:

@@ -6,7 +6,7 @@ import heapq
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
@@ -90,21 +90,30 @@ class StepShapes:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._key: Hashable = None
         self._shape: BatchShape | None = None
+        # The rows of the next step if it goes on with this one, and for how many steps no block ends.
+        self._next: tuple[list[Request], list[int], list[int]] | None = None
+        self._num_alike = 0
 
     def of(self, plan: StepPlan) -> BatchShape:
-        """Return the shape of the next step; every step has to be shown."""
-        size = self._block_size
-        # What a decode reads follows from its row and from where it is in its blocks, while these stay.
-        key = None
-        if not plan.moves and all(row.num_new_tokens == 1 for row in plan.rows):
-            key = tuple(
-                (row.request, row.ring_row, row.start // size, (row.start + 1) // size) for row in plan.rows
-            )
-        if key is None or key != self._key or self._shape is None:
+        """Return the shape of the next step; every step has to be shown.
+
+        It is the same object as that of the step before only if the same rows decode in both.
+        """
+        size, rows = self._block_size, plan.rows
+        expected, self._next = self._next, None
+        if plan.moves or sum([row.num_new_tokens for row in rows]) != len(rows):
             self._shape = exact_shape(plan, size)
-        self._key = key
+            return self._shape
+        starts = [row.start for row in rows]
+        here = [row.request for row in rows], [row.ring_row for row in rows], starts
+        # What a decode reads follows from its row and from where it is in its blocks, while these stay.
+        self._num_alike -= 1
+        if self._shape is None or here != expected or self._num_alike < 0:
+            self._shape = exact_shape(plan, size)
+            # None follow a last token of a block, else as many as are left before the next last one.
+            self._num_alike = size - 1 - max([(start + 1) % size or size - 1 for start in starts])
+        self._next = (*here[:2], [start + 1 for start in starts])
         return self._shape
 
 
@@ -115,7 +124,7 @@ class SimulatedStep:
     Attributes:
         start, duration: in the units of the clock.
         plan: rows and copies of the step.
-        shape: the exact shape.
+        shape: the exact shape, the very object of the engine's step before if the same rows decode in both.
         bucket: the shape it was padded to; without a table the exact shape.
         committed: the tokens that it added to requests, each with the reason if it ended its request.
     """
@@ -197,9 +206,12 @@ class SimulatedEngine:
 
 def _tokens_of(plan: StepPlan) -> list[int]:
     """Tokens that the step samples: the forced ones of each request, then zeros."""
+    rows = plan.sampled_rows
+    if not any(row.request.params.forced_token_ids for row in rows):
+        return [0] * plan.num_samples
     return [
         int(row.request.tokens[place]) if row.request.params.forced_token_ids else 0
-        for row in plan.sampled_rows
+        for row in rows
         for place in range(row.end - row.num_samples + 1, row.end + 1)
     ]
 

@@ -8,7 +8,6 @@ The engine, once per request: ``SamplingParams.validate``, ``PenaltyState.from_t
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hpu_duo.sampling.batch import choose_on_host, derive_seed, uniform
 from hpu_duo.sampling.detokenizer import (
     IncrementalDetokenizer,
     Released,
@@ -25,11 +24,18 @@ from hpu_duo.sampling.params import (
     SamplingParams,
     StructuredOutputs,
 )
-from hpu_duo.sampling.rows import PenaltyState
 
 if TYPE_CHECKING:
-    from hpu_duo.sampling.batch import SamplingBatch, SamplingRoute, static_route, static_routes
-    from hpu_duo.sampling.rows import SamplingRow
+    from hpu_duo.sampling.batch import (
+        SamplingBatch,
+        SamplingRoute,
+        choose_on_host,
+        derive_seed,
+        static_route,
+        static_routes,
+        uniform,
+    )
+    from hpu_duo.sampling.rows import PenaltyState, SamplingRow
     from hpu_duo.sampling.sampler import SampledTokens, TokenLogprobs, sample, sample_tokens
 
 __all__ = [
@@ -61,9 +67,13 @@ __all__ = [
 ]
 
 _HOMES = {
+    "PenaltyState": "hpu_duo.sampling.rows",
     "SamplingBatch": "hpu_duo.sampling.batch",
     "TokenLogprobs": "hpu_duo.sampling.sampler",
     "SamplingRoute": "hpu_duo.sampling.batch",
+    "choose_on_host": "hpu_duo.sampling.batch",
+    "derive_seed": "hpu_duo.sampling.batch",
+    "uniform": "hpu_duo.sampling.batch",
     "static_route": "hpu_duo.sampling.batch",
     "static_routes": "hpu_duo.sampling.batch",
     "SamplingRow": "hpu_duo.sampling.rows",

@@ -16,6 +16,7 @@ from hpu_duo.cli.planning.hardware import HARDWARE, HardwareOptions, graph_bytes
 from hpu_duo.cli.terminal import Waiting, check_drawing, user_errors
 from hpu_duo.config.limits import CARD_LIMITS, CacheConfig, SchedulerConfig
 from hpu_duo.config.overrides import EngineOverrides
+from hpu_duo.garbage import collector_paused
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
@@ -238,6 +239,7 @@ def capacity(
 
 
 @grouped
+@collector_paused()
 def plan(
     *,
     model: Annotated[Path, model_option("Directory with config.json, or the file.", needs_weights=False)],

@@ -18,6 +18,7 @@ from hpu_duo.cli.planning.hardware import HardwareOptions
 from hpu_duo.cli.simulation.options import Asked, MachineOptions, ReplicaOptions, RequestOptions, ServedLimits
 from hpu_duo.cli.terminal import check_drawing, user_errors
 from hpu_duo.config.limits import SchedulerConfig
+from hpu_duo.garbage import collector_paused
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ _PRICED = Only(
 
 
 @grouped
+@collector_paused()
 def simulate(
     *,
     machine: MachineOptions,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from graphs import CostFunction
+from graphs import BatchShape, CostFunction
 from hpu_duo.planning.simulation import SimulatedStep
 from hpu_duo.request import Request
 
@@ -104,6 +104,7 @@ class RunLog:
         self._cost = lru_cache(maxsize=4096)(cost)
         self.records: dict[str, RequestRecord] = {}
         self._running: dict[Request, RequestRecord] = {}
+        self._decoded: BatchShape | None = None
         self.service = ServiceLog()
         self.num_steps = self.num_tokens = self.num_padded_tokens = 0
         self.busy = self.end = self.cost_of_shapes = self.cost_of_buckets = 0.0
@@ -121,7 +122,8 @@ class RunLog:
         for request in step.plan.preempted:
             if request in self._running:
                 self._running[request].num_preemptions += 1
-        self._take_prompts(step, served)
+        if step.shape is not self._decoded:  # as long as it is, the same requests decode
+            self._take_prompts(step, served)
         self._take_tokens(step, served)
         self.service.times += [step.end] * len(served)
         self.service.users += served
@@ -141,6 +143,7 @@ class RunLog:
             self._record_of(request_id)
 
     def _take_prompts(self, step: SimulatedStep, served: dict[str, int]) -> None:
+        self._decoded = step.shape
         for row in step.plan.rows:
             request = row.request
             record = self._running.get(request)
@@ -148,6 +151,7 @@ class RunLog:
                 record = self._running[request] = self._begun(request, step.start)
             if record.num_computed >= request.num_prompt_tokens:
                 continue
+            self._decoded = None
             end = min(row.start + row.num_new_tokens, request.num_prompt_tokens)
             # A request that was preempted computes again what it has been served before.
             new = end - max(row.start, record.num_computed)

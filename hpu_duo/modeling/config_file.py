@@ -1,0 +1,80 @@
+"""Reading a config.json by transformers, apart from its checks, which plans do without importing it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hpu_duo.modeling.config_checks import (
+    NO_REMOTE_CODE,
+    check_numbers,
+    refusal,
+    refuse_quantised,
+    rope_types,
+)
+
+CONFIG_FILE = "config.json"
+
+FILE_ERRORS = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    OSError,
+    ArithmeticError,
+    AssertionError,
+    RecursionError,
+    StrictDataclassError,
+)
+"""Errors of transformers about a file, or values in it, that it cannot use."""
+
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+
+
+def read_config_file(file: Path) -> Any:
+    """Return transformers' configuration of the model that a config.json describes.
+
+    Raises:
+        ValueError: the file cannot be read, a number in it is out of range, its activation or its rotary
+            embedding is unknown, its weights are quantised, its model type needs code of the checkpoint, or
+            it has an encoder.
+    """
+    fields = _parse(file)
+    refuse_quantised(file, fields)
+    check_numbers(file, fields)
+    try:
+        config = AutoConfig.from_pretrained(file, **NO_REMOTE_CODE)
+    except FILE_ERRORS as error:
+        raise refusal(f"cannot read {file}", error) from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"expected a decoder-only model, got the encoder-decoder {config.model_type!r}")
+    text = config.get_text_config()
+    for name in _ACTIVATIONS:
+        _check_known(file, name, getattr(text, name, None), ACT2FN)
+    for kind in rope_types(text):
+        _check_known(file, "rope_type", kind, ("default", *ROPE_INIT_FUNCTIONS))
+    return config
+
+
+def _parse(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"cannot read {file}: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"cannot read {file}: expected a JSON object, got {type(found).__name__}")
+    return found
+
+
+def _check_known(file: Path, name: str, value: object, known: Any) -> None:
+    if value is not None and (not isinstance(value, str) or value not in known):
+        raise ValueError(
+            f"expected {name} in {file} to be one that transformers has ({', '.join(sorted(known))}), "
+            f"got {value!r}"
+        )
