@@ -10,9 +10,9 @@ import pytest
 
 from hpu_duo import HPUDuoModel, SamplingParams
 from hpu_duo.builtin import MODEL_DIR
-from hpu_duo.engine.kept_tokens import kept_tokens
 from hpu_duo.lab.eval import Subject
 from hpu_duo.lab.eval.kvpress_peer import KVPressModel, KVPressProcess, press_of
+from hpu_duo.lab.kept_tokens import kept_tokens
 from hpu_duo.lab.tasks.passkeys import document
 
 NAMED_BY = "HPU_DUO_TEST_KVPRESS_PYTHON"

@@ -11,7 +11,7 @@ import torch
 from graphs import BucketTable
 from graphs.backends.compile import CompileBackend
 from hpu_duo import HeadPattern, HPUDuoModel
-from hpu_duo.engine.kept_tokens import positions_of
+from hpu_duo.lab.kept_tokens import positions_of
 from hpu_duo.sampling import SamplingParams
 from tests.modeling.budget_driving import BUDGET, CHUNK, NUM_NEW, assert_follows, load_budget, run_budget
 from tests.modeling.driving import teacher_forced

@@ -10,8 +10,8 @@ from graphs import BucketTable
 from graphs.backends.compile import CompileBackend
 from hpu_duo import HPUDuoModel
 from hpu_duo.config.kv_plan import Keep, KVPlan
-from hpu_duo.engine.kept_tokens import kept_tokens, num_computed
 from hpu_duo.lab import sim
+from hpu_duo.lab.kept_tokens import kept_tokens, num_computed
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import Tiny
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from hpu_duo.engine.engine import Engine
-    from hpu_duo.engine.kept_tokens import KeptTokens
+    from hpu_duo.lab.kept_tokens import KeptTokens
 
 _SHADES, _PLAIN_SHADES = " ░▒▓█", " .:*#"
 """Characters from no token of a stretch to all of them; the second row is for other encodings."""
@@ -100,7 +100,7 @@ def _add(engine: Engine, ids: list[int], num_new_tokens: int) -> str:
 
 def _look(engine: Engine, request_id: str, wanted: int) -> KeptTokens:
     """Snapshot of the heads once so many tokens of prompt and output have been through the model."""
-    from hpu_duo.engine.kept_tokens import kept_tokens, num_computed
+    from hpu_duo.lab.kept_tokens import kept_tokens, num_computed
 
     try:
         while (num_computed(engine, request_id) or 0) < wanted:
