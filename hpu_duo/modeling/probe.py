@@ -29,7 +29,7 @@ from hpu_duo.modeling.attention import (
 )
 from hpu_duo.modeling.row_kinds import row_kinds
 from kernels_ref import RowKind
-from kernels_ref.rotary import turned, turns
+from kernels_ref.groups.budget_chunks import turned, turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -2,6 +2,9 @@
 
 Shapes: Q query tokens, P prompt rows, T new tokens of each, C slots, S = C + T candidates, K key/value heads,
 G query heads of each, D head size.
+
+Rotary embeddings are in the layout of rotated halves; elements behind the first 2 * F of F frequencies are not
+rotated.
 """
 
 from __future__ import annotations
@@ -15,12 +18,62 @@ from kernels_ref.groups.budget_slots import assign_slots, kept_tokens, look_up, 
 from kernels_ref.groups.column_sums import ChunkStep, candidates, log_sum_exp
 from kernels_ref.groups.kv_policy import FutureQueries, KVPolicy, SlotView
 from kernels_ref.partial import Partial
-from kernels_ref.rotary import Turn, composed, turned, turns
 from kernels_ref.step import PartInputs, StepTensors
 from kernels_ref.units import NewKV, Scratch, SlotState, gather
 
 if TYPE_CHECKING:
     from kernels_ref.impl import Kernels
+
+
+class Turn(NamedTuple):
+    """Rotations, or means of rotations.
+
+    Attributes:
+        cos, sin: of each frequency, float32 ``[..., F]``.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def at(self, index: torch.Tensor) -> Turn:
+        """Return entries of dimension 0."""
+        return Turn(self.cos.index_select(0, index), self.sin.index_select(0, index))
+
+    def of_heads(self, num_dims: int) -> Turn:
+        """Return the same for vectors with ``num_dims`` more dimensions before the last one."""
+        for _ in range(num_dims):
+            self = Turn(self.cos[..., None, :], self.sin[..., None, :])
+        return self
+
+
+def turns(position: torch.Tensor, frequencies: Sequence[float]) -> Turn:
+    """Rotations to positions, which may be negative.
+
+    Args:
+        position: int32 ``[...]``.
+        frequencies: radians for each position.
+    """
+    # Created by an operator, since a captured step copies nothing from the host.
+    numbers = [position.new_full((1,), each, dtype=torch.float32) for each in frequencies]
+    angle = position.float()[..., None] * torch.cat(numbers)
+    return Turn(torch.cos(angle), torch.sin(angle))
+
+
+def composed(first: Turn, second: Turn) -> Turn:
+    """Compose two rotations."""
+    return Turn(
+        first.cos * second.cos - first.sin * second.sin, first.sin * second.cos + first.cos * second.sin
+    )
+
+
+def turned(x: torch.Tensor, turn: Turn) -> torch.Tensor:
+    """Rotate vectors ``[..., D]``, float32; dimensions before the last are broadcast."""
+    half = turn.cos.shape[-1]
+    first, second, rest = x.float().split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    # The rest has the same shape before the last dimension, whatever is broadcast.
+    return torch.cat(
+        [first * turn.cos - second * turn.sin, second * turn.cos + first * turn.sin, rest], dim=-1
+    )
 
 
 _TURNED_NUMBERS, _TURNED_ON_CPU = 1 << 22, 1 << 17

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels_ref.groups.budget import Budget, BudgetStep, DecodeSlots
-from kernels_ref.groups.budget_chunks import Held, Kept, chosen, scored_tokens
+from kernels_ref.groups.budget_chunks import Held, Kept, chosen, scored_tokens, turned, turns
 from kernels_ref.groups.budget_slots import assign_slots, look_up
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.groups.kind import PartSizes
 from kernels_ref.partial import Partial, merge
-from kernels_ref.rotary import turned, turns
 from kernels_ref.step import PartInputs, Step, StepTensors
 from kernels_ref.units import (
     KVUnits,

@@ -16,7 +16,7 @@ from bias_builders import Held, Leading, TopBlocks, Window, encode_rule, seen_ma
 from kernels_ref import reference
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.partial import Partial, Scoring, finish
-from kernels_ref.sdpa import decode, prefill, short, sparse
+from kernels_ref.sdpa import decode, prefill, sparse
 from kernels_ref.sdpa import prefill as shared
 from kernels_ref.sdpa import prefill as sums
 from kernels_ref.sdpa.operators import define, register, write_kv
@@ -156,8 +156,8 @@ def unique_blocks(inputs: PartInputs, blocks: BlockStep) -> Partial:
     plan = (t.owner, t.tail_block, blocks.tails.visible)
     if scoring.softcap is None and rows.fits(q_NKHD, units.k):
         return rows.attend_blocks(q_NKHD, units.k, units.v, *plan)
-    if short.fits(q_NKHD, blocks.tails, (t.owner.shape[0] + 1) * units.layout.num_slots):
-        return short.unique_blocks(inputs, blocks)
+    if decode.is_short(q_NKHD, blocks.tails, (t.owner.shape[0] + 1) * units.layout.num_slots):
+        return decode.short_blocks(inputs, blocks)
     if t.owner.shape[0] <= scoring.slices.short_blocks:
         return reference.unique_blocks(inputs, blocks)
     bounds = scoring.softcap or 0.0, scoring.slices.decode_slots
@@ -174,9 +174,9 @@ def unique_rings(inputs: PartInputs, ring: RingStep) -> Partial:
         return Partial(*run(q_NKHD, units.k, units.v, *seen, *cap))
     if is_ours:
         return rows.attend_rings(q_NKHD, units.k, units.v, seen.visible)
-    if short.fits(q_NKHD, seen, units.layout.num_slots):
+    if decode.is_short(q_NKHD, seen, units.layout.num_slots):
         visible = seen_mask(seen, units.layout.num_slots)[:, 0, 0]
-        return short.attend_units(q_NKHD, units.k[:1], units.v[:1], visible, scoring)
+        return decode.attend_units(q_NKHD, units.k[:1], units.v[:1], visible, scoring)
     return Partial(*_leading_rings(q_NKHD, units.k, units.v, seen.visible, scoring.softcap or 0.0))
 
 

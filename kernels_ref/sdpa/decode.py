@@ -1,6 +1,8 @@
 """Decode rows: bound by reading keys and values, so hidden slots are not read.
 
-The functions here run inside operators: they read the plan and return partials of all rows.
+Most functions run inside operators: they read the plan and return partials of all rows. ``short_blocks`` and
+``attend_units`` are sums of products that a compiler fuses into its loops, for one row over few slots, where the
+start of a batched product costs more than the product.
 Shapes: as in ``kernels_ref.reference``; ``softcap`` 0 means none.
 """
 
@@ -8,10 +10,12 @@ from __future__ import annotations
 
 import torch
 
-from bias_builders import Held, Leading, seen_mask
+from bias_builders import Held, Leading, leading_slots, seen_mask
 from kernels_ref.groups.budget_slots import weighed
-from kernels_ref.partial import Partial, Scoring, attend, empty, merge
+from kernels_ref.partial import FLOOR, Partial, Scoring, attend, empty, merge, soften
 from kernels_ref.reference import merge_by_owner, own_units, side_by_side
+from kernels_ref.step import BlockStep, PartInputs
+from kernels_ref.units import gather_units
 
 
 def unique_blocks(
@@ -129,3 +133,46 @@ def _one_row(q_1KHD: torch.Tensor, k_XKBD: torch.Tensor, v_XKBD: torch.Tensor, s
     weights = scores_XKHB.sub_(largest_KH[..., None]).exp_()
     attn = torch.matmul(weights.to(v_XKBD.dtype), v_XKBD).sum(dim=0, dtype=torch.float32)
     return Partial(attn[None], largest_KH[None], weights.sum(dim=(0, 3))[None])
+
+
+MAX_SHORT_SLOTS = 1024
+"""Most slots for which this is faster."""
+
+
+def is_short(q_NKHD: torch.Tensor, seen: Leading, num_slots: int) -> bool:
+    """Whether a step is compiled, has one row of one token, and reads few slots."""
+    is_one = q_NKHD.shape[0] == 1 == seen.visible.shape[2]
+    return is_one and num_slots <= MAX_SHORT_SLOTS and torch.compiler.is_compiling()
+
+
+def short_blocks(inputs: PartInputs, blocks: BlockStep) -> Partial:
+    """The row's whole blocks of the contiguous slice, and its tail."""
+    q_1KHD, _, units, t, scoring, _, _ = inputs
+    block_size, num_blocks = units.layout.num_slots, t.owner.shape[0]
+    tail_k, tail_v = gather_units(units, t.tail_block.view(-1))
+    visible = leading_slots(blocks.tails.visible.view(-1), block_size)
+    tail = attend_units(q_1KHD, tail_k, tail_v, visible, scoring)
+    if not num_blocks:
+        return tail
+    owned_XB = (t.owner == 0)[:, None].expand(num_blocks, block_size)
+    whole = attend_units(q_1KHD, units.k[:num_blocks], units.v[:num_blocks], owned_XB, scoring)
+    return merge(tail, whole)
+
+
+def attend_units(
+    q_1KHD: torch.Tensor,
+    k_XKSD: torch.Tensor,
+    v_XKSD: torch.Tensor,
+    visible_XS: torch.Tensor,
+    scoring: Scoring,
+) -> Partial:
+    """One query over the visible slots of X units; hidden slots are undefined."""
+    q_KHD = q_1KHD[0].float()
+    products = q_KHD[None, :, :, None, :] * k_XKSD[:, :, None].float()
+    visible = visible_XS[:, None, None, :]
+    scores_XKHS = torch.where(visible, soften(products.sum(dim=-1), scoring), FLOOR)
+    largest_KH = scores_XKHS.amax(dim=(0, 3))
+    weights = torch.where(visible, torch.exp(scores_XKHS - largest_KH[..., None]), 0.0)
+    values = torch.where(visible[..., None], v_XKSD[:, :, None].float(), 0.0)
+    attn_KHD = (weights[..., None] * values).sum(dim=(0, 3))
+    return Partial(attn_KHD[None], largest_KH[None], weights.sum(dim=(0, 3))[None])

@@ -6,9 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels_ref.groups.budget_chunks import future_queries, turned_by_rank
+from kernels_ref.groups.budget_chunks import Turn, composed, future_queries, turned, turned_by_rank, turns
 from kernels_ref.groups.column_sums import ChunkStep
-from kernels_ref.rotary import Turn, composed, turned, turns
 
 FREQUENCIES = (1.0, 0.3, 0.01)
 PLACES = st.integers(-3000, 3000)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bias_builders import Leading, Window
 from kernels_ref import Implementation, Softmax, StepParts, unified_attention
 from kernels_ref.chunks import ChunkBounds, Slices
-from kernels_ref.sdpa import short
+from kernels_ref.sdpa import decode
 from tests.kernels_ref.choices import ALL, CHOICES, ON_HPU, Choice
 from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
 
@@ -175,7 +175,7 @@ def test_the_fused_form_of_one_short_row_equals_dense_attention(
         world = World(
             Scenario((RowSpec(length, 1),), 4, Window(2, 6), 1, 1, 3, 8, (0, 2, 3, 0), True, length)
         )
-        assert short.fits(world.queries, Leading(torch.zeros(1, 1, 1)), 4) is True
+        assert decode.is_short(world.queries, Leading(torch.zeros(1, 1, 1)), 4) is True
         # All parts run: the fused operators of the other parts have nothing to do, and no soft cap.
         q, k, v, step = world.inputs()
         step = step._replace(parts=StepParts(causal=False, shared=False, unique=True))
