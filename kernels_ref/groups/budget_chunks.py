@@ -3,8 +3,8 @@
 Shapes: Q query tokens, P prompt rows, T new tokens of each, C slots, S = C + T candidates, K key/value heads,
 G query heads of each, D head size.
 
-Rotary embeddings are in the layout of rotated halves; elements behind the first 2 * F of F frequencies are not
-rotated.
+Rotary embeddings are in the layout of rotated halves; elements behind the first 2 * F of F frequencies stay
+as they are.
 """
 
 from __future__ import annotations

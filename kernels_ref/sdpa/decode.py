@@ -1,8 +1,8 @@
 """Decode rows: bound by reading keys and values, so hidden slots are not read.
 
-Most functions run inside operators: they read the plan and return partials of all rows. ``short_blocks`` and
-``attend_units`` are sums of products that a compiler fuses into its loops, for one row over few slots, where the
-start of a batched product costs more than the product.
+Most functions run inside operators: they read the plan and return partials of all rows. For one row over few
+slots, where the start of a batched product costs more than the product, ``short_blocks`` and ``attend_units``
+are sums of products that a compiler fuses into its loops.
 Shapes: as in ``kernels_ref.reference``; ``softcap`` 0 means none.
 """
 
