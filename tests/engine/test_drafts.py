@@ -15,9 +15,10 @@ from transformers import GenerationConfig
 
 from hpu_duo import HPUDuoModel
 from hpu_duo.engine.outputs import Completion
+from hpu_duo.engine.samples import SampleState
 from hpu_duo.lab.replay import replay
 from hpu_duo.request import FinishReason, Request
-from hpu_duo.sampling import SamplingParams, StructuredOutputs
+from hpu_duo.sampling import SamplingParams, SamplingRow, StructuredOutputs
 from hpu_duo.startup.recorded_steps import options_of, read_log
 from tests.engine.tiny import PATTERN, Tiny, make_tiny, serve, tokens_of
 from tests.modeling.families import VOCAB, prompts_of
@@ -247,8 +248,31 @@ def test_a_drafter_needs_rows_that_decode_several_tokens(tiny: Tiny) -> None:
     assert served.engine.drafter is None
 
 
+def test_what_cannot_be_sampled_behind_drafts_ends_nobody(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft in front of it might not have been taken, so it is sampled again in a step of its own."""
+    expected = serve(tiny.load(), PROMPTS, SEEDED)
+    served = tiny.load(decode_len=DECODE_LEN)
+    served.engine.drafter = Knowing(right, expected, PROMPTS)
+    rows_of = SampleState.sampling_rows
+
+    def spoiled(state: SampleState, num_samples: int) -> list[SamplingRow]:
+        rows = rows_of(state, num_samples)
+        bad = replace(rows[-1].params, logit_bias={VOCAB + 5: 1.0})
+        return [*rows[:-1], rows[-1]._replace(params=bad)]
+
+    monkeypatch.setattr(SampleState, "sampling_rows", spoiled)
+    assert tokens_of(serve(served, PROMPTS, SEEDED)) == tokens_of(expected)
+    assert served.stats().num_accepted_tokens > 0
+
+
+class Interrupt(KeyboardInterrupt):
+    """An interrupt, told apart from a real Ctrl-C."""
+
+
 @pytest.mark.parametrize("guess", ["right", "half"])
-def test_a_failed_step_and_a_drafter_that_comes_and_goes_cost_nobody_a_token(
+def test_interrupted_steps_and_a_drafter_that_comes_and_goes_cost_nobody_a_token(
     tiny: Tiny, guess: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = serve(tiny.load(pattern=PATTERN), PROMPTS, SEEDED)
@@ -256,20 +280,20 @@ def test_a_failed_step_and_a_drafter_that_comes_and_goes_cost_nobody_a_token(
     engine, finish, num_steps = served.engine, served.engine.runner.finish, 0
     knowing = Knowing(GUESSES[guess], expected, PROMPTS)
 
-    def fail_now_and_then(handle: Any) -> Any:
+    def interrupt_now_and_then(handle: Any) -> Any:
         nonlocal num_steps
         num_steps += 1
         engine._stepper.drafter = None if num_steps % 5 == 0 else knowing
         if num_steps % 4 == 0:
-            raise ZeroDivisionError
+            raise Interrupt
         return finish(handle)
 
-    monkeypatch.setattr(engine.runner, "finish", fail_now_and_then)
+    monkeypatch.setattr(engine.runner, "finish", interrupt_now_and_then)
     tokens: dict[str, list[int]] = {engine.add_request(prompt, SEEDED): [] for prompt in PROMPTS}
     while engine.has_unfinished:
         try:
             outputs = engine.step()
-        except ZeroDivisionError:
+        except Interrupt:
             continue
         for output in outputs:
             tokens[output.request_id] += output.token_ids
