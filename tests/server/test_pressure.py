@@ -60,7 +60,7 @@ def test_what_a_client_held_is_free_within_a_step_when_it_goes(
         wait_until(server.holds_nothing)
         # The step that ran, and at most one more that had been begun when the loop heard of it.
         assert server.model.stats().num_steps - began <= 2
-        assert server.service.metrics._ended["abort"] == 3
+        assert server.service.metrics.num_ended["abort"] == 3
 
 
 def test_a_client_that_goes_before_its_first_token_frees_its_place_in_the_queue(
@@ -108,7 +108,7 @@ def test_a_reader_that_does_not_read_is_cut_and_the_others_are_served(tiny: Tiny
         assert done.usage is not None
         assert done.usage.completion_tokens == 5
         wait_until(server.holds_nothing)
-        assert server.service.metrics._ended["error"] > 0
+        assert server.service.metrics.num_ended["error"] > 0
         stuck.close()
 
 
@@ -304,12 +304,12 @@ def test_a_warm_up_that_fails_ends_the_server(tiny: TinyChat, monkeypatch: pytes
 
 
 def test_a_connection_that_asks_for_nothing_is_no_call(server: Live) -> None:
-    before = dict(server.service.metrics._responses)
+    before = dict(server.service.metrics.num_responses)
     connections = [socket.create_connection((HOST, server.port)) for _ in range(50)]
     assert httpx.get(f"{server.url}/health").status_code == 200
     for connection in connections:
         connection.close()
-    assert sum(server.service.metrics._responses.values()) == sum(before.values()) + 1
+    assert sum(server.service.metrics.num_responses.values()) == sum(before.values()) + 1
 
 
 @pytest.mark.parametrize(("quiet_s", "has_comment"), [(15, False), (0, True)])
