@@ -231,7 +231,7 @@ def shared_chunk(
     assert how.layout is not None, "blocks have a layout"
     units = as_units(k_flat, v_flat, how.layout)
     some, exists = part_places(number, how.size, len(block))
-    # One more entry, for the row number of padding.
+    # One more entry, for the row index of padding.
     stored = torch.cat([row_start, row_start.new_zeros(1)])[:, None]
     reads = reads_NX.index_select(1, some) * exists.to(reads_NX.dtype)
     start = gather(start, some)

@@ -201,7 +201,7 @@ def shared_blocks(inputs: PartInputs, dense: Dense | None = None, chunk: int | N
     key_bytes = units.k[0].numel() * units.k.element_size()
     chunk = chunk or scoring.chunks.shared(num_queries * num_kv * group, block_size, key_bytes)
     dense = dense or attend_dense
-    # One more entry, for the row number of padding.
+    # One more entry, for the row index of padding.
     stored = torch.cat([t.row_start, t.row_start.new_zeros(1)])[:, None]
     total = empty(q_QKGD)
     for begin in range(0, t.shared_block.shape[0], chunk):

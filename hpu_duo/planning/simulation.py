@@ -397,7 +397,7 @@ def plan_buckets(
         resolution: finer is slower and pads less.
 
     Returns:
-        The table, which promises the padding of the recording, or of those other users.
+        The table, with the padding of the recording, or of those other users, as planned padding.
 
     Raises:
         ValueError: see ``graphs.planner.plan_table``.

@@ -223,7 +223,7 @@ def test_positions_of_a_running_request_can_be_asked_for(zoo: Zoo) -> None:
         ({"kv_policy": "strided:stride=14"}, "at least 19 tokens, got 9"),
         ({"kv_policy": "fixed:stride=4,columns=5"}, "columns <= stride"),
         ({"kv_policy": "strided:stride=0"}, "stride >= 1"),
-        ({"kv_prompt": "half"}, "'chunks' or 'whole', got 'half'"),
+        ({"kv_prompt": "half"}, "one of chunks, whole, got 'half'"),
         ({**WHOLE, "enable_prefix_caching": True}, "does not support the prefix cache"),
     ],
 )

@@ -510,7 +510,7 @@ def checked_text(param: str, served: Served) -> Iterator[None]:
     """Context manager that converts the error of a text that is too long to encode.
 
     Raises:
-        ApiError: naming the field.
+        ApiError: it is invalid; the message names the field.
     """
     try:
         yield
@@ -527,7 +527,7 @@ def check_options(request: GenerationRequest, num_choices: int, served: Served) 
     """Reject options that need another one, and too many choices.
 
     Raises:
-        ApiError: naming the field.
+        ApiError: it is invalid; the message names the field.
     """
     if request.stream_options is not None and not request.stream:
         raise bad_value("stream_options", "stream_options: expected stream=true with it")
