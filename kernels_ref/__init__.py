@@ -1,5 +1,6 @@
 """Attention as partial triples: reference implementations and the composition of one layer."""
 
+from kernels_ref.formats import PLAIN, KVFormat
 from kernels_ref.groups import (
     Blocks,
     Budget,
@@ -22,6 +23,8 @@ from kernels_ref.rows import RowKind, RowTensor
 from kernels_ref.step import Step, StepParts, StepTensors
 from kernels_ref.unified import LayerCache, LayerSpec, stores_of, unified_attention
 from kernels_ref.units import (
+    Encoding,
+    KVRecord,
     KVUnits,
     NewKV,
     PromptRegions,
@@ -35,15 +38,19 @@ from kernels_ref.units import (
 
 __all__ = [
     "FLOOR",
+    "PLAIN",
     "Blocks",
     "Budget",
     "ChosenBlocks",
+    "Encoding",
     "FusedOperators",
     "FutureQueries",
     "GroupKind",
     "HeadGroup",
     "Implementation",
+    "KVFormat",
     "KVPolicy",
+    "KVRecord",
     "KVUnits",
     "LayerCache",
     "LayerSpec",

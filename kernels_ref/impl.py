@@ -11,7 +11,7 @@ from bias_builders import TopBlocks
 from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators
 from kernels_ref.partial import Partial
 from kernels_ref.step import PartInputs
-from kernels_ref.units import KVUnits, NewKV
+from kernels_ref.units import KVRecord, KVUnits
 
 if TYPE_CHECKING:
     from kernels_ref.groups.column_sums import ChunkStep
@@ -28,6 +28,11 @@ class Implementation(str, Enum):
     SDPA = "sdpa"
     TRITON = "triton"
     HPU = "hpu"
+
+    @property
+    def reads_floats(self) -> bool:
+        """Whether its kernels read keys and values by pointer, hence plain floats only."""
+        return self in (Implementation.SDPA, Implementation.TRITON)
 
 
 class Kernels(Protocol):
@@ -86,7 +91,7 @@ class Kernels(Protocol):
         """The eviction victim of each head; see ``kernels_ref.groups.budget_slots``."""
         ...
 
-    def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
+    def write_kv(self, units: KVUnits, index: torch.Tensor, record: KVRecord) -> None:
         """Write the keys and values of new tokens; see ``kernels_ref.units.write_kv``."""
         ...
 

@@ -20,7 +20,7 @@ from kernels_ref.loops import How, as_operator, loop, run_body
 from kernels_ref.partial import Partial, Scoring, empty
 from kernels_ref.sparse import MASK_BYTES
 from kernels_ref.step import PartInputs, StepParts
-from kernels_ref.units import KVUnits, NewKV
+from kernels_ref.units import KVRecord, KVUnits
 
 if TYPE_CHECKING:
     from kernels_ref.groups.column_sums import ChunkStep
@@ -77,7 +77,7 @@ class LoopedKernels:
         """Every query against the blocks that several rows read, or a prompt row."""
         q_QKGD, _, units, t, scoring, rule, _ = inputs
         num_queries, num_kv, group, _ = q_QKGD.shape
-        slots, key_bytes = units.layout.num_slots, units.k[0].numel() * units.k.element_size()
+        slots, key_bytes = units.layout.num_slots, units.key_bytes
         if self.fused.fuses(scoring):
             element_bytes = q_QKGD.element_size() + (0 if rule is None else MASK_BYTES)
             size = scoring.chunks.masked(num_queries, slots, key_bytes, element_bytes)
@@ -87,10 +87,12 @@ class LoopedKernels:
         if num_parts(num_blocks, size) <= self.most_shared:
             return self.inner.shared_blocks(inputs)
         size = even_size(num_blocks, size)
-        how = How(scoring, self.fused.operators, size, rule=rule, layout=units.layout)
+        how = How(
+            scoring, self.fused.operators, size, rule=rule, layout=units.layout, format=units.encoding.format
+        )
         plan = [t.row_start, t.row, t.shared_block, t.shared_start, t.shared_reads]
         plan += [] if rule is None else [t.positions]
-        return as_operator("shared_blocks", q_QKGD, (units.k_flat, units.v_flat, *plan), how)
+        return as_operator("shared_blocks", q_QKGD, (*units.tensors, *plan), how)
 
     def chosen_blocks(self, inputs: PartInputs, tiles: TileStep, choice: TopBlocks) -> Partial:
         """Tokens of prompt rows against the blocks that are chosen for them."""
@@ -110,7 +112,7 @@ class LoopedKernels:
         """Decode rows against the blocks that only they read."""
         q_NKHD, _, units, t, scoring, rule, _ = inputs
         num_rows, num_kv, heads, dim = q_NKHD.shape
-        key_bytes = units.k[0].numel() * units.k.element_size()
+        key_bytes = units.key_bytes
         size = scoring.chunks.unique(num_rows, num_kv * heads, units.layout.num_slots, dim, key_bytes)
         num_blocks = t.owner.shape[0]
         if num_parts(num_blocks, size) <= self.most_unique:
@@ -119,9 +121,11 @@ class LoopedKernels:
         size = even_size(num_blocks, min(size, max(1, scoring.chunks.key_bytes // key_bytes)))
         none = inputs._replace(tensors=t._replace(owner=t.owner[:0]))
         total = self.inner.unique_blocks(none, blocks)
-        how = How(scoring, self.fused.operators, size, rule=rule, layout=units.layout)
+        how = How(
+            scoring, self.fused.operators, size, rule=rule, layout=units.layout, format=units.encoding.format
+        )
         plan = (t.owner,) if rule is None else (t.owner, t.owner_start, blocks.end)
-        return as_operator("unique_blocks", q_NKHD, (*total, units.k_flat, units.v_flat, *plan), how)
+        return as_operator("unique_blocks", q_NKHD, (*total, *units.tensors, *plan), how)
 
     def unique_rings(self, inputs: PartInputs, ring: RingStep) -> Partial:
         """Decode rows against their own ring."""
@@ -151,9 +155,9 @@ class LoopedKernels:
         """The eviction victim of each head."""
         return self.inner.eviction_victims(score_NKC, position_NKC, is_protected)
 
-    def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
+    def write_kv(self, units: KVUnits, index: torch.Tensor, record: KVRecord) -> None:
         """Write the keys and values of new tokens."""
-        self.inner.write_kv(units, index, new)
+        self.inner.write_kv(units, index, record)
 
     def finish(
         self,
@@ -198,7 +202,8 @@ def causal(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How) -> P
 def shared_blocks(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How) -> Partial:
     """Every query against one chunk of shared blocks after the other."""
     q_QKGD, number = q_QKGD.contiguous(), _zero(q_QKGD)
-    block, told = tensors[4], (q_QKGD, *(tensors if how.rule is not None else tensors[:7]))
+    num, has_rule = how.format.num_tensors, how.rule is not None
+    block, told = tensors[num + 2], (q_QKGD, *(tensors if has_rule else tensors[: num + 5]))
     total: Sequence[torch.Tensor] = empty(q_QKGD)
     for _ in range(num_parts(len(block), how.size)):
         *total, number = run_body(loops.shared_chunk, how, number, *total, *told)
@@ -219,7 +224,7 @@ def shared_rings(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How
 def unique_blocks(q_NKHD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How) -> Partial:
     """Decode rows against one chunk of whole blocks after the other, merged into their partials."""
     seen, plan = tensors[:3], tensors[3:]
-    owner, told, number = plan[2], (q_NKHD.contiguous(), *plan), _zero(q_NKHD)
+    owner, told, number = plan[how.format.num_tensors], (q_NKHD.contiguous(), *plan), _zero(q_NKHD)
     # With the strides that the body returns, so that one region serves all chunks.
     total: Sequence[torch.Tensor] = loops.in_order(seen)
     for _ in range(num_parts(len(owner), how.size)):

@@ -12,12 +12,13 @@ import torch
 from bias_builders import Rule, Window, causal_mask, decode_rule, encode_rule, ring_mask
 from kernels_ref import reference
 from kernels_ref.chunks import num_parts
+from kernels_ref.formats import PLAIN, KVFormat, format_of
 from kernels_ref.hpu.attention import FusedOperators
 from kernels_ref.hpu.parts import FusedKernels
 from kernels_ref.partial import Partial, Scoring, Softmax, empty, merge
 from kernels_ref.reference import add_blocks
 from kernels_ref.sparse import as_keys, attend_dense, shared_visible, whole_visible
-from kernels_ref.units import UnitLayout, as_units, gather, part_places
+from kernels_ref.units import Encoding, KVUnits, UnitLayout, gather, part_places, units_of
 
 Body: TypeAlias = Callable[..., Any]
 RegionOf: TypeAlias = Callable[[Hashable, Body], Body]
@@ -36,6 +37,7 @@ class How(NamedTuple):
         num_rows: rows of the step (N).
         rule: which earlier tokens a token sees; of rings, their window.
         layout: of the units that are read.
+        format: of their keys and values.
     """
 
     scoring: Scoring
@@ -44,6 +46,12 @@ class How(NamedTuple):
     num_rows: int = 0
     rule: Rule | None = None
     layout: UnitLayout | None = None
+    format: KVFormat = PLAIN
+
+    def units(self, tensors: tuple[torch.Tensor, ...], q: torch.Tensor) -> KVUnits:
+        """The units that are read, from the tensors of their store, for queries ``[*, D]``."""
+        assert self.layout is not None, "blocks have a layout"
+        return units_of(tensors, self.layout, Encoding(self.format, q.shape[-1], q.dtype))
 
 
 Loop: TypeAlias = Callable[[torch.Tensor, Sequence[torch.Tensor], How], Partial]
@@ -95,13 +103,20 @@ def as_operator(name: str, q: torch.Tensor, tensors: Sequence[torch.Tensor], how
     )
     rule = encode_rule(how.rule)
     ints = [*flags, len(rule), *rule, *(how.layout or ())]
+    if not how.format.is_plain:
+        name = f"{name} {how.format.name}"
     return Partial(*operator(name, q, list(tensors), ints, [scoring.softcap or 0.0, operators.inverse_scale]))
 
 
 def run_loop(
     name: str, q: torch.Tensor, tensors: Sequence[torch.Tensor], ints: Sequence[int], floats: Sequence[float]
 ) -> tuple[torch.Tensor, ...]:
-    """Run a loop; the function of the operator."""
+    """Run a loop; the function of the operator.
+
+    Args:
+        name: of the loop, and behind a space that of the format of keys and values if it is not plain.
+    """
+    name, _, kv_format = name.partition(" ")
     fast, attention, softmax, blocks, line_bytes, size, num_rows, length, *rest = ints
     layout = rest[length:]
     how = How(
@@ -111,6 +126,7 @@ def run_loop(
         num_rows,
         decode_rule(rest[:length]),
         UnitLayout(*layout) if layout else None,
+        format_of(kv_format) if kv_format else PLAIN,
     )
     return tuple(_loops[name](q, tensors, how))
 
@@ -214,22 +230,19 @@ def shared_chunk(
     largest: torch.Tensor,
     total: torch.Tensor,
     q_QKGD: torch.Tensor,
-    k_flat: torch.Tensor,
-    v_flat: torch.Tensor,
-    row_start: torch.Tensor,
-    row: torch.Tensor,
-    block: torch.Tensor,
-    start: torch.Tensor,
-    reads_NX: torch.Tensor,
-    positions: torch.Tensor | None = None,
+    *tensors: torch.Tensor,
 ) -> Tensors:
     """Every query against one chunk of shared blocks.
 
     Args:
-        positions: of the queries, if there is a rule.
+        tensors: those of the store, ``row_start``, ``row``, ``shared_block``, ``shared_start`` and
+            ``shared_reads``; and ``positions``, if there is a rule.
     """
-    assert how.layout is not None, "blocks have a layout"
-    units = as_units(k_flat, v_flat, how.layout)
+    num = how.format.num_tensors
+    units, (row_start, row, block, start, reads_NX, *positions) = (
+        how.units(tensors[:num], q_QKGD),
+        tensors[num:],
+    )
     some, exists = part_places(number, how.size, len(block))
     # One more entry, for the row index of padding.
     stored = torch.cat([row_start, row_start.new_zeros(1)])[:, None]
@@ -237,8 +250,8 @@ def shared_chunk(
     start = gather(start, some)
     visible_row_X = (stored - start) * reads
     seen, ruled = (gather(block, some), visible_row_X, row), None
-    if how.rule is not None and positions is not None:
-        ruled = shared_visible(how.rule, positions, start, how.layout.num_slots)
+    if how.rule is not None:
+        ruled = shared_visible(how.rule, positions[0], start, units.layout.num_slots)
     partial = reference.some_shared_blocks(q_QKGD, units, *seen, how.scoring, _dense(how), ruled)
     return *in_order(merge(Partial(attn, largest, total), partial)), number + 1
 
@@ -272,26 +285,26 @@ def unique_chunk(
     largest: torch.Tensor,
     total: torch.Tensor,
     q_NKHD: torch.Tensor,
-    k_flat: torch.Tensor,
-    v_flat: torch.Tensor,
-    owner: torch.Tensor,
-    owner_start: torch.Tensor | None = None,
-    end: torch.Tensor | None = None,
+    *tensors: torch.Tensor,
 ) -> Tensors:
     """Decode rows against one chunk of whole blocks, which is gathered, merged into their partials.
 
     Args:
-        owner_start, end: positions of the first slots of blocks, and after tokens, if there is a rule.
+        tensors: those of the store, and ``owner``; and positions of the first slots of blocks, and after
+            tokens, if there is a rule.
     """
-    assert how.layout is not None, "blocks have a layout"
+    num = how.format.num_tensors
+    units = how.units(tensors[:num], q_NKHD)
+    owner, *ruled = tensors[num:]
     some, exists = part_places(number, how.size, len(owner))
     owner = torch.where(exists, gather(owner, some), len(q_NKHD))
-    k, v = gather(how.layout.view(k_flat), some), gather(how.layout.view(v_flat), some)
+    k, v = units.tile(some)
     seen = Partial(attn, largest, total)
     add, visible = FusedKernels(how.operators).add, None
-    if how.rule is not None and owner_start is not None and end is not None:
+    if how.rule is not None:
+        owner_start, end = ruled
         start = gather(owner_start, some)
-        visible = whole_visible(how.rule, end, owner, start, how.layout.num_slots)
+        visible = whole_visible(how.rule, end, owner, start, units.layout.num_slots)
     return *in_order(add_blocks(seen, q_NKHD, k, v, owner, how.scoring, add, visible)), number + 1
 
 

@@ -28,7 +28,7 @@ from kernels_ref.sparse import (
     whole_visible,
 )
 from kernels_ref.step import PartInputs, StepTensors
-from kernels_ref.units import KVUnits, gather, gather_units, write_kv
+from kernels_ref.units import KVUnits, gather, write_kv
 
 if TYPE_CHECKING:
     from kernels_ref.step import BlockStep, RingStep
@@ -198,7 +198,7 @@ def shared_blocks(inputs: PartInputs, dense: Dense | None = None, chunk: int | N
     q_QKGD, _, units, t, scoring, rule, _ = inputs
     num_queries, num_kv, group, _ = q_QKGD.shape
     block_size = units.layout.num_slots
-    key_bytes = units.k[0].numel() * units.k.element_size()
+    key_bytes = units.key_bytes
     chunk = chunk or scoring.chunks.shared(num_queries * num_kv * group, block_size, key_bytes)
     dense = dense or attend_dense
     # One more entry, for the row index of padding.
@@ -235,7 +235,7 @@ def some_shared_blocks(
     if sparse_QXB is not None:
         visible_QXB = visible_QXB & sparse_QXB
     used_XB = leading_slots(visible_row_X.amax(dim=0), block_size)
-    k_TKD, v_TKD = as_keys(*gather_units(units, block), used_XB)
+    k_TKD, v_TKD = as_keys(*units.tile(block), used_XB)
     return dense(q_QKGD, k_TKD, v_TKD, visible_QXB.flatten(1), scoring)
 
 
@@ -274,12 +274,12 @@ def unique_blocks(
     q_NKHD, _, units, t, scoring, rule, _ = inputs
     add = add or merge_by_owner
     num_rows, num_kv, heads, dim = q_NKHD.shape
-    key_bytes = units.k[0].numel() * units.k.element_size()
+    key_bytes = units.key_bytes
     chunk = scoring.chunks.unique(num_rows, num_kv * heads, units.layout.num_slots, dim, key_bytes)
     total = tails(inputs, blocks, attend)
     for begin in range(0, t.owner.shape[0], chunk):
         owner = t.owner[begin : begin + chunk]
-        k, v = units.k[begin : begin + len(owner)], units.v[begin : begin + len(owner)]
+        k, v = units.tile(slice(begin, begin + len(owner)))
         visible = None
         if rule is not None:
             start = t.owner_start[begin : begin + chunk]
@@ -291,7 +291,7 @@ def unique_blocks(
 def tails(inputs: PartInputs, blocks: BlockStep, attend: Attend = attend) -> Partial:
     """Decode rows against the blocks that not every token of them sees whole."""
     q_NKHD, _, units, t, scoring, rule, _ = inputs
-    k, v = gather_units(units, t.tail_block.view(-1))
+    k, v = units.tile(t.tail_block.view(-1))
     num_tails = t.tail_block.shape[1]
     k_NKSD, v_NKSD = side_by_side(k, num_tails), side_by_side(v, num_tails)
     num_slots = units.layout.num_slots
@@ -310,7 +310,7 @@ def unique_rings(inputs: PartInputs, ring: RingStep, attend: Attend = attend) ->
     """Decode rows against their ring, which is the contiguous slice ``[0, N)`` of the store."""
     units, num_rows = inputs.units, inputs.q.shape[0]
     visible = seen_mask(ring.seen, units.layout.num_slots)
-    return own_units(inputs.q, units.k[:num_rows], units.v[:num_rows], visible, inputs.scoring, attend)
+    return own_units(inputs.q, *units.tile(slice(0, num_rows)), visible, inputs.scoring, attend)
 
 
 def own_units(

@@ -10,7 +10,7 @@ from bias_builders import Rule, TopBlocks, Window, causal_mask, leading_slots
 from kernels_ref.chunks import QUERY_STEP
 from kernels_ref.partial import FLOOR, Partial, Scoring, attend, empty, merge, soften
 from kernels_ref.step import PartInputs, StepTensors
-from kernels_ref.units import gather, gather_units
+from kernels_ref.units import gather
 
 MASK_BYTES = 16
 """Bytes of intermediates of a rule per query and key: distances, remainders and booleans."""
@@ -209,9 +209,9 @@ def _mean_keys(inputs: PartInputs, tiles: TileStep) -> torch.Tensor:
     """Mean keys of the shared blocks and of the tiles, float32 ``[X, K, D]``."""
     units, scoring = inputs.units, inputs.scoring
     of_tiles = _means(inputs.new.k, tiles)
-    key_bytes = units.k[0].numel() * units.k.element_size()
+    key_bytes = units.key_bytes
     chunk = max(1, scoring.chunks.key_bytes // key_bytes)
-    blocks = (gather(units.k, some) for some in inputs.tensors.shared_block.split(chunk) if len(some))
+    blocks = (units.key_tile(some) for some in inputs.tensors.shared_block.split(chunk) if len(some))
     return torch.cat([*(k_XKBD.mean(dim=2, dtype=torch.float32) for k_XKBD in blocks), of_tiles])
 
 
@@ -237,13 +237,13 @@ def _context(inputs: PartInputs, tiles: TileStep, seen_TKS: torch.Tensor) -> Par
     """Blocks filled before the step, a bounded chunk of them at a time."""
     q_QKGD, _, units, t, scoring, _, _ = inputs
     num_queries, num_kv, group, _ = q_QKGD.shape
-    block_size, key_bytes = units.layout.num_slots, units.k[0].numel() * units.k.element_size()
+    block_size, key_bytes = units.layout.num_slots, units.key_bytes
     chunk = scoring.chunks.shared(num_queries * num_kv * group, block_size, key_bytes)
     total = empty(q_QKGD)
     for block, seen in zip(t.shared_block.split(chunk), seen_TKS.split(chunk, dim=2)):
         # Blocks that a prompt row sees are full; others are hidden here, and undefined.
         used_XB = leading_slots(seen.any(dim=0).any(dim=0).to(torch.int32) * block_size, block_size)
-        k_TKD, v_TKD = as_keys(*gather_units(units, block), used_XB)
+        k_TKD, v_TKD = as_keys(*units.tile(block), used_XB)
         visible_KQT = gather(seen, tiles.of_token).transpose(0, 1).repeat_interleave(block_size, dim=2)
         total = merge(total, attend_dense(q_QKGD, k_TKD, v_TKD, visible_KQT, scoring))
     return total

@@ -131,8 +131,7 @@ class PartInputs(NamedTuple):
     @property
     def scratch(self) -> Scratch:
         """Units as they were before the step, which prompts with context read."""
-        assert self.units.scratch is not None, "expected a scratch for prompts with context"
-        return self.units.scratch
+        return self.units.before
 
     def of_rows(self, step: Step) -> PartInputs:
         """The same inputs with the queries of decode rows, all tokens of a row in its heads."""

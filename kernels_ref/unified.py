@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 
 from kernels_ref.chunks import DEFAULT_BOUNDS, DEFAULT_SLICES, ChunkBounds, Slices
+from kernels_ref.formats import PLAIN
 from kernels_ref.groups import GroupKind, HeadGroup
 from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators
 from kernels_ref.impl import Implementation, kernels
@@ -54,6 +55,14 @@ class LayerSpec:
     slices: Slices = DEFAULT_SLICES
     chunks: ChunkBounds = DEFAULT_BOUNDS
     rows: tuple[RowKind, ...] = ()
+
+    def __post_init__(self) -> None:
+        for group in self.groups:
+            if self.impl.reads_floats and not group.format.is_plain:
+                raise ValueError(
+                    f"attention {self.impl.value!r} reads keys and values in the model's dtype, kv_format "
+                    f"{PLAIN.name!r}, got {group.format.name!r}: expected attention 'reference' or 'hpu'"
+                )
 
     @property
     def scoring(self) -> Scoring:

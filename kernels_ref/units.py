@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+
+from kernels_ref.formats import PLAIN, KVFormat, VectorPart
 
 
 class UnitLayout(NamedTuple):
@@ -31,42 +33,154 @@ class UnitLayout(NamedTuple):
         return cls(num_units, num_heads, num_slots, num_slots, num_heads * num_slots)
 
     def view(self, flat_VD: torch.Tensor) -> torch.Tensor:
-        """A store as ``[X, K, S, D]``, to be read.
+        """A tensor of a store as ``[X, K, S, D]``, to be read.
 
         Args:
-            flat_VD: the store, ``[X * unit_stride, D]``.
+            flat_VD: the tensor, ``[X * unit_stride, D]``.
         """
-        units = flat_VD.unflatten(0, (self.num_units, self.unit_stride))
-        heads = units[:, self.offset : self.offset + self.num_heads * self.head_stride]
-        return heads.unflatten(1, (self.num_heads, self.head_stride))[:, :, : self.num_slots]
+        return self.views([flat_VD])[0]
+
+    def views(self, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """All tensors of a store as ``[X, K, S, *]``, to be read."""
+        end = self.offset + self.num_heads * self.head_stride
+        return tuple(
+            [
+                flat.unflatten(0, (self.num_units, self.unit_stride))[:, self.offset : end].unflatten(
+                    1, (self.num_heads, self.head_stride)
+                )[:, :, : self.num_slots]
+                for flat in tensors
+            ]
+        )
+
+
+class Encoding(NamedTuple):
+    """The format of a store, and what its vectors are decoded to.
+
+    Attributes:
+        format: of keys and values.
+        dim: elements of a decoded key.
+        dtype: of decoded keys and values.
+    """
+
+    format: KVFormat
+    dim: int
+    dtype: torch.dtype
+
+    @property
+    def parts(self) -> tuple[VectorPart, ...]:
+        """Tensors of a store, those of keys first."""
+        return self.format.keys.parts(self.dim) + self.format.values.parts(self.dim)
+
+    def decoded(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[..., D]`` from some vectors of each tensor of a store."""
+        if self.format.is_plain:
+            k, v = tensors
+            return k, v
+        keys, num = self.format.keys, self.format.keys.num_parts
+        return keys.decode(tensors[:num], self.dtype), self.format.values.decode(tensors[num:], self.dtype)
+
+
+class KVRecord(NamedTuple):
+    """New keys and values as a store keeps them.
+
+    Attributes:
+        values: what the store gives back when it is read, which is what tokens attend to; the new ones
+            themselves where the store keeps plain floats.
+        tensors: what is written, ``[Q, K, *]`` for each tensor of the store.
+    """
+
+    values: NewKV
+    tensors: tuple[torch.Tensor, ...]
+
+    def followed_by(self, other: KVRecord) -> KVRecord:
+        """This record, and the one of further tokens behind it."""
+        tensors = tuple([torch.cat(pair) for pair in zip(self.tensors, other.tensors)])
+        if self.values is self.tensors:
+            return KVRecord(NewKV(*tensors), tensors)
+        return KVRecord(NewKV(*[torch.cat(pair) for pair in zip(self.values, other.values)]), tensors)
 
 
 class KVUnits(NamedTuple):
-    """Units of a store of keys and of one of values.
+    """Units of a store of keys and values: the one place that knows how they are stored.
 
     Attributes:
-        k, v: ``[X, K, S, D]``, views to be read; vectors of a head are contiguous.
-        k_flat, v_flat: the stores as lists of vectors, ``[V, D]``, to be written.
-        layout: of the units, in both.
-        scratch: units as they were before the step, for prompts to read, ``[C, K, S, D]``; None where a kind
-            of heads needs none, or no prompt reads any.
+        tensors: the store as lists of vectors, ``[V, *]`` each, those of keys first, to be written; in plain
+            floats keys and values themselves.
+        views: the same as ``[X, K, S, *]``, to be read; vectors of a head are contiguous.
+        layout: of the units, in all of them.
+        encoding: of the vectors.
+        scratch: units as they were before the step, for prompts to read, ``[C, K, S, *]`` for each tensor;
+            None where a kind of heads needs none, or no prompt reads any.
         state: position and score of each slot, for kinds that evict by them; else None.
         regions: whole texts of partially computed prompts, for kinds that choose at the end of a prompt; else
             None.
     """
 
-    k: torch.Tensor
-    v: torch.Tensor
-    k_flat: torch.Tensor
-    v_flat: torch.Tensor
+    tensors: tuple[torch.Tensor, ...]
+    views: tuple[torch.Tensor, ...]
     layout: UnitLayout
-    scratch: Scratch | None = None
+    encoding: Encoding
+    scratch: tuple[torch.Tensor, ...] | None = None
     state: SlotState | None = None
     regions: PromptRegions | None = None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors."""
+        return self.encoding.format.tensor_names(self.encoding.dim)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, those beside the store included."""
+        beside = (*(self.scratch or ()), *(self.state or ()))
+        regions = self.regions.tensors if self.regions is not None else ()
+        return sum(each.nbytes for each in (*self.tensors, *beside, *regions))
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of the decoded keys of one unit."""
+        layout, (_, dim, dtype) = self.layout, self.encoding
+        return layout.num_heads * layout.num_slots * dim * dtype.itemsize
+
+    @property
+    def before(self) -> Scratch:
+        """The scratch, decoded."""
+        assert self.scratch is not None, "prompts with context read a scratch"
+        return Scratch(*self.encoding.decoded(self.scratch))
+
+    def encode(self, new: NewKV) -> KVRecord:
+        """Encode new keys and values once, before anything reads or writes them."""
+        if self.encoding.format.is_plain:
+            return KVRecord(new, new)
+        keys, values = self.encoding.format.keys, self.encoding.format.values
+        tensors = (*keys.encode(new.k), *values.encode(new.v))
+        return KVRecord(NewKV(*self.encoding.decoded(tensors)), tensors)
+
+    def tile(self, index: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of some units, decoded, ``[n, K, S, D]`` each: a view where that can be one.
+
+        Args:
+            index: int32 or int64 ``[n]``, or a slice of neighbours.
+        """
+        if isinstance(index, slice):
+            return self.encoding.decoded([view[index] for view in self.views])
+        return self.encoding.decoded([view.index_select(0, index) for view in self.views])
+
+    def key_tile(self, index: torch.Tensor) -> torch.Tensor:
+        """Keys of some units, decoded; see ``tile``."""
+        keys = self.encoding.format.keys
+        return keys.decode(
+            [x.index_select(0, index) for x in self.views[: keys.num_parts]], self.encoding.dtype
+        )
+
+    def write(self, index: torch.Tensor, record: KVRecord) -> None:
+        """Put new keys and values in place; see the function ``write``."""
+        for flat, new in zip(self.tensors, record.tensors):
+            flat.index_copy_(0, index, new.reshape(-1, flat.shape[-1]))
+
     def seen_anew(self) -> KVUnits:
         """The same units, with views of their own."""
-        return as_units(self.k_flat, self.v_flat, self.layout, self.scratch, self.state, self.regions)
+        return self._replace(views=self.layout.views(self.tensors))
 
 
 class SlotState(NamedTuple):
@@ -86,15 +200,16 @@ class SlotState(NamedTuple):
 class PromptRegions(NamedTuple):
     """Keys, values and scores of all tokens of partially computed prompts, a region for each prompt.
 
+    They lie in plain floats, as the store would give them back.
+
     Attributes:
-        k_flat, v_flat: lists of vectors, ``[P * (1 + L) * K, D]``. A region begins with K vectors that only
-            padding writes; L tokens of each head follow.
+        store: keys and values as lists of vectors, ``[P * (1 + L) * K, D]``. A region begins with K vectors
+            that only padding writes; L tokens of each head follow.
         score: float32 ``[P, K * L]``.
         layout: of the regions, with a slot for each token of a text.
     """
 
-    k_flat: torch.Tensor
-    v_flat: torch.Tensor
+    store: tuple[torch.Tensor, ...]
     score: torch.Tensor
     layout: UnitLayout
 
@@ -105,18 +220,19 @@ class PromptRegions(NamedTuple):
         return UnitLayout(num_regions, num_heads, num_tokens, num_tokens, size + num_heads, num_heads)
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors."""
-        return self.k_flat, self.v_flat, self.score
+        return *self.store, self.score
 
     @property
     def units(self) -> KVUnits:
         """The regions as units, ``[P, K, L, D]``."""
-        return as_units(self.k_flat, self.v_flat, self.layout)
+        k, v = self.store
+        return as_units(k, v, self.layout)
 
 
 class Scratch(NamedTuple):
-    """Copies of some units from before a step writes.
+    """Keys and values of some units, decoded, for instance as they were before a step writes.
 
     Attributes:
         k, v: ``[C, K, S, D]``, dense.
@@ -145,15 +261,42 @@ def as_units(
     state: SlotState | None = None,
     regions: PromptRegions | None = None,
 ) -> KVUnits:
-    """The units of two stores ``[V, D]`` of one layout."""
-    return KVUnits(layout.view(k_flat), layout.view(v_flat), k_flat, v_flat, layout, scratch, state, regions)
+    """The units of two stores of plain floats ``[V, D]`` of one layout."""
+    encoding, tensors = Encoding(PLAIN, k_flat.shape[-1], k_flat.dtype), (k_flat, v_flat)
+    return KVUnits(tensors, layout.views(tensors), layout, encoding, scratch, state, regions)
+
+
+def units_of(tensors: tuple[torch.Tensor, ...], layout: UnitLayout, encoding: Encoding) -> KVUnits:
+    """The units of a store of any format."""
+    return KVUnits(tensors, layout.views(tensors), layout, encoding)
 
 
 def of_stores(k_XKSD: torch.Tensor, v_XKSD: torch.Tensor) -> KVUnits:
-    """The units of two contiguous stores."""
+    """The units of two contiguous stores of plain floats."""
     num_units, num_heads, num_slots, dim = k_XKSD.shape
+    tensors = k_XKSD.view(-1, dim), v_XKSD.view(-1, v_XKSD.shape[-1])
     layout = UnitLayout.dense(num_units, num_heads, num_slots)
-    return KVUnits(k_XKSD, v_XKSD, k_XKSD.view(-1, dim), v_XKSD.view(-1, v_XKSD.shape[-1]), layout)
+    return KVUnits(tensors, (k_XKSD, v_XKSD), layout, Encoding(PLAIN, dim, k_XKSD.dtype))
+
+
+def floats(units: KVUnits) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values ``[X, K, S, D]`` where they lie, for kernels that read plain floats by pointer.
+
+    Raises:
+        ValueError: the units have another format.
+    """
+    if not units.encoding.format.is_plain:
+        check_plain(units)
+    k, v = units.views
+    return k, v
+
+
+def check_plain(units: KVUnits) -> None:
+    """Raise ValueError, which names the format, unless the units are plain floats."""
+    if not units.encoding.format.is_plain:
+        raise ValueError(
+            f"these kernels read keys and values as plain floats, got format {units.encoding.format.name!r}"
+        )
 
 
 def copy_to_scratch(caches: Iterable[Iterable[KVUnits]], unit: torch.Tensor) -> None:
@@ -166,25 +309,18 @@ def copy_to_scratch(caches: Iterable[Iterable[KVUnits]], unit: torch.Tensor) -> 
     for cache in caches:
         for units in cache:
             if units.scratch is not None:
-                copy_units(units.k_flat, units.v_flat, units.layout, *units.scratch, unit)
+                copy_units(units.layout, unit, *units.tensors, *units.scratch)
 
 
-def copy_units(
-    k_flat: torch.Tensor,
-    v_flat: torch.Tensor,
-    layout: UnitLayout,
-    k_copy: torch.Tensor,
-    v_copy: torch.Tensor,
-    unit: torch.Tensor,
-) -> None:
-    """Copy units of two stores into a scratch; see ``copy_to_scratch``."""
-    for copy, flat in ((k_copy, k_flat), (v_copy, v_flat)):
+def copy_units(layout: UnitLayout, unit: torch.Tensor, *tensors: torch.Tensor) -> None:
+    """Copy units of a store into a scratch; see ``copy_to_scratch``.
+
+    Args:
+        tensors: those of the store, and behind them as many of the scratch.
+    """
+    num = len(tensors) // 2
+    for copy, flat in zip(tensors[num:], tensors[:num]):
         copy.copy_(layout.view(flat).index_select(0, unit))
-
-
-def gather_units(units: KVUnits, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of some units, ``[len(index), K, S, D]`` each."""
-    return units.k.index_select(0, index), units.v.index_select(0, index)
 
 
 def index_dtype(device: torch.device) -> torch.dtype:
@@ -272,7 +408,5 @@ def write(flat_VD: torch.Tensor, index: torch.Tensor, new_QKD: torch.Tensor) -> 
     flat_VD.index_copy_(0, index, new_QKD.reshape(-1, flat_VD.shape[-1]))
 
 
-def write_kv(units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
-    """Write the keys and the values of new tokens; see ``write``."""
-    for flat, values in ((units.k_flat, new.k), (units.v_flat, new.v)):
-        flat.index_copy_(0, index, values.reshape(-1, flat.shape[-1]))
+write_kv = KVUnits.write
+"""The write as a kernel."""

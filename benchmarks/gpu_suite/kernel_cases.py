@@ -247,7 +247,7 @@ def _shared_rings(
     start = 4 * window.size
     layout = cases.lay_out([RowSize(start, chunk)], sizes.block_size, device, heads=heads, window=window)
     units = _rings(1, window, heads, dtype, device)
-    scratch = Scratch(units.k[:1].clone(), units.v[:1].clone())
+    scratch = Scratch(*(view[:1].clone() for view in units.views))
     ring = layout.plans[Rings(window)]
     q = cases.queries(chunk, heads, dtype, device)
     arguments = (q, scratch, layout.tensors, ring, window, Scoring())

@@ -40,6 +40,8 @@ class CacheConfig:
             evict tokens once, at its end; in chunks, or in one step without ``kv_chunk`` and where
             ``max_num_batched_tokens`` holds the longest text.
         kv_chunk: None = 512, or less to fit ``max_num_batched_tokens``.
+        kv_format: format in which keys and values are stored: "auto", the model's dtype, or another one of
+            ``kernels_ref.formats``. Users do not set it.
         device_memory_utilization: vLLM's ``gpu_memory_utilization``; see ``hpu_duo.config.device_budget``.
     """
 
@@ -107,6 +109,7 @@ class CacheConfig:
         HEADS,
         unset="512, or what a step holds; whole: all that a step holds",
     )
+    kv_format: str = "auto"
 
     def __post_init__(self) -> None:
         check_at_least("block_size", self.block_size, 1)

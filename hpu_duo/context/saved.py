@@ -19,6 +19,7 @@ from hpu_duo.kv.row_state import RowState
 from hpu_duo.kv.store import KVStore, UnitTensor, block_tensors
 from hpu_duo.modeling.config_checks import served_len, short_len
 from hpu_duo.modeling.hub import model_fingerprint
+from kernels_ref import PLAIN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,6 +104,7 @@ def _as_token_ids(name: str, given: Sequence[int]) -> tuple[int, ...]:
 
 
 _MOST_SHOWN = 60
+_FORMAT = "kv_format"
 
 
 def fingerprint_of(model: GenerativeModel) -> dict[str, str]:
@@ -124,6 +126,9 @@ def fingerprint_of(model: GenerativeModel) -> dict[str, str]:
     if pattern is not None:
         heads = [pattern.sink, pattern.recent, pattern.mask.astype(int).tolist()]
         found["head pattern"] = json.dumps(heads)
+    formats = {group.format.name for spec in engine.runner.model.specs for group in spec.groups}
+    if formats != {PLAIN.name}:
+        found[_FORMAT] = ", ".join(sorted(formats))
     for each in block_tensors(engine.runner.store):
         kind = f"{each.kind.name} {each.kind.describe()}".strip()
         found[each.name] = f"{kind} x {list(each.unit_shape)}"
@@ -138,6 +143,8 @@ def check_fingerprint(path: Path, saved: object, model: GenerativeModel) -> None
     got = fingerprint_of(model)
     if not isinstance(saved, dict):
         raise ValueError(f"{path}: expected the fingerprint of a model, got {type(saved).__name__}")
+    # Files of plain keys and values do not say so.
+    got, saved = ({_FORMAT: PLAIN.name, **each} for each in (got, saved))
     for name in {**got, **saved}:
         if saved.get(name) != got.get(name):
             raise ValueError(
@@ -164,6 +171,7 @@ _DTYPES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
 }
 
 

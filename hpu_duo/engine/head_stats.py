@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hpu_duo.kv.allocations import KVAllocations
     from hpu_duo.kv.plan import LayerKV, MemoryPlan
     from hpu_duo.kv.store import KVStore
+    from kernels_ref import HeadGroup
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ class BudgetStats:
         Args:
             num_evicted_tokens: tokens that one head has evicted, by its budget.
         """
-        groups: dict[Budget, list[tuple[LayerKV, int]]] = {}
-        for layer, num_heads, kind in budgets_of(memory):
-            groups.setdefault(kind, []).append((layer, num_heads))
+        groups: dict[Budget, list[tuple[LayerKV, HeadGroup]]] = {}
+        for layer, group, kind in budgets_of(memory):
+            groups.setdefault(kind, []).append((layer, group))
         return tuple(
             cls._of_kind(
                 kind, found, num_evicted_tokens.get(kind.budget, 0), allocations.rows.num_used, memory
@@ -66,18 +67,18 @@ class BudgetStats:
     def _of_kind(
         cls,
         kind: Budget,
-        found: Sequence[tuple[LayerKV, int]],
+        found: Sequence[tuple[LayerKV, HeadGroup]],
         num_evicted_tokens: int,
         num_rows: int,
         memory: MemoryPlan,
     ) -> BudgetStats:
         row_bytes = sum(
             kind.unit_bytes(
-                heads, layer.elements_per_head * memory.dtype_bytes + kind.state_bytes, memory.block_size
+                group.num_heads, memory.token_bytes(layer, group) + kind.state_bytes, memory.block_size
             )
-            for layer, heads in found
+            for layer, group in found
         )
-        num_heads = sum(heads for _, heads in found)
+        num_heads = sum(group.num_heads for _, group in found)
         return cls(
             policy=kind.policy.name,
             num_slots=kind.budget,
@@ -89,12 +90,12 @@ class BudgetStats:
         )
 
 
-def budgets_of(memory: MemoryPlan) -> Iterator[tuple[LayerKV, int, Budget]]:
-    """Yield the groups of heads with a budget, of all ranks: their layer, number of heads and kind."""
+def budgets_of(memory: MemoryPlan) -> Iterator[tuple[LayerKV, HeadGroup, Budget]]:
+    """Yield the groups of heads with a budget, of all ranks, with their layer and kind."""
     for layer in memory.layers_of_ranks:
         for group in layer.groups:
             if isinstance(group.kind, Budget):
-                yield layer, group.num_heads, group.kind
+                yield layer, group, group.kind
 
 
 def num_evicted_tokens(plan: StepPlan, memory: MemoryPlan) -> Counter[int]:

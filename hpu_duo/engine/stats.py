@@ -127,11 +127,11 @@ def _promoted_bytes(
     num_rows = limits.num_ring_rows + 1 + memory.max_chunk_rows
     block_slots = (memory.num_blocks + 1) * (memory.block_size // num_parts)
     assert in_blocks is not None and own.promoted is not None, "asked before"  # noqa: PT018
-    elements = sum(
-        (int(blocks.sum()) * block_slots - int(rings.sum()) * num_rows * ring_slots) * layer.elements_per_head
+    return sum(
+        (int(blocks.sum()) * block_slots - int(rings.sum()) * num_rows * ring_slots)
+        * memory.token_bytes(layer, layer.groups[0])
         for blocks, rings, layer in zip(in_blocks, own.promoted, memory.layers)
     )
-    return elements * memory.dtype_bytes
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,11 @@ class LayerKV:
         """Elements of one token's key and value in one head."""
         return self.head_dim + (self.head_dim if self.value_head_dim is None else self.value_head_dim)
 
+    def token_bytes(self, group: HeadGroup, dtype_bytes: int) -> int:
+        """Bytes of one token's key and value in one head of a group, as they are stored."""
+        value_dim = self.head_dim if self.value_head_dim is None else self.value_head_dim
+        return group.format.token_bytes(self.head_dim, value_dim, dtype_bytes)
+
     @property
     def has_row_states(self) -> bool:
         """Whether a row has any state in the layer."""
@@ -142,7 +147,7 @@ class LayerKV:
         self, group: HeadGroup, dtype_bytes: int, block_size: int, *, with_state: bool = True
     ) -> int:
         """Bytes of one unit of a group, by default with the state of its slots."""
-        token_bytes = self.elements_per_head * dtype_bytes + (group.kind.state_bytes if with_state else 0)
+        token_bytes = self.token_bytes(group, dtype_bytes) + (group.kind.state_bytes if with_state else 0)
         return group.kind.unit_bytes(group.num_heads, token_bytes, block_size)
 
     def row_state_bytes(self, dtype_bytes: int, block_size: int) -> tuple[int, ...]:
@@ -165,7 +170,7 @@ class LayerKV:
 class MemoryPlan:
     """The number and shape of all KV tensors, and their sizes.
 
-    Each group of each layer has a store ``[num_units, K, num_slots, D]`` for keys and one for values, with
+    Each group of each layer has a store of ``[num_units, K, num_slots]`` keys and values in its format, with
     ``num_blocks + 1`` units for units of blocks, and ``max_num_seqs + num_snapshots + 1`` for units of rows;
     the additional one is the null unit of padding. Kinds with a scratch have one of ``max_chunk_rows`` units
     as well, those that read whole prompts as many regions, and those with a state its bytes for each slot of
@@ -173,7 +178,7 @@ class MemoryPlan:
 
     Attributes:
         layers: one entry per decoder layer.
-        dtype_bytes: bytes of one element.
+        dtype_bytes: bytes of one element of the model's dtype, in which plain keys and values are.
         block_size: tokens per block.
         max_num_seqs: rows that can be allocated.
         num_blocks: blocks that can be allocated; not used if no group stores blocks.
@@ -319,6 +324,10 @@ class MemoryPlan:
         """Id of the null row of padding, after those of requests and of snapshots."""
         return self.max_num_seqs + self.num_snapshots
 
+    def token_bytes(self, layer: LayerKV, group: HeadGroup) -> int:
+        """Bytes of one token's key and value in one head of a group of a layer, as they are stored."""
+        return layer.token_bytes(group, self.dtype_bytes)
+
     @cached_property
     def scratch_bytes(self) -> int:
         """Bytes of buffers for prompts, of all layers: scratches of rows, and regions of whole prompts."""
@@ -364,7 +373,7 @@ class MemoryPlan:
         return -(-num_tokens // self.block_size) * self.block_bytes + self.row_bytes
 
     def full_attention_bytes(self, num_tokens: int) -> int:
-        """Bytes of ``num_tokens`` tokens if every head of every layer stored all of them.
+        """Bytes of ``num_tokens`` tokens if every head of every layer stored all in the model's dtype.
 
         Not rounded to blocks: the smallest possible full cache, so ratios to it are conservative.
         """

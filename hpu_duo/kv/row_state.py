@@ -25,11 +25,11 @@ class UnitCopies:
         self._places: dict[UnitLayout, torch.Tensor] = {}
 
     def copy_units(self, units: KVUnits) -> None:
-        """Copy units of a store of keys and of one of values, with what is known of their slots."""
+        """Copy units in all tensors of a store, with what is known of their slots."""
         layout = units.layout
         if layout not in self._places:
             self._places[layout] = unit_places(self.target, layout)
-        for flat, unit in ((units.k_flat, units.k), (units.v_flat, units.v)):
+        for flat, unit in zip(units.tensors, units.views):
             write(flat, self._places[layout], gather(unit, self.source))
         for each in units.state or ():
             self.copy_entries(each)
@@ -119,13 +119,13 @@ class HeadRows(RowState):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Keys, values, and positions and scores of slots where the kind has them."""
-        return self._units.k_flat, self._units.v_flat, *(self._units.state or ())
+        """Those of keys and values, and positions and scores of slots where the kind has them."""
+        return *self._units.tensors, *(self._units.state or ())
 
     @property
     def _views(self) -> dict[str, torch.Tensor]:
         """Tensors ``[R + 1, ...]`` by name."""
-        views = {f"{self.name}.keys": self._units.k, f"{self.name}.values": self._units.v}
+        views = {f"{self.name}.{name}": view for name, view in zip(self._units.names, self._units.views)}
         if self._units.state is not None:
             for field, tensor in self._units.state._asdict().items():
                 views[f"{self.name}.{field}"] = tensor
@@ -133,7 +133,7 @@ class HeadRows(RowState):
 
     @property
     def saved(self) -> dict[str, SavedTensor]:
-        """Tensors of a snapshot by name: keys and values ``[K, S, D]``."""
+        """Tensors of a snapshot by name: those of keys and values are ``[K, S, *]``."""
         return {name: SavedTensor(tuple(view.shape[1:]), view.dtype) for name, view in self._views.items()}
 
     def copy(self, rows: UnitCopies) -> None:

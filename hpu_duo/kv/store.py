@@ -1,4 +1,4 @@
-"""The key and value tensors of all layers, and copies of their units to the host and back."""
+"""The tensors of keys and values of all layers, and copies of their units to the host and back."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from hpu_duo.kv.plan import LayerKV, MemoryPlan
 from hpu_duo.kv.row_state import HeadRows, KindRows, RowState, UnitCopies
 from hpu_duo.not_picklable import NotPicklable
 from kernels_ref import (
+    Encoding,
     GroupKind,
     HeadGroup,
     KVUnits,
     Owner,
     PromptRegions,
     RowKind,
-    Scratch,
     SlotState,
     UnitLayout,
-    as_units,
 )
 
 
@@ -99,18 +98,25 @@ class KVStore(NotPicklable):
     ) -> KVUnits:
         num_units = self.plan.num_units(group.kind)
         layout = group.kind.layout(num_units, group.num_heads, self.plan.block_size)
-        shape = (layout.num_units * layout.unit_stride, layer.head_dim)
-        k, v = (reserved_zeros(shape, dtype, device) for _ in range(2))
+        encoding = Encoding(group.format, layer.head_dim, dtype)
         null = self.plan.null_unit(group.kind)
-        for flat in (k, v):
-            mark_null(flat, null * layout.unit_stride, (null + 1) * layout.unit_stride)
-        state = self._state(group, layout, device) if group.kind.state_bytes else None
-        if not group.kind.keeps_scratch:
-            regions = self._regions(layer, group, dtype, device) if group.kind.region_len else None
-            return as_units(k, v, layout, state=state, regions=regions)
-        copies = (self.plan.max_chunk_rows, group.num_heads, layout.num_slots, layer.head_dim)
-        scratch = Scratch(*(reserved_zeros(copies, dtype, device) for _ in range(2)))
-        return as_units(k, v, layout, scratch, state)
+        store, scratch = [], []
+        for part in encoding.parts:
+            shape = (layout.num_units * layout.unit_stride, part.width)
+            store.append(reserved_zeros(shape, part.dtype or dtype, device))
+            mark_null(store[-1], null * layout.unit_stride, (null + 1) * layout.unit_stride)
+            if group.kind.keeps_scratch:
+                copies = (self.plan.max_chunk_rows, group.num_heads, layout.num_slots, part.width)
+                scratch.append(reserved_zeros(copies, part.dtype or dtype, device))
+        return KVUnits(
+            tuple(store),
+            layout.views(store),
+            layout,
+            encoding,
+            tuple(scratch) or None,
+            self._state(group, layout, device) if group.kind.state_bytes else None,
+            self._regions(layer, group, dtype, device) if group.kind.region_len else None,
+        )
 
     def _regions(
         self, layer: LayerKV, group: HeadGroup, dtype: torch.dtype, device: torch.device
@@ -122,7 +128,7 @@ class KVStore(NotPicklable):
         for flat in (k, v):
             mark_null(flat, 0, layout.offset)
         score = reserved_zeros((num_regions, group.num_heads * num_tokens), torch.float32, device)
-        return PromptRegions(k, v, score, layout)
+        return PromptRegions((k, v), score, layout)
 
     def _state(self, group: HeadGroup, layout: UnitLayout, device: torch.device) -> SlotState:
         shape = layout.num_units, layout.num_heads * layout.num_slots
@@ -135,20 +141,12 @@ class KVStore(NotPicklable):
     @property
     def device(self) -> torch.device:
         """The device of the tensors."""
-        return self.layers[0][0].k_flat.device
+        return self.layers[0][0].tensors[0].device
 
     @property
     def num_bytes(self) -> int:
         """Total bytes of the tensors."""
-        of_units = (
-            flat.nbytes
-            for layer in self.layers
-            for units in layer
-            for flat in (
-                *(units.k_flat, units.v_flat, *(units.scratch or ()), *(units.state or ())),
-                *(units.regions.tensors if units.regions is not None else ()),
-            )
-        )
+        of_units = (units.num_bytes for layer in self.layers for units in layer)
         of_kinds = (each.nbytes for layer in self.row_tensors for kind in layer for each in kind)
         return sum(of_units) + sum(of_kinds)
 
@@ -170,7 +168,7 @@ class KVStore(NotPicklable):
 
 
 class UnitTensor(NamedTuple):
-    """The keys, or the values, of a group of heads of a layer that stores blocks.
+    """A tensor of a group of heads of a layer that stores blocks: its keys, its values, or a part of either.
 
     Attributes:
         name: distinct in a model.
@@ -186,7 +184,7 @@ class UnitTensor(NamedTuple):
 
     @property
     def unit_shape(self) -> tuple[int, int, int]:
-        """Heads, slots and head size: the shape of a unit."""
+        """Heads, slots and elements of a vector: the shape of a unit."""
         return self.layout.num_heads, self.layout.num_slots, self.flat.shape[-1]
 
     @property
@@ -228,6 +226,5 @@ def block_tensors(store: KVStore) -> Iterator[UnitTensor]:
     for number, (layer, cache) in enumerate(zip(store.plan.layers, store.layers)):
         for place, (group, units) in enumerate(zip(layer.groups, cache)):
             if group.kind.owner is Owner.BLOCK:
-                name = f"layers.{number}.groups.{place}"
-                yield UnitTensor(f"{name}.keys", units.k_flat, units.layout, group.kind)
-                yield UnitTensor(f"{name}.values", units.v_flat, units.layout, group.kind)
+                for name, flat in zip(units.names, units.tensors):
+                    yield UnitTensor(f"layers.{number}.groups.{place}.{name}", flat, units.layout, group.kind)

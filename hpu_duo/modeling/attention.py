@@ -7,10 +7,10 @@ passes on. At load, it records calls for a probe, or attends for a trial, see ``
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -18,15 +18,14 @@ from torch import nn
 from graphs import BatchShape
 from graphs.backends.compile import cut_at
 from kernels_ref import (
+    Encoding,
     KVUnits,
     LayerCache,
     LayerSpec,
     PromptRegions,
-    Scratch,
     SlotState,
     Step,
     UnitLayout,
-    as_units,
     loops,
     unified_attention,
 )
@@ -38,8 +37,6 @@ NAME = "hpu_duo"
 cut_at(loops.operator, loops.run_loop)
 LAYER_ATTRIBUTE = "hpu_duo_layer"
 _NO_STEP = f"attention implementation {NAME!r}: expected a step of an engine, got a call outside of one"
-_BUFFERS = ("k", "v", "k_scratch", "v_scratch", "slot_position", "slot_score")
-_REGION_BUFFERS = ("k_region", "v_region", "region_score")
 
 # Arguments of a decoder's attention besides tensors, and which of them change the result.
 _HONOURED = {"scaling", "sliding_window", "softcap", "s_aux"}
@@ -155,6 +152,24 @@ class RunningStep:
     step: Step | None = None
 
 
+class _StoreNames(NamedTuple):
+    """The units of a group of heads, with names of buffers in place of tensors.
+
+    Attributes:
+        layout, encoding: of the units.
+        store, scratch, state, regions: names; empty where there is no such tensor.
+        region_layout: of the regions, if there are any.
+    """
+
+    layout: UnitLayout
+    encoding: Encoding
+    store: tuple[str, ...]
+    scratch: tuple[str, ...]
+    state: tuple[str, ...]
+    regions: tuple[str, ...]
+    region_layout: UnitLayout | None
+
+
 class AttentionLayer(nn.Module):
     """The stores of one layer as buffers, so that they are inputs of compiled layers.
 
@@ -167,22 +182,34 @@ class AttentionLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.running = spec, running
-        # Three pairs of buffers for each group of heads: stores, scratch and state. Layouts are of the first.
-        self.layouts = tuple(units.layout for units in cache)
-        self.region_layouts = tuple(None if u.regions is None else u.regions.layout for u in cache)
-        for i, units in enumerate(cache):
-            scratch, state = units.scratch or (None, None), units.state or (None, None)
-            buffers = dict(zip(_BUFFERS, (units.k_flat, units.v_flat, *scratch, *state)))
-            if units.regions is not None:
-                buffers |= zip(_REGION_BUFFERS, units.regions.tensors)
-            for name, buffer in buffers.items():
-                self.register_buffer(f"{name}_{i}", buffer, persistent=False)
+        self.parts = tuple(self._register(i, units) for i, units in enumerate(cache))
+        self.layouts = tuple((part.layout, part.region_layout) for part in self.parts)
         self._rows = tuple(
             (kind, tuple(f"{kind.name}_{each.name}" for each in kind.tensors)) for kind in spec.rows
         )
         for (_, names), tensors in zip(self._rows, rows, strict=True):
             for name, tensor in zip(names, tensors):
                 self.register_buffer(name, tensor, persistent=False)
+
+    def _register(self, group: int, units: KVUnits) -> _StoreNames:
+        """Make buffers of all tensors of a group of heads."""
+        regions = units.regions
+        return _StoreNames(
+            units.layout,
+            units.encoding,
+            self._make_buffers(f"store_{group}", units.tensors),
+            self._make_buffers(f"scratch_{group}", units.scratch or ()),
+            self._make_buffers(f"slot_{group}", units.state or ()),
+            self._make_buffers(f"region_{group}", () if regions is None else regions.tensors),
+            None if regions is None else regions.layout,
+        )
+
+    def _make_buffers(self, name: str, tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
+        """Make buffers of tensors, and return their names."""
+        names = tuple(f"{name}_{place}" for place in range(len(tensors)))
+        for each, tensor in zip(names, tensors):
+            self.register_buffer(each, tensor, persistent=False)
+        return names
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
@@ -191,23 +218,26 @@ class AttentionLayer(nn.Module):
         if step is None:
             raise ValueError(_NO_STEP)
         # One after the other: a graph that writes a store must not use a view of it from before a cut.
-        cache = (self._units(i, layout) for i, layout in enumerate(self.layouts))
+        cache = (self._units(part) for part in self.parts)
         output = unified_attention(q, k, v, cache, step, self.spec, sinks)
         for kind, names in self._rows:
             kind.advance(tuple(getattr(self, name) for name in names), step)
         return output
 
-    def _units(self, group: int, layout: UnitLayout) -> KVUnits:
-        k, v, k_copy, v_copy, position, score = (getattr(self, f"{name}_{group}") for name in _BUFFERS)
-        scratch = None if k_copy is None else Scratch(k_copy, v_copy)
-        state = None if position is None else SlotState(position, score)
-        in_regions = self.region_layouts[group]
-        regions = None if in_regions is None else self._regions(group, in_regions)
-        return as_units(k, v, layout, scratch, state, regions)
-
-    def _regions(self, group: int, layout: UnitLayout) -> PromptRegions:
-        k, v, score = (getattr(self, f"{name}_{group}") for name in _REGION_BUFFERS)
-        return PromptRegions(k, v, score, layout)
+    def _units(self, part: _StoreNames) -> KVUnits:
+        store, scratch, state, regions = (
+            tuple([getattr(self, name) for name in names])
+            for names in (part.store, part.scratch, part.state, part.regions)
+        )
+        return KVUnits(
+            store,
+            part.layout.views(store),
+            part.layout,
+            part.encoding,
+            scratch or None,
+            SlotState(*state) if state else None,
+            PromptRegions(regions[:2], regions[2], part.region_layout) if part.region_layout else None,
+        )
 
 
 def attention(

@@ -79,7 +79,7 @@ class StepModel(NotPicklable):
         self._runners: dict[Hashable, LayerRunner] = {}
         # Without it, transformers computes it in each step, as int64.
         self._takes_cache_position = "cache_position" in signature(model.forward).parameters
-        self._mask = placeholder_mask(caches[0][0].k_flat.device)
+        self._mask = placeholder_mask(caches[0][0].tensors[0].device)
         kinds: dict[LayerKind, LayerKind] = {}
         of_rows = row_tensors or [()] * len(caches)
         for layer, spec, cache, rows in zip(layers, specs, caches, of_rows):
@@ -94,7 +94,7 @@ class StepModel(NotPicklable):
     @property
     def stores_flat(self) -> list[torch.Tensor]:
         """The stores of all layers, as lists of vectors."""
-        return [flat for cache in self._caches for units in cache for flat in (units.k_flat, units.v_flat)]
+        return [flat for cache in self._caches for units in cache for flat in units.tensors]
 
     def copy_to_scratch(self, rows: torch.Tensor, region_of: RegionOf | None = None) -> None:
         """Copy the rows of prompts to where the layers read them, before a step.
@@ -106,9 +106,10 @@ class StepModel(NotPicklable):
         for cache in self._caches:
             for units in cache:
                 if units.scratch is not None:
-                    key = ("scratch", units.layout, tuple(units.k_flat.shape), units.k_flat.dtype)
+                    sizes = tuple((tuple(each.shape), each.dtype) for each in units.tensors)
+                    key = ("scratch", units.layout, sizes)
                     run = copy_units if region_of is None else region_of(key, copy_units)
-                    run(units.k_flat, units.v_flat, units.layout, *units.scratch, rows)
+                    run(units.layout, rows, *units.tensors, *units.scratch)
 
     def logits(
         self,

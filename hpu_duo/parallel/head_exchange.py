@@ -225,7 +225,7 @@ class ContextParallelBlocks(GroupKind):
         has_shared = parts.shared and t.shared_block.shape[0] > 0
         asked = self._asked(q_QOGD, step, has_shared=has_shared)
         k_QKD, v_QKD, *queries = self.exchange.gather([*inputs.new, *asked])
-        run.write_kv(units, plan.own.write_index, NewKV(k_QKD, v_QKD))
+        run.write_kv(units, plan.own.write_index, units.encode(NewKV(k_QKD, v_QKD)))
         of_tokens: list[Partial] = []
         decoded = None
         if parts.unique:
@@ -243,7 +243,7 @@ class ContextParallelBlocks(GroupKind):
         if not q_QOGD.shape[1]:
             return q_QOGD
         if parts.causal:
-            of_tokens.append(run.causal(inputs))
+            of_tokens.append(run.causal(inputs._replace(new=units.encode(inputs.new).values)))
         return run.finish(q_QOGD, of_tokens, decoded, step.decode_slot, inputs.sinks)
 
     @staticmethod

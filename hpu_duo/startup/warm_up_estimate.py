@@ -29,7 +29,7 @@ from hpu_duo.planning.work import FUSED, PORTABLE, PUBLISHED_LAYER_LAUNCHES, Gro
 from hpu_duo.startup.tables import KEPT, GraphMemory, Kept, StepSizes
 from hpu_duo.startup.tables import UNKNOWN as UNKNOWN_KEPT
 from hpu_duo.version import __version__
-from kernels_ref import Blocks, Implementation, LayerSpec, Softmax
+from kernels_ref import PLAIN, Blocks, Implementation, LayerSpec, Softmax
 
 _GIB = 1 << 30
 
@@ -441,7 +441,9 @@ def _attention_text(spec: LayerSpec) -> str:
     kept = {group.kind.name for group in spec.groups if group.kind.reach is None} - {Blocks.name}
     dealt = "".join(f" in {name}" for name in sorted(kept))
     seen = "".join(f", {text}" for group in spec.groups if (text := group.kind.describe()))
+    formats = sorted({group.format.name for group in spec.groups} - {PLAIN.name})
+    stored = "".join(f", kv_format {name}" for name in formats)
     return (
         f"{spec.impl.value}: {spec.num_retrieval} retrieval{dealt} and {counts} streaming heads x "
-        f"{spec.group_size} queries x {spec.head_dim}, scale {spec.scale:.6g}{seen}{softcap}{softmax}"
+        f"{spec.group_size} queries x {spec.head_dim}, scale {spec.scale:.6g}{seen}{softcap}{softmax}{stored}"
     )

@@ -81,8 +81,9 @@ class Blocks(GroupKind):
         """Writes first: decode rows read their new keys from their blocks."""
         parts, units = step.parts, inputs.units
         plan: BlockStep = step.plans[self.key, units.layout]
-        run.write_kv(units, plan.write_index, inputs.new)
-        inputs = inputs._replace(rule=self.rule)
+        record = units.encode(inputs.new)
+        run.write_kv(units, plan.write_index, record)
+        inputs = inputs._replace(new=record.values, rule=self.rule)
         of_tokens: list[Partial] = []
         if parts.causal:
             of_tokens.append(run.causal(inputs))
@@ -227,7 +228,9 @@ class ChosenBlocks(GroupKind):
         """Writes first: decode rows, and prompts on a CPU, read new keys from their blocks."""
         parts, units, t = step.parts, inputs.units, inputs.tensors
         plan: ChosenStep = step.plans[self.key, units.layout]
-        run.write_kv(units, plan.blocks.write_index, inputs.new)
+        record = units.encode(inputs.new)
+        run.write_kv(units, plan.blocks.write_index, record)
+        inputs = inputs._replace(new=record.values)
         of_tokens: list[Partial] = []
         if plan.tiles is not None:
             of_tokens.append(run.chosen_blocks(inputs, plan.tiles, self.choice))

@@ -38,7 +38,17 @@ from kernels_ref.groups.kind import (
 from kernels_ref.groups.kv_policy import KVPolicy, SlotView
 from kernels_ref.partial import Partial
 from kernels_ref.step import DecodeRows, PartInputs, RingStep, Step, StepParts, StepTensors
-from kernels_ref.units import NewKV, Scratch, SlotState, UnitLayout, gather, index_dtype, of_stores
+from kernels_ref.units import (
+    KVRecord,
+    KVUnits,
+    NewKV,
+    Scratch,
+    SlotState,
+    UnitLayout,
+    gather,
+    index_dtype,
+    of_stores,
+)
 
 if TYPE_CHECKING:
     from kernels_ref.impl import Kernels
@@ -200,6 +210,11 @@ class Budget(GroupKind):
         return False
 
     @property
+    def takes_any_format(self) -> bool:
+        """Whether keys are stored with their rotation: one that is taken off and on is no stored key."""
+        return not self.policy.positions_in_cache
+
+    @property
     def needs_token_classes(self) -> bool:
         """Whether the policy marks tokens."""
         return self.policy.marks_tokens
@@ -267,6 +282,9 @@ class Budget(GroupKind):
         plan: BudgetStep = step.plans[self.key, layout]
         assert units.state is not None, "expected units with a state"
         of_tokens: list[Partial] = []
+        stored = units.encode(self._stored(inputs.new, plan))
+        if self.takes_any_format:
+            inputs = inputs._replace(new=stored.values)
         taken, kept, decoded, seen = None, None, None, self._seen(inputs, plan)
         if parts.causal:
             prompts = inputs if self.reads_text else seen
@@ -274,7 +292,7 @@ class Budget(GroupKind):
         if parts.unique:
             rows = plan.end, plan.decode_row, run.eviction_victims, plan.token_class
             taken = take_in(self.policy, units.state, layout, *rows)
-        run.write_kv(units, *self._written(layout, plan, kept, taken, self._stored(inputs.new, plan)))
+        run.write_kv(units, *self._written(units, plan, kept, taken, stored))
         # New views: older ones would be further inputs of this graph if it was cut in between.
         units = units.seen_anew()
         seen = seen._replace(units=units)
@@ -332,7 +350,7 @@ class Budget(GroupKind):
         units = inputs.units
         plan: BudgetStep = step.plans[self.key, units.layout]
         if self.policy.positions_in_cache:
-            k, v = (x[: len(plan.end)] for x in (units.k, units.v))
+            k, v = units.tile(slice(0, len(plan.end)))
             k = turned_by_rank(k, slots.position, slots.valid, plan.turns.ranks)
             inputs = inputs._replace(units=of_stores(k, v.contiguous()))
         if self.policy.weighs_decodes:
@@ -345,17 +363,18 @@ class Budget(GroupKind):
 
     def _written(
         self,
-        layout: UnitLayout,
+        units: KVUnits,
         plan: BudgetStep,
         kept: Kept | None,
         taken: DecodeSlots | None,
-        new: NewKV,
-    ) -> tuple[torch.Tensor, NewKV]:
-        """Return the vectors to write, and their places ``[Q * K]``: the null unit for evicted tokens."""
+        stored: KVRecord,
+    ) -> tuple[torch.Tensor, KVRecord]:
+        """Return what to write, and its places ``[Q * K]``: the null unit for evicted tokens."""
+        layout = units.layout
         tables = self._decode_places(layout, plan, taken)
         if kept is not None:
             tables.insert(0, self._places(layout, plan.chunk.row[:, None, None], kept.slot))
-        return gather(torch.cat(tables), plan.place).view(-1), new
+        return gather(torch.cat(tables), plan.place).view(-1), stored
 
     def _decode_places(
         self, layout: UnitLayout, plan: BudgetStep, taken: DecodeSlots | None

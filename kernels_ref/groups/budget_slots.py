@@ -35,7 +35,7 @@ def unique_with_weights(inputs: PartInputs, ring: RingStep) -> tuple[Partial, to
     num_rows, num_slots = len(q_NKGD), units.layout.num_slots
     assert isinstance(ring.seen, Leading), "expected leading slots of a budget to be visible"
     valid = seen_mask(ring.seen, num_slots)[:, :, 0]
-    return weighed(q_NKGD, units.k[:num_rows], units.v[:num_rows], valid, scoring, sinks_KG)
+    return weighed(q_NKGD, *units.tile(slice(0, num_rows)), valid, scoring, sinks_KG)
 
 
 def weighed(

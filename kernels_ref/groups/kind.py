@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from kernels_ref.chunks import DEFAULT_BOUNDS, QUERY_SLICE, ChunkBounds
+from kernels_ref.formats import PLAIN, KVFormat
 from kernels_ref.step import DecodeRows, PartInputs, Step, StepParts, StepTensors
 from kernels_ref.units import UnitLayout
 
@@ -85,6 +86,11 @@ class GroupKind(ABC):
     @property
     def shares_blocks(self) -> bool:
         """Whether what a prompt stores of a whole block depends only on the text up to its end."""
+        return True
+
+    @property
+    def takes_any_format(self) -> bool:
+        """Whether its units may have formats other than plain floats."""
         return True
 
     @property
@@ -181,14 +187,21 @@ class HeadGroup:
     Attributes:
         num_heads: key/value heads; 0 only if its units store heads of other ranks.
         kind: their storage and attention.
+        format: of their keys and values.
     """
 
     num_heads: int
     kind: GroupKind
+    format: KVFormat = PLAIN
 
     def __post_init__(self) -> None:
         if self.num_heads < 0 or self.kind.num_kept(self.num_heads) < 1:
             raise ValueError(f"expected a group of 1 head or more, got {self.num_heads}")
+        if not (self.format.is_plain or self.kind.takes_any_format):
+            raise ValueError(
+                f"expected keys and values of {self.kind.describe()} in the model's dtype, kv_format "
+                f"{PLAIN.name!r}, got {self.format.name!r}"
+            )
 
 
 def prepare_step(

@@ -112,8 +112,9 @@ class Rings(GroupKind):
         """Writes first: decode rows read their new keys from their rings, and prompts read the scratch."""
         parts, units = step.parts, inputs.units
         plan: RingStep = step.plans[self.key, units.layout]
-        run.write_kv(units, plan.write_index, inputs.new)
-        inputs = inputs._replace(rule=self.window)
+        record = units.encode(inputs.new)
+        run.write_kv(units, plan.write_index, record)
+        inputs = inputs._replace(new=record.values, rule=self.window)
         of_tokens: list[Partial] = []
         decoded = None
         if parts.unique:

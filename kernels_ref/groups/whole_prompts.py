@@ -20,12 +20,14 @@ from kernels_ref.groups.kind import PartSizes
 from kernels_ref.partial import Partial, merge
 from kernels_ref.step import PartInputs, Step, StepTensors
 from kernels_ref.units import (
+    KVRecord,
     KVUnits,
     NewKV,
     PromptRegions,
     Scratch,
     SlotState,
     UnitLayout,
+    floats,
     gather,
     index_dtype,
 )
@@ -96,7 +98,8 @@ class WholePrompts(Budget):
         plan: BudgetStep = step.plans[self.key, inputs.units.layout]
         regions = inputs.units.regions
         assert regions is not None, "expected units with regions"
-        run.write_kv(regions.units, _region_places(regions.layout, plan.chunk, step.tensors), inputs.new)
+        places = _region_places(regions.layout, plan.chunk, step.tensors)
+        run.write_kv(regions.units, places, regions.units.encode(inputs.new))
         text_units = regions.units
         num_read = self.num_read(step.tensors.shared_block.shape[0]) if step.parts.shared else 0
         of_tokens = [run.causal(inputs)]
@@ -129,11 +132,12 @@ class WholePrompts(Budget):
     def _of_text(self, run: Kernels, inputs: PartInputs, text: KVUnits, plan: BudgetStep) -> Partial:
         """Attention of prompt rows over the text before the chunk, a segment at a time."""
         position, total, size = plan.ring.chunk_position, None, inputs.scoring.chunks.key_slots
+        k, v = floats(text)
         for begin in range(0, position.shape[1], size):
             end = min(begin + size, position.shape[1])
-            segment = Scratch(text.k[:, :, begin:end], text.v[:, :, begin:end])
+            segment = Scratch(k[:, :, begin:end], v[:, :, begin:end])
             ring = plan.ring._replace(chunk_position=position[:, begin:end].contiguous())
-            of_segment = inputs._replace(units=inputs.units._replace(scratch=segment))
+            of_segment = inputs._replace(units=text._replace(scratch=segment))
             partial = run.shared_rings(of_segment, ring)
             total = partial if total is None else merge(total, partial)
         assert total is not None, "expected text before the chunk"
@@ -147,8 +151,7 @@ class WholePrompts(Budget):
         score = regions.score.view(*shape[:2], -1)[..., :num_read]
         if not self._keeps_scores:
             score = torch.zeros_like(score)
-        text = regions.units
-        kv = Scratch(text.k[:, :, :num_read], text.v[:, :, :num_read]) if num_read else None
+        kv = Scratch(*(x[:, :, :num_read] for x in floats(regions.units))) if num_read else None
         return Held(SlotState(number.expand(shape), score), kv)
 
     def _summed(
@@ -166,21 +169,22 @@ class WholePrompts(Budget):
 
     def _written(
         self,
-        layout: UnitLayout,
+        units: KVUnits,
         plan: BudgetStep,
         kept: Kept | None,
         taken: DecodeSlots | None,
-        new: NewKV,
-    ) -> tuple[torch.Tensor, NewKV]:
+        stored: KVRecord,
+    ) -> tuple[torch.Tensor, KVRecord]:
         """Vectors of decode rows, and of the retained tokens of prompts."""
         if kept is None:
-            return super()._written(layout, plan, None, taken, new)
+            return super()._written(units, plan, None, taken, stored)
         assert kept.text is not None, "expected retained tokens of regions"
-        index = self._places(layout, plan.chunk.row[:, None, None], kept.slot).reshape(-1)
+        text = units.encode(kept.text)
+        index = self._places(units.layout, plan.chunk.row[:, None, None], kept.slot).reshape(-1)
         if taken is None:
-            return index, kept.text
-        decoded, of_rows = super()._written(layout, plan, None, taken, new)
-        return torch.cat([decoded, index]), NewKV(*(torch.cat(pair) for pair in zip(of_rows, kept.text)))
+            return index, text
+        decoded, of_rows = super()._written(units, plan, None, taken, stored)
+        return torch.cat([decoded, index]), of_rows.followed_by(text)
 
     def region_bytes(self, num_heads: int, token_bytes: int) -> int:
         """A region, with the vectors that padding writes, and its scores."""
@@ -212,6 +216,4 @@ def _of_positions(regions: PromptRegions, position: torch.Tensor) -> NewKV:
     head = torch.arange(layout.num_heads, dtype=dtype, device=device)[:, None]
     place = layout.offset + region * layout.unit_stride + head * layout.head_stride + position
     index = place.transpose(1, 2).reshape(-1)
-    return NewKV(
-        *(gather(x, index).unflatten(0, (-1, layout.num_heads)) for x in (regions.k_flat, regions.v_flat))
-    )
+    return NewKV(*(gather(x, index).unflatten(0, (-1, layout.num_heads)) for x in regions.store))

@@ -18,7 +18,7 @@ from kernels_ref.partial import Partial, Scoring, attend, finish
 from kernels_ref.reference import AddBlocks, merge_by_owner
 from kernels_ref.sparse import MASK_BYTES
 from kernels_ref.step import PartInputs
-from kernels_ref.units import KVUnits, NewKV, write_kv
+from kernels_ref.units import KVRecord, KVUnits, write_kv
 
 if TYPE_CHECKING:
     from kernels_ref.groups.column_sums import ChunkStep
@@ -47,7 +47,7 @@ class FusedKernels:
         q_QKGD, units, scoring = inputs.q, inputs.units, inputs.scoring
         if not self.fuses(scoring):
             return reference.shared_blocks(inputs)
-        key_bytes = units.k[0].numel() * units.k.element_size()
+        key_bytes = units.key_bytes
         element_bytes = q_QKGD.element_size() + (0 if inputs.rule is None else MASK_BYTES)
         chunk = scoring.chunks.masked(len(q_QKGD), units.layout.num_slots, key_bytes, element_bytes)
         return reference.shared_blocks(inputs, self.dense, chunk)
@@ -94,9 +94,9 @@ class FusedKernels:
         """The eviction victim of each head."""
         return reference.eviction_victims(score_NKC, position_NKC, is_protected)
 
-    def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
+    def write_kv(self, units: KVUnits, index: torch.Tensor, record: KVRecord) -> None:
         """Write the keys and values of new tokens."""
-        write_kv(units, index, new)
+        write_kv(units, index, record)
 
     def finish(
         self,

@@ -22,6 +22,7 @@ from kernels_ref.sdpa import prefill as sums
 from kernels_ref.sdpa.operators import define, register, write_kv
 from kernels_ref.sparse import TileStep
 from kernels_ref.step import BlockStep, PartInputs, RingStep, StepTensors
+from kernels_ref.units import floats
 from kernels_ref.x86 import attention as x86_sums
 from kernels_ref.x86 import rows, slots
 
@@ -118,10 +119,11 @@ def shared_blocks(inputs: PartInputs) -> Partial:
     _refuse(scoring)
     tokens = t.row_start, t.row_num_new, t.row_query_start
     plan = (*tokens, t.shared_block, t.shared_start, t.shared_reads)
+    kv = floats(units)
     if rule is not None:
         sizes = encode_rule(rule), scoring.slices.band_queries, scoring.slices.context_blocks
-        return Partial(*_sparse_shared(q_QKGD, units.k, units.v, *plan, *sizes))
-    return Partial(*_shared_blocks(q_QKGD, units.k, units.v, *plan, scoring.slices.context_blocks))
+        return Partial(*_sparse_shared(q_QKGD, *kv, *plan, *sizes))
+    return Partial(*_shared_blocks(q_QKGD, *kv, *plan, scoring.slices.context_blocks))
 
 
 def chosen_blocks(inputs: PartInputs, tiles: TileStep, choice: TopBlocks) -> Partial:
@@ -130,7 +132,7 @@ def chosen_blocks(inputs: PartInputs, tiles: TileStep, choice: TopBlocks) -> Par
     _refuse(scoring)
     shared = t.shared_block, t.shared_start, t.shared_reads
     sizes = choice.num_blocks, scoring.slices.context_blocks
-    return Partial(*_chosen_blocks(q_QKGD, units.k, units.v, *_row_plan(t), t.write_block, *shared, *sizes))
+    return Partial(*_chosen_blocks(q_QKGD, *floats(units), *_row_plan(t), t.write_block, *shared, *sizes))
 
 
 def shared_rings(inputs: PartInputs, ring: RingStep) -> Partial:
@@ -148,46 +150,48 @@ def unique_blocks(inputs: PartInputs, blocks: BlockStep) -> Partial:
     operator.
     """
     q_NKHD, _, units, t, scoring, rule, _ = inputs
+    k, v = floats(units)
     if rule is not None:
         tails = (t.tail_block, t.tail_start, blocks.tails.visible)
         sizes = encode_rule(rule), scoring.softcap or 0.0, scoring.slices.decode_slots
         numbers = (t.owner, t.owner_start, *tails, blocks.end, *sizes)
-        return Partial(*_sparse_unique(q_NKHD, units.k, units.v, *numbers))
+        return Partial(*_sparse_unique(q_NKHD, k, v, *numbers))
     plan = (t.owner, t.tail_block, blocks.tails.visible)
-    if scoring.softcap is None and rows.fits(q_NKHD, units.k):
-        return rows.attend_blocks(q_NKHD, units.k, units.v, *plan)
+    if scoring.softcap is None and rows.fits(q_NKHD, k):
+        return rows.attend_blocks(q_NKHD, k, v, *plan)
     if decode.is_short(q_NKHD, blocks.tails, (t.owner.shape[0] + 1) * units.layout.num_slots):
         return decode.short_blocks(inputs, blocks)
     if t.owner.shape[0] <= scoring.slices.short_blocks:
         return reference.unique_blocks(inputs, blocks)
     bounds = scoring.softcap or 0.0, scoring.slices.decode_slots
-    return Partial(*_unique_blocks(q_NKHD, units.k, units.v, *plan, *bounds))
+    return Partial(*_unique_blocks(q_NKHD, k, v, *plan, *bounds))
 
 
 def unique_rings(inputs: PartInputs, ring: RingStep) -> Partial:
     """Decode rows against their rings."""
     q_NKHD, units, scoring = inputs.q, inputs.units, inputs.scoring
-    seen, is_ours = ring.seen, scoring.softcap is None and rows.fits(q_NKHD, units.k)
+    k, v = floats(units)
+    seen, is_ours = ring.seen, scoring.softcap is None and rows.fits(q_NKHD, k)
     if isinstance(seen, Held):
         run = rows.attend_held if is_ours else _held_rings
         cap = () if is_ours else (scoring.softcap or 0.0,)
-        return Partial(*run(q_NKHD, units.k, units.v, *seen, *cap))
+        return Partial(*run(q_NKHD, k, v, *seen, *cap))
     if is_ours:
-        return rows.attend_rings(q_NKHD, units.k, units.v, seen.visible)
+        return rows.attend_rings(q_NKHD, k, v, seen.visible)
     if decode.is_short(q_NKHD, seen, units.layout.num_slots):
         visible = seen_mask(seen, units.layout.num_slots)[:, 0, 0]
-        return decode.attend_units(q_NKHD, units.k[:1], units.v[:1], visible, scoring)
-    return Partial(*_leading_rings(q_NKHD, units.k, units.v, seen.visible, scoring.softcap or 0.0))
+        return decode.attend_units(q_NKHD, k[:1], v[:1], visible, scoring)
+    return Partial(*_leading_rings(q_NKHD, k, v, seen.visible, scoring.softcap or 0.0))
 
 
 def unique_with_weights(inputs: PartInputs, ring: RingStep) -> tuple[Partial, torch.Tensor]:
     """Decode rows against their own slots, with the weight of each slot."""
     assert isinstance(ring.seen, Leading), "expected leading slots of a budget to be visible"
     q_NKGD, _, units, _, scoring, _, sinks_KG = inputs
-    visible = ring.seen.visible
-    if scoring.softcap is None and rows.fits(q_NKGD, units.k):
-        return rows.attend_with_weights(q_NKGD, units.k, units.v, visible, sinks_KG)
-    *partial, mass = _rings_with_weights(q_NKGD, units.k, units.v, visible, sinks_KG, scoring.softcap or 0.0)
+    visible, (k, v) = ring.seen.visible, floats(units)
+    if scoring.softcap is None and rows.fits(q_NKGD, k):
+        return rows.attend_with_weights(q_NKGD, k, v, visible, sinks_KG)
+    *partial, mass = _rings_with_weights(q_NKGD, k, v, visible, sinks_KG, scoring.softcap or 0.0)
     return Partial(*partial), mass
 
 

@@ -15,7 +15,6 @@ from kernels_ref.groups.budget_slots import weighed
 from kernels_ref.partial import FLOOR, Partial, Scoring, attend, empty, merge, soften
 from kernels_ref.reference import merge_by_owner, own_units, side_by_side
 from kernels_ref.step import BlockStep, PartInputs
-from kernels_ref.units import gather_units
 
 
 def unique_blocks(
@@ -149,13 +148,13 @@ def short_blocks(inputs: PartInputs, blocks: BlockStep) -> Partial:
     """The row's whole blocks of the contiguous slice, and its tail."""
     q_1KHD, _, units, t, scoring, _, _ = inputs
     block_size, num_blocks = units.layout.num_slots, t.owner.shape[0]
-    tail_k, tail_v = gather_units(units, t.tail_block.view(-1))
+    tail_k, tail_v = units.tile(t.tail_block.view(-1))
     visible = leading_slots(blocks.tails.visible.view(-1), block_size)
     tail = attend_units(q_1KHD, tail_k, tail_v, visible, scoring)
     if not num_blocks:
         return tail
     owned_XB = (t.owner == 0)[:, None].expand(num_blocks, block_size)
-    whole = attend_units(q_1KHD, units.k[:num_blocks], units.v[:num_blocks], owned_XB, scoring)
+    whole = attend_units(q_1KHD, *units.tile(slice(0, num_blocks)), owned_XB, scoring)
     return merge(tail, whole)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kernels_ref import units as index
-from kernels_ref.units import KVUnits, NewKV
+from kernels_ref.units import KVRecord, KVUnits
 
 _NAMESPACE = "hpu_duo_kernels"
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
@@ -69,9 +69,9 @@ _store_library.impl("write_kv", _write, "CPU")
 torch.library.register_fake("hpu_duo_kernels::write_kv", lambda *_: None, lib=_store_library)
 
 
-def write_as_operator(units: KVUnits, place: torch.Tensor, new: NewKV) -> None:
+def write_as_operator(units: KVUnits, place: torch.Tensor, record: KVRecord) -> None:
     """``kernels_ref.units.write_kv`` as an operator that declares its mutations."""
-    torch.ops.hpu_duo_kernels.write_kv.default(units.k_flat, units.v_flat, place, new.k, new.v)
+    torch.ops.hpu_duo_kernels.write_kv.default(*units.tensors, place, *record.tensors)
 
 
 # The compilers of torch 2.7 and 2.9 may copy a whole store that is written. That of 2.13 writes in place, and

@@ -12,7 +12,7 @@ import torch
 from bias_builders import Leading
 from kernels_ref.step import RingStep
 from kernels_ref.triton.availability import DTYPES, MAX_HEAD_DIM
-from kernels_ref.units import KVUnits, Scratch
+from kernels_ref.units import KVUnits, Scratch, check_plain, floats
 
 MIN_TILE = 16
 """Least rows and columns of a product of tiles."""
@@ -231,12 +231,17 @@ def check_vectors(
         raise ValueError(f"expected {name} to have contiguous vectors, got strides {tuple(x.stride())}")
 
 
-def check_units(units: KVUnits, q: torch.Tensor) -> None:
+def check_units(units: KVUnits, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Units of the heads, type and device of the queries ``[*, K, G, D]``, keys and values alike.
 
     Vectors of a head are contiguous; strides of heads and units may be larger, in whole vectors.
+
+    Returns:
+        keys and values, ``[X, K, S, D]``.
     """
-    _check_stores("units", units.k, units.v, q)
+    k, v = floats(units)
+    _check_stores("units", k, v, q)
+    return k, v
 
 
 def check_scratch(scratch: Scratch, q: torch.Tensor) -> None:
@@ -244,12 +249,13 @@ def check_scratch(scratch: Scratch, q: torch.Tensor) -> None:
     _check_stores("scratch", *scratch, q)
 
 
-def check_rings(q: torch.Tensor, units: KVUnits) -> None:
-    """Queries of decode rows ``[N, K, *, D]``, and a ring for each row."""
+def check_rings(q: torch.Tensor, units: KVUnits) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries of decode rows ``[N, K, *, D]``, and a ring for each row; see ``check_units``."""
     check_queries("q_NKHD", q)
-    check_units(units, q)
-    if q.shape[0] > units.k.shape[0]:
-        raise ValueError(f"expected units.k to have at least {q.shape[0]} rings, got {units.k.shape[0]}")
+    k, v = check_units(units, q)
+    if q.shape[0] > k.shape[0]:
+        raise ValueError(f"expected units.k to have at least {q.shape[0]} rings, got {k.shape[0]}")
+    return k, v
 
 
 def check_leading(ring: RingStep, q: torch.Tensor) -> torch.Tensor:
@@ -278,12 +284,15 @@ def _check_stores(what: str, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) 
         )
 
 
-def check_flat(units: KVUnits, new: torch.Tensor) -> None:
-    """Stores as contiguous lists of vectors like those of ``new [*, D]``."""
-    for name, flat in (("units.k_flat", units.k_flat), ("units.v_flat", units.v_flat)):
+def check_flat(units: KVUnits, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stores of keys and values as contiguous lists of vectors like those of ``new [*, D]``."""
+    check_plain(units)
+    k, v = units.tensors
+    for name, flat in (("units.k_flat", k), ("units.v_flat", v)):
         _check(name, flat, (None, new.shape[-1]), new)
         if not flat.is_contiguous():
             raise ValueError(f"expected {name} to be contiguous, got strides {tuple(flat.stride())}")
+    return k, v
 
 
 def check_plan(name: str, plan: torch.Tensor, shape: Sequence[Size], device: torch.device) -> None:

@@ -29,7 +29,7 @@ from kernels_ref.triton.launch import (
     check_units,
     check_vectors,
 )
-from kernels_ref.units import KVUnits, NewKV
+from kernels_ref.units import KVRecord, KVUnits
 
 __all__ = [
     "causal",
@@ -68,7 +68,7 @@ def shared_blocks(inputs: PartInputs) -> Partial:
     """Every query against the blocks that several rows read, or a prompt row."""
     q_QKGD, _, units, t, scoring, rule, _ = inputs
     check_queries("q_QKGD", q_QKGD)
-    check_units(units, q_QKGD)
+    k, v = check_units(units, q_QKGD)
     num_rows, num_blocks = t.row_start.shape[0], t.shared_block.shape[0]
     check_plan("row", t.row, (q_QKGD.shape[0],), q_QKGD.device)
     check_plan("shared_block", t.shared_block, (None,), q_QKGD.device)
@@ -79,9 +79,9 @@ def shared_blocks(inputs: PartInputs) -> Partial:
     if rule is not None:
         check_plan("positions", t.positions, (q_QKGD.shape[0],), q_QKGD.device)
         ruled = (t.row, t.positions, *plan, encode_rule(rule), scoring.softcap or 0.0)
-        return Partial(*operators.sparse_shared(q_QKGD, units.k, units.v, *ruled))
+        return Partial(*operators.sparse_shared(q_QKGD, k, v, *ruled))
     numbers = (t.row, *plan, scoring.softcap or 0.0)
-    return Partial(*operators.shared_blocks(q_QKGD, units.k, units.v, *numbers))
+    return Partial(*operators.shared_blocks(q_QKGD, k, v, *numbers))
 
 
 def shared_rings(inputs: PartInputs, ring: RingStep) -> Partial:
@@ -105,15 +105,15 @@ def unique_blocks(inputs: PartInputs, blocks: BlockStep) -> Partial:
     """Decode rows against the blocks that only they read."""
     q_NKHD, _, units, t, scoring, rule, _ = inputs
     check_queries("q_NKHD", q_NKHD)
-    check_units(units, q_NKHD)
+    k, v = check_units(units, q_NKHD)
     num_rows, num_tails = q_NKHD.shape[0], t.tail_block.shape[-1]
     check_plan("owner", t.owner, (None,), q_NKHD.device)
     check_plan("tail_block", t.tail_block, (num_rows, num_tails), q_NKHD.device)
     check_plan("tails.visible", blocks.tails.visible, (num_rows, num_tails, None), q_NKHD.device)
     _check_tokens("tails.visible", blocks.tails.visible.shape[2], q_NKHD)
-    if t.owner.shape[0] > units.k.shape[0]:
+    if t.owner.shape[0] > k.shape[0]:
         raise ValueError(
-            f"expected owner to have at most {units.k.shape[0]} entries, the blocks of units.k, "
+            f"expected owner to have at most {k.shape[0]} entries, the blocks of units.k, "
             f"got {t.owner.shape[0]}"
         )
     if rule is not None:
@@ -122,38 +122,36 @@ def unique_blocks(inputs: PartInputs, blocks: BlockStep) -> Partial:
         check_plan("end", blocks.end, (num_rows, blocks.tails.visible.shape[2]), q_NKHD.device)
         tails = (t.tail_block, t.tail_start, blocks.tails.visible)
         numbers = (t.owner, t.owner_start, *tails, blocks.end, encode_rule(rule), scoring.softcap or 0.0)
-        return Partial(*operators.sparse_unique(q_NKHD, units.k, units.v, *numbers))
+        return Partial(*operators.sparse_unique(q_NKHD, k, v, *numbers))
     plan = (t.owner, t.tail_block, blocks.tails.visible)
-    return Partial(*operators.unique_blocks(q_NKHD, units.k, units.v, *plan, scoring.softcap or 0.0))
+    return Partial(*operators.unique_blocks(q_NKHD, k, v, *plan, scoring.softcap or 0.0))
 
 
 def unique_rings(inputs: PartInputs, ring: RingStep) -> Partial:
     """Decode rows against their own ring."""
     q_NKHD, units, scoring = inputs.q, inputs.units, inputs.scoring
-    check_rings(q_NKHD, units)
+    k, v = check_rings(q_NKHD, units)
     num_rows, device, seen = q_NKHD.shape[0], q_NKHD.device, ring.seen
     if not isinstance(seen, Held):
         plan = (check_leading(ring, q_NKHD), scoring.softcap or 0.0)
-        return Partial(*operators.leading_rings(q_NKHD, units.k, units.v, *plan))
+        return Partial(*operators.leading_rings(q_NKHD, k, v, *plan))
     num_heads = seen.position.shape[1] if seen.position.dim() == 3 else 1
-    check_plan("seen.position", seen.position, (num_rows, num_heads, units.k.shape[2]), device)
+    check_plan("seen.position", seen.position, (num_rows, num_heads, k.shape[2]), device)
     if num_heads not in (1, q_NKHD.shape[1]):
         raise ValueError(f"expected seen.position of 1 or {q_NKHD.shape[1]} heads, got {num_heads}")
     check_plan("seen.begin", seen.begin, (num_rows, None), device)
     check_plan("seen.end", seen.end, tuple(seen.begin.shape), device)
     _check_tokens("seen.end", seen.end.shape[1], q_NKHD)
-    return Partial(*operators.held_rings(q_NKHD, units.k, units.v, *seen, scoring.softcap or 0.0))
+    return Partial(*operators.held_rings(q_NKHD, k, v, *seen, scoring.softcap or 0.0))
 
 
 def unique_with_weights(inputs: PartInputs, ring: RingStep) -> tuple[Partial, torch.Tensor]:
     """Decode rows against their own slots, with the weight of each slot."""
     q_NKGD, _, units, _, scoring, _, sinks_KG = inputs
-    check_rings(q_NKGD, units)
+    k, v = check_rings(q_NKGD, units)
     visible = check_leading(ring, q_NKGD)
     sinks = _checked_sinks(sinks_KG, q_NKGD)
-    *triple, mass = operators.rings_with_weights(
-        q_NKGD, units.k, units.v, visible, sinks, scoring.softcap or 0.0
-    )
+    *triple, mass = operators.rings_with_weights(q_NKGD, k, v, visible, sinks, scoring.softcap or 0.0)
     return Partial(*triple), mass
 
 
@@ -188,11 +186,12 @@ def column_sums(
     return sums
 
 
-def write_kv(units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
+def write_kv(units: KVUnits, index: torch.Tensor, record: KVRecord) -> None:
     """Write the keys and values of new tokens; see ``kernels_ref.units.write_kv``."""
+    new = record.values
     check_queries("new.k", new.k[:, :, None])
     check_vectors("new.v", new.v, tuple(new.k.shape), new.k)
-    check_flat(units, new.k)
+    k_flat, v_flat = check_flat(units, new.k)
     if index.dtype not in (torch.int32, torch.int64) or not index.is_contiguous():
         raise ValueError(f"expected index to be contiguous int32 or int64, got {index.dtype}")
     if index.shape != (new.k.shape[0] * new.k.shape[1],):
@@ -201,7 +200,7 @@ def write_kv(units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
         )
     if index.device != new.k.device:
         raise ValueError(f"expected index on {new.k.device}, got {index.device}")
-    operators.write_kv(units.k_flat, units.v_flat, index, new.k, new.v)
+    operators.write_kv(k_flat, v_flat, index, new.k, new.v)
 
 
 def finish(

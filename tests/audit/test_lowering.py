@@ -18,7 +18,7 @@ from hpu_duo.lab.audit import Severity, Structure, audit, audit_bucket, build_st
 from hpu_duo.lab.audit.fake_tensors import aot_backend
 from hpu_duo.lab.audit.lowering import lowering_findings
 from hpu_duo.planning import GAUDI2
-from kernels_ref import KVUnits, NewKV, reference
+from kernels_ref import KVRecord, KVUnits, reference
 from kernels_ref.partial import Partial
 from kernels_ref.step import PartInputs
 from kernels_ref.units import write, write_kv
@@ -128,19 +128,19 @@ def test_only_inputs_of_a_stores_layout_are_stores() -> None:
     assert not store_copies(graph, layouts={(STORE.shape, torch.bfloat16), (STORE.shape[1:], STORE.dtype)})
 
 
-def write_views(units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
-    for flat, each in zip((units.k_flat, units.v_flat), new):
+def write_views(units: KVUnits, index: torch.Tensor, record: KVRecord) -> None:
+    for flat, each in zip(units.tensors, record.tensors):
         write(flat.view(-1, flat.shape[-1]), index, each)
 
 
-def write_twice_each(units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
-    write_kv(units, index, new)
-    write_kv(units, index, new)
+def write_twice_each(units: KVUnits, index: torch.Tensor, record: KVRecord) -> None:
+    write_kv(units, index, record)
+    write_kv(units, index, record)
 
 
-def read_first(units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
-    units.k_flat.index_select(0, index)
-    write_kv(units, index, new)
+def read_first(units: KVUnits, index: torch.Tensor, record: KVRecord) -> None:
+    units.tensors[0].index_select(0, index)
+    write_kv(units, index, record)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_report_tells_of_stores_that_only_the_compiler_would_copy(
 
     def double_the_store(inputs: PartInputs, *rest: Any) -> Partial:
         found = unique_blocks(inputs, *rest)
-        return found._replace(sum=found.sum + (inputs.units.k_flat * 2).amax())
+        return found._replace(sum=found.sum + (inputs.units.tensors[0] * 2).amax())
 
     monkeypatch.setattr(reference, "unique_blocks", double_the_store)
     config = engine_config(config_dir, table="--u/q4/s0/u16/l4")

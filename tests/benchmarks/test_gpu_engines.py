@@ -71,7 +71,7 @@ def test_a_placed_context_holds_what_a_prefill_would_hold(
             allocations.append(_lease(engine))
             engine.step()
             shapes.append(engine.stats().steps["--u"])
-            used = engine.runner.store.layers[0][-1].k if system == DUO else None
+            used = engine.runner.store.layers[0][-1].views[0] if system == DUO else None
             assert used is None or bool(torch.isfinite(used).all())
     assert allocations[0] == allocations[1]
     # The last chunk of a prompt may be one token, and then looks like a decode.

@@ -159,7 +159,7 @@ def test_compiled_layers_write_their_stores_in_place(
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         engine.step()
     largest = max(event.self_cpu_memory_usage for event in profiled.events())
-    store = engine.runner.store.layers[0][0].k
+    store = engine.runner.store.layers[0][0].views[0]
     assert store[:-1].any()
     assert 0 < largest < store.nbytes / 8, "a copy of the store was made"
 

@@ -64,9 +64,7 @@ def test_kv_bytes_are_those_of_the_tensors(tiny: Tiny) -> None:
     for pattern in (None, PATTERN):
         store = tiny.load(pattern=pattern).engine.runner.store
         assert store.num_bytes == store.plan.total_bytes
-        flats = [
-            flat for layer in store.layers for x in layer for flat in (x.k_flat, x.v_flat, *(x.scratch or ()))
-        ]
+        flats = [flat for layer in store.layers for x in layer for flat in (*x.tensors, *(x.scratch or ()))]
         assert store.num_bytes == sum(flat.numel() * flat.element_size() for flat in flats)
 
 

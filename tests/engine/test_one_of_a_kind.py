@@ -108,7 +108,7 @@ def test_a_model_that_is_let_go_frees_its_memory_without_garbage_collection(
         "runner": runner,
         "layer": runner.model.model.model.layers[0],
         "weight": runner.model.model.model.layers[0].input_layernorm.weight,
-        "keys": runner.store.layers[0][0].k_flat,
+        "keys": runner.store.layers[0][0].tensors[0],
         "inputs": runner.executor.inputs,
     }
     left = {name: weakref.ref(part) for name, part in parts.items()}

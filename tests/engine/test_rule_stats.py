@@ -13,7 +13,7 @@ from bias_builders import Dilated, Fixed, Rule, RuleUnion, Strided, TopBlocks, W
 from hpu_duo.engine.head_stats import TILE, TileCounts, count_chosen, count_tiles
 from kernels_ref import NewKV, Step
 from kernels_ref.sdpa.sparse import chosen_blocks, sparse_causal, sparse_shared
-from kernels_ref.units import write_indices, write_kv
+from kernels_ref.units import write_indices
 from tests.bias_builders.plain_rules import plain
 from tests.engine.tiny import Tiny
 from tests.kernels_ref.scenario import RowSpec, Scenario, World
@@ -64,7 +64,7 @@ def test_a_prompt_on_a_cpu_computes_the_tiles_that_are_counted(rule: Rule, start
         row = t.row_start, t.row_num_new, t.row_query_start
         sparse_causal(q[:, :, None], k, v, *row, t.causal_row, numbers, TILE)
         shared = t.shared_block, t.shared_start, t.shared_reads
-        sparse_shared(q[:, :, None], world.blocks.k, world.blocks.v, *row, *shared, numbers, TILE, 2)
+        sparse_shared(q[:, :, None], *world.blocks.views, *row, *shared, numbers, TILE, 2)
     assert pairs.num == count_tiles(rule, start, start + 2 * TILE).num_tiles * TILE * TILE
 
 
@@ -99,11 +99,12 @@ def test_a_prompt_that_chooses_computes_the_blocks_that_are_counted(start: int, 
     q, k, v, step = world.inputs()
     assert isinstance(step, Step)
     t, layout = step.tensors, world.blocks.layout
-    write_kv(world.blocks, write_indices(t.write_block, t.write_offset, [layout])[layout], NewKV(k, v))
+    index = write_indices(t.write_block, t.write_offset, [layout])[layout]
+    world.blocks.write(index, world.blocks.encode(NewKV(k, v)))
     with Pairs() as pairs:
         row = t.row_start, t.row_num_new, t.row_query_start, t.causal_row
         shared = t.shared_block, t.shared_start, t.shared_reads
-        chosen_blocks(q[:, :, None], world.blocks.k, world.blocks.v, *row, t.write_block, *shared, 4, 2)
+        chosen_blocks(q[:, :, None], *world.blocks.views, *row, t.write_block, *shared, 4, 2)
     counts = count_chosen(TopBlocks(4), start, start + num_tiles * TILE, TILE)
     assert pairs.num == counts.num_tiles * TILE * TILE
 

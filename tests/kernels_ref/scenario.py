@@ -170,9 +170,9 @@ class World:
                     # Other tokens than those that come now have been where these will be.
                     vector = content[i][p] if p < row.start else -2 * content[i][p % len(content[i])]
                     if s.kr and p // s.block_size < len(table):
-                        blocks[which][table[p // s.block_size], :, p % s.block_size] = vector[: s.kr]
+                        blocks.views[which][table[p // s.block_size], :, p % s.block_size] = vector[: s.kr]
                     slot = p if p < s.window.sink else s.window.sink + (p - s.window.sink) % turning
-                    rings[which][ring, :, slot] = vector[s.kr :]
+                    rings.views[which][ring, :, slot] = vector[s.kr :]
         return blocks, rings
 
     def _units(

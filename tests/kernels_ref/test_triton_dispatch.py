@@ -18,7 +18,6 @@ from bias_builders import Leading, Window
 from graphs.backends.compile import cpu_compile_problem
 from kernels_ref import (
     Implementation,
-    KVUnits,
     NewKV,
     Scoring,
     Scratch,
@@ -110,7 +109,7 @@ def small_step() -> tuple[World, torch.Tensor, torch.Tensor, torch.Tensor, Step]
     assert isinstance(step, Step)
     # A compiled layer is given finite stores, so that results can be compared.
     for units in world.cache:
-        for flat in (units.k_flat, units.v_flat, *(units.scratch or ())):
+        for flat in (*units.tensors, *(units.scratch or ())):
             flat.nan_to_num_(0.5)
     return world, q, k, v, step
 
@@ -119,7 +118,7 @@ def operator_calls() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
     world, q, k, v, step = small_step()
     t, (plan, ring) = step.tensors, world.plans(step)
     blocks, rings = world.cache
-    stores, ring_stores = (blocks.k, blocks.v), (rings.k, rings.v)
+    stores, ring_stores = blocks.views, rings.views
     q = q.unflatten(1, (-1, SMALL.group))
     full, streaming = q[:, :2], q[:, 2:]
     rows, visible = gather(full, step.row_token), plan.tails.visible
@@ -142,7 +141,7 @@ def operator_calls() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
         (operators.held_rings, (gather(streaming, step.row_token), *ring_stores, *held, 0.0)),
         (
             operators.write_kv,
-            (blocks.k_flat, blocks.v_flat, plan.write_index, k[:, :2], v[:, :2]),
+            (*blocks.tensors, plan.write_index, k[:, :2], v[:, :2]),
         ),
         (operators.finish, (full, [], list(of_rows), step.decode_slot, None)),
     ]  # fmt: skip
@@ -169,7 +168,7 @@ def test_a_compiled_layer_equals_the_layer_and_writes_stores_in_place() -> None:
         )
         return unified_attention(q, k, v, (blocks, rings), step, spec)
 
-    flats = [flat for units in world.cache for flat in (units.k_flat, units.v_flat)]
+    flats = [flat for units in world.cache for flat in units.tensors]
     eager, compiled = ([flat.clone() for flat in flats] for _ in range(2))
     function = torch.compile(attend, fullgraph=True, dynamic=False)
     with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):
@@ -198,12 +197,16 @@ def call(part: str, change: Callable[[dict[str, Any]], None]) -> None:
     arguments.update(tails=plan.tails.visible)
     arguments.update(visible=ring.seen.visible)
     for kind, units in zip(("blocks", "rings"), world.cache):
-        arguments.update({f"{kind}.{name}": x for name, x in units._asdict().items()})
+        arguments.update(zip((f"{kind}.k", f"{kind}.v"), units.views))
+        arguments.update(zip((f"{kind}.k_flat", f"{kind}.v_flat"), units.tensors))
     arguments.update({"scratch.k": world.cache[1].scratch.k, "scratch.v": world.cache[1].scratch.v})
     change(arguments)
     a = arguments
     blocks, rings = (
-        KVUnits(*(a[f"{kind}.{name}"] for name in KVUnits._fields)) for kind in ("blocks", "rings")
+        units._replace(
+            tensors=(a[f"{kind}.k_flat"], a[f"{kind}.v_flat"]), views=(a[f"{kind}.k"], a[f"{kind}.v"])
+        )
+        for kind, units in zip(("blocks", "rings"), world.cache)
     )
     scratch = Scratch(a["scratch.k"], a["scratch.v"])
     a["seen"] = Leading(a["visible"])
@@ -223,7 +226,7 @@ def call(part: str, change: Callable[[dict[str, Any]], None]) -> None:
         case "unique_rings":
             RUN.unique_rings(PartInputs(a["q_rows"], new, rings, t, Scoring()), ring)
         case _:
-            RUN.write_kv(blocks, plan.write_index, new)
+            RUN.write_kv(blocks, plan.write_index, blocks.encode(new))
 
 
 def edit(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str, Any]], None]:

@@ -15,7 +15,6 @@ from kernels_ref import (
 )
 from kernels_ref import partial as algebra
 from kernels_ref.impl import kernels
-from kernels_ref.units import write_kv
 from tests.kernels_ref.test_triton_parity import DEVICE, DTYPES, on_device
 from tests.triton_interpreter import replacing_once
 
@@ -34,8 +33,9 @@ def test_writing_changes_exactly_the_wanted_slots_and_takes_strided_vectors(dtyp
     index = torch.randperm(5 * 2 * 4, generator=generator)[:18].to(DEVICE)
     stores = [torch.full((5, 2, 4, 24), torch.nan, dtype=dtype, device=DEVICE) for _ in range(4)]
     ours, theirs = (stores[0], stores[1]), (stores[2], stores[3])
-    kernels(Implementation.TRITON).write_kv(of_stores(*ours), index, NewKV(k, v))
-    write_kv(of_stores(*theirs), index, NewKV(k, v))
+    record = of_stores(*ours).encode(NewKV(k, v))
+    kernels(Implementation.TRITON).write_kv(of_stores(*ours), index, record)
+    of_stores(*theirs).write(index, record)
     for got, wanted in zip(ours, theirs):
         torch.testing.assert_close(got, wanted, atol=0, rtol=0, equal_nan=True)
 

@@ -34,7 +34,6 @@ from kernels_ref.impl import Kernels, kernels
 from kernels_ref.step import PartInputs
 from kernels_ref.triton import launch
 from kernels_ref.triton.launch import DeviceLimits, Launch
-from kernels_ref.units import write_kv
 from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
 from tests.triton_interpreter import replacing_once
 
@@ -68,7 +67,7 @@ def on_device(values: Any, device: torch.device) -> Any:
         return values.to(device)
     if isinstance(values, KVUnits):
         scratch = on_device(values.scratch, device)
-        return as_units(values.k_flat.to(device), values.v_flat.to(device), values.layout, scratch)
+        return as_units(*(x.to(device) for x in values.tensors), values.layout, scratch)
     if isinstance(values, dict):
         return {key: on_device(value, device) for key, value in values.items()}
     if isinstance(values, tuple):
@@ -93,14 +92,15 @@ class Inputs:
         blocks, rings = self.cache
         self.plan, self.ring = world.plans(self.step)
         new = NewKV(self.k[:, : s.kr], self.v[:, : s.kr])
-        write_kv(blocks, self.plan.write_index, new)
-        write_kv(rings, self.ring.write_index, NewKV(self.k[:, s.kr :], self.v[:, s.kr :]))
+        blocks.write(self.plan.write_index, blocks.encode(new))
+        streaming = NewKV(self.k[:, s.kr :], self.v[:, s.kr :])
+        rings.write(self.ring.write_index, rings.encode(streaming))
 
     def attend(self, run: Kernels, part: str, softcap: float | None, dtype: torch.dtype) -> Partial:
         """One part by one implementation, with inputs brought to ``dtype``."""
         s, t = self.scenario, self.t
         q, k, v = (x.to(dtype) for x in (self.q, self.k, self.v))
-        blocks, rings = (as_units(x.k_flat.to(dtype), x.v_flat.to(dtype), x.layout) for x in self.cache)
+        blocks, rings = (as_units(*(y.to(dtype) for y in x.tensors), x.layout) for x in self.cache)
         scratch = Scratch(*(x.to(dtype) for x in self.cache[1].scratch))
         kr, plan = s.kr, self.plan
         scoring = Scoring(softcap)
@@ -270,7 +270,8 @@ def test_what_padding_writes_into_trash_never_comes_back() -> None:
     for rubbish in (torch.nan, 1e30):
         world = World(scenario)
         for units in world.cache:
-            units.k[-1] = units.v[-1] = rubbish
+            for view in units.views:
+                view[-1] = rubbish
         outputs.append(run(world, None, None))
     torch.testing.assert_close(outputs[0], outputs[1], atol=0, rtol=0)
 

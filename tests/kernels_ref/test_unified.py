@@ -160,7 +160,8 @@ def test_what_padding_writes_into_trash_never_comes_back(choice: Choice) -> None
     for rubbish in (torch.nan, 0.0, 1e30):
         world = World(scenario)
         for units in world.cache:
-            units.k[-1] = units.v[-1] = rubbish
+            for view in units.views:
+                view[-1] = rubbish
         outputs.append(choice.attend(world))
     torch.testing.assert_close(outputs[0], outputs[1], atol=0, rtol=0)
     torch.testing.assert_close(outputs[1], outputs[2], atol=0, rtol=0)

@@ -40,9 +40,9 @@ def test_a_store_takes_memory_block_by_block() -> None:
     assert resident_bytes() - before < 8 * MIB
     null = torch.tensor([[plan.num_blocks], [plan.num_blocks]], dtype=torch.int32)
     store.carry_out(null, null[:, :0])
-    store.layers[0][0].k[:64].fill_(1)
+    store.layers[0][0].views[0][:64].fill_(1)
     assert resident_bytes() - before < 16 * MIB
-    assert store.layers[0][0].k[64:].count_nonzero() == 0
+    assert store.layers[0][0].views[0][64:].count_nonzero() == 0
 
 
 def test_a_store_that_the_system_refuses_is_named_by_its_size() -> None:

@@ -63,7 +63,7 @@ def test_a_store_takes_the_bytes_of_its_plan() -> None:
 
 
 def tensors(store: KVStore) -> list[torch.Tensor]:
-    return [tensor for layer in store.layers for units in layer for tensor in (units.k, units.v)]
+    return [tensor for layer in store.layers for units in layer for tensor in units.views]
 
 
 @given(copy_lists, st.integers(0, 3))
@@ -82,7 +82,7 @@ def test_copies_at_once_equal_copies_one_by_one(copies: list[Copy], num_padding:
         owner = Owner.ROW if isinstance(copy, RowCopy) else Owner.BLOCK
         for layer, cache in zip(PLAN.layers, expected.layers):
             for group, units in zip(layer.groups, cache):
-                for tensor in (units.k, units.v) if group.kind.owner is owner else ():
+                for tensor in units.views if group.kind.owner is owner else ():
                     if isinstance(copy, BlockSwap):
                         tensor[[copy.one, copy.other]] = tensor[[copy.other, copy.one]]
                     else:

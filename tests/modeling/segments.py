@@ -64,14 +64,15 @@ class Segments(GroupKind):
         t, units = step.tensors, inputs.units
         plan = step.plans[self.key, units.layout]
         decoded, of_tokens = None, []
-        run.write_kv(units, plan.write_index, inputs.new)
+        record = units.encode(inputs.new)
+        run.write_kv(units, plan.write_index, record)
         if step.parts.unique:
             decoded = run.unique_rings(inputs.of_rows(step), plan)
             decoded = unfold(decoded, step.decode_len)
         if step.parts.causal:
-            of_tokens.append(self._dense(inputs, *inputs.new, t.causal_row, t.positions, t))
+            of_tokens.append(self._dense(inputs, *record.values, t.causal_row, t.positions, t))
             if step.parts.shared:
-                k, v = (x.transpose(1, 2).flatten(0, 1) for x in units.scratch)
+                k, v = (x.transpose(1, 2).flatten(0, 1) for x in units.before)
                 row = t.chunk_row.repeat_interleave(units.layout.num_slots)
                 of_tokens.append(self._dense(inputs, k, v, row, plan.chunk_position.flatten(), t))
         return run.finish(inputs.q, of_tokens, decoded, step.decode_slot, inputs.sinks)

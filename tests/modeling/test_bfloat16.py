@@ -73,7 +73,7 @@ def test_error_is_no_more_than_that_of_transformers(
     theirs = errors([teacher_forced(rounded, *text) for text in zip(prompts, new)], expected)
 
     served = load(tmp_path, attention)
-    assert served.engine.runner.store.layers[0][0].k.dtype == torch.bfloat16
+    assert served.engine.runner.store.layers[0][0].views[0].dtype == torch.bfloat16
     ours = errors([x for _, x in greedy_logits(served.engine, prompts, NUM_NEW, new)], expected)
     assert ours[0] <= SLACK * theirs[0]
     assert ours[1] <= SLACK * theirs[1]

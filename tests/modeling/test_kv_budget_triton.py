@@ -55,7 +55,7 @@ def assert_served(
     served = load(zoo, name, policy, **{**chosen, **options})
     assert {spec.impl for spec in served.engine.runner.model.specs} == {Implementation.TRITON}
     for units in (units for layer in served.engine.runner.store.layers for units in layer):
-        for store in (units.k_flat, units.v_flat, *(units.scratch or ())):
+        for store in (*units.tensors, *(units.scratch or ())):
             store.fill_(torch.nan)
     prompts, chunk = prompts_of(LENGTHS), options.get("kv_chunk", CHUNK) or 1 << 20
     seen = run_budget(served, prompts, NUM_NEW)

@@ -55,7 +55,7 @@ def of_rank(world: World, exchange: HeadExchange) -> tuple[ContextParallelBlocks
     kind = ContextParallelBlocks(exchange)
     size = kind.num_slots(world.s.block_size)
     part = slice(exchange.rank * size, (exchange.rank + 1) * size)
-    k, v = (x[:, :, part].contiguous() for x in (world.blocks.k, world.blocks.v))
+    k, v = (x[:, :, part].contiguous() for x in world.blocks.views)
     return kind, k, v
 
 

@@ -56,7 +56,9 @@ def test_300_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_
     served = tiny.load(device="hpu-sim", record_shapes=recording, **options)
     runner = served.engine.runner
     assert runner.device == torch.device("hpu", 0)
-    assert {units.k.device for layer in runner.store.layers for units in layer} == {runner.device}
+    assert {each.device for layer in runner.store.layers for units in layer for each in units.tensors} == {
+        runner.device
+    }
     assert {parameter.device for parameter in runner.model.model.parameters()} == {runner.device}
     assert served.warmup().num_captured == len(runner.graphs.table)
 

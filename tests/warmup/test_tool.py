@@ -163,7 +163,7 @@ def test_a_dry_run_estimates_and_does_nothing(tiny: Tiny, tmp_path: Path, way: s
     path = tmp_path / "manifest.json"
     served = load(tiny, way)
     runner = served.engine.runner
-    table, tables_before = runner.graphs, runner.store.layers[0][0].k_flat
+    table, tables_before = runner.graphs, runner.store.layers[0][0].tensors[0]
     report = served.warmup(
         manifest=path, dry_run=True, table=BucketTable((served.engine.scheduler.limits.largest,))
     )
@@ -172,7 +172,7 @@ def test_a_dry_run_estimates_and_does_nothing(tiny: Tiny, tmp_path: Path, way: s
     assert (report.num_captured, report.records) == (0, ())
     assert runner.graphs is table
     assert runner.graphs.counters.captures == 0
-    assert runner.store.layers[0][0].k_flat is tables_before
+    assert runner.store.layers[0][0].tensors[0] is tables_before
     assert not path.exists()
 
 

@@ -1,0 +1,76 @@
+"""A second format of keys and values on two ranks: the tokens of two whose keys were rounded ahead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hpu_duo.device import Member, run_processes
+from hpu_duo.sampling import SamplingParams
+from tests.modeling.families import Zoo, prompts_of
+from tests.modeling.int8_format import INT8, rounded_ahead
+from tests.ranks.test_kv_budget import PATTERN
+from tests.ranks.work import Answer, Case, serve
+
+GREEDY = SamplingParams(max_tokens=9, temperature=0)
+
+
+def serve_registered(member: Member, cases: dict[str, Case]) -> dict[str, Answer]:
+    """Serve in processes that have imported this file, and so know the format."""
+    return serve(member, cases)
+
+
+def serve_rounded(member: Member, cases: dict[str, Case]) -> dict[str, Answer]:
+    """Serve with plain stores, of keys and values that every rank has rounded."""
+    with rounded_ahead(pytest.MonkeyPatch()):
+        return serve(member, cases)
+
+
+def case_of(zoo: Zoo, **settings: Any) -> Case:
+    """Requests that come twice, of which two fork, in few blocks."""
+    prompts = [*prompts_of((5, 37, 18), seed=3)] * 2
+    params = [replace(GREEDY, n=1 + place % 2, temperature=0.9, seed=place) for place in range(len(prompts))]
+    cache = {"kv_format": INT8.name, "num_blocks": 14}
+    return Case(
+        zoo.load("llama_mha")[1],
+        prompts,
+        params,
+        cache=cache,
+        scheduler={"max_model_len": 56, "max_num_seqs": 3},
+        model={"attention": "reference"},
+        **settings,
+    )
+
+
+@pytest.fixture(scope="module")
+def cases(zoo: Zoo) -> dict[str, Case]:
+    duo = {"heads": {"pattern": PATTERN}}
+    return {
+        "heads": case_of(zoo),
+        "duo": case_of(zoo, **duo),
+        "context": case_of(zoo, parallel={"retrieval_parallel": "context"}, **duo),
+    }
+
+
+@pytest.fixture(scope="module")
+def answers(cases: dict[str, Case]) -> dict[str, Answer]:
+    return run_processes(serve_registered, (cases,), [{}] * 2, 600)[0]
+
+
+@pytest.fixture(scope="module")
+def expected(cases: dict[str, Case]) -> dict[str, Answer]:
+    cache = {"num_blocks": 64, "enable_prefix_caching": False}
+    plain = {name: replace(case, cache=cache) for name, case in cases.items()}
+    return run_processes(serve_rounded, (plain,), [{}] * 2, 600)[0]
+
+
+@pytest.mark.parametrize("name", ["heads", "duo", "context"])
+def test_ranks_answer_like_those_that_round_ahead(
+    answers: dict[str, Answer], expected: dict[str, Answer], name: str
+) -> None:
+    answer = answers[name]
+    assert answer.tokens == expected[name].tokens
+    assert all(own.kv_bytes == own.planned_bytes for own in answer.of_ranks)
+    assert answer.seen["cached"] > 0
