@@ -10,8 +10,8 @@ from kernels_ref.x86 import library
 from tests.house import count_decode_step
 
 STEPS = {
-    ("x86", "eager"): (367, 52),
-    ("x86", "replay"): (168, 36),
+    ("x86", "eager"): (357, 48),
+    ("x86", "replay"): (157, 32),
     ("torch", "eager"): (458, 56),
     ("torch", "replay"): (262, 41),
 }

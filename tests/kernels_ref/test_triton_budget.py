@@ -190,7 +190,7 @@ def test_slots_in_any_order_are_refused() -> None:
     d = some_decodes([4], 4, (1, 2, 16), torch.float32)
     number = torch.zeros(1, 1, dtype=torch.int32)
     held = d.ring._replace(seen=Held(number[None].expand(1, 1, 4), number, number, 0))
-    with pytest.raises(ValueError, match="seen from the first one on, got Held"):
+    with pytest.raises(ValueError, match="expected leading slots to be visible, got Held"):
         RUN.unique_with_weights(inputs_of(d.q, units=d.units), held)
 
 
@@ -203,7 +203,7 @@ CHUNK_BAD: list[tuple[Callable[[Chunks], Chunks], str]] = [
     (lambda c: c._replace(lse=c.lse.half()), "expected lse_QKG to be contiguous torch.float32"),
     (lambda c: c._replace(lse=c.lse[1:]), "expected lse_QKG to have shape"),
     (lambda c: c._replace(slots=c.slots[:1]), r"expected slots_PKCD to have shape \[2, 1, any, 16\]"),  # type: ignore[index]
-    (lambda c: c._replace(slots=c.slots[:, :, ::2]), "vectors of a head of slots_PKCD to lie side by"),  # type: ignore[index]
+    (lambda c: c._replace(slots=c.slots[:, :, ::2]), "vectors of a head of slots_PKCD to be contiguous"),  # type: ignore[index]
     (lambda c: chunk_with(c, start=c.chunk.start.long()), "expected chunk.start to be torch.int32"),
     (lambda c: chunk_with(c, num_new=c.chunk.num_new[:1]), "expected chunk.num_new to have shape"),
 ]
