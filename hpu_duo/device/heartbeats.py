@@ -162,7 +162,7 @@ def _late(signs: Signs, timeout_s: float) -> Blamed | None:
     return Blamed(first, f"hangs: it has been at an order for {late[first]:.0f} s{like}")
 
 
-_EXCHANGES = (str(Path("hpu_duo", "device", "exchange.py")), str(Path("torch", "distributed")))
+_EXCHANGES = (str(Path("hpu_duo", "device", "collectives.py")), str(Path("torch", "distributed")))
 """Parts of the paths of code that waits for other ranks."""
 
 
