@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -15,7 +15,7 @@ from kernels_ref.chunks import DEFAULT_BOUNDS, DEFAULT_SLICES, ChunkBounds, Slic
 from kernels_ref.formats import PLAIN
 from kernels_ref.groups import GroupKind, HeadGroup
 from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators
-from kernels_ref.impl import Implementation, kernels
+from kernels_ref.impl import Implementation, Kernels, kernels
 from kernels_ref.looped import looped
 from kernels_ref.partial import Scoring, Softmax
 from kernels_ref.rows import RowKind
@@ -42,6 +42,7 @@ class LayerSpec:
         slices: sizes of what ``impl`` computes at a time.
         chunks: bounds of chunks of context, from which their sizes follow.
         rows: kinds of state that rows have besides what heads store.
+        writes: False for a layer that reads the stores of an earlier one, with the same keys and values.
     """
 
     groups: tuple[HeadGroup, ...]
@@ -55,6 +56,7 @@ class LayerSpec:
     slices: Slices = DEFAULT_SLICES
     chunks: ChunkBounds = DEFAULT_BOUNDS
     rows: tuple[RowKind, ...] = ()
+    writes: bool = True
 
     def __post_init__(self) -> None:
         for group in self.groups:
@@ -91,6 +93,24 @@ def stores_of(
     return {kind: tuple(layouts) for kind, layouts in found.items()}
 
 
+@dataclass(frozen=True)
+class ReadOnlyKernels:
+    """Kernels of a layer that reads the stores of an earlier one, which has written them in the same step.
+
+    Args:
+        inner: all kernels but ``write_kv``.
+    """
+
+    inner: Kernels
+
+    def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
+        """Write nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a kernel of ``inner``."""
+        return getattr(self.inner, name)
+
+
 def unified_attention(
     q_QHD: torch.Tensor,
     k_QKD: torch.Tensor,
@@ -111,6 +131,8 @@ def unified_attention(
     """
     scoring = spec.scoring
     run = looped(kernels(spec.impl, spec.operators), scoring, spec.operators, step.parts)
+    if not spec.writes:
+        run = cast("Kernels", ReadOnlyKernels(run))
     q_QKGD = (q_QHD * spec.scale).unflatten(1, (-1, spec.group_size))
     sinks_KG = None if sinks_H is None else sinks_H.view(-1, spec.group_size)
     outputs, end = [], 0

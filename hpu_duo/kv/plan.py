@@ -107,12 +107,15 @@ class LayerKV:
         head_dim: elements of a key.
         value_head_dim: elements of a value; None means ``head_dim``.
         rows: kinds of state that each row has besides the keys and values of its heads.
+        source: number of an earlier layer with the same keys and values, whose stores this one reads; None if
+            its stores are its own.
     """
 
     groups: tuple[HeadGroup, ...]
     head_dim: int
     value_head_dim: int | None = None
     rows: tuple[RowKind, ...] = ()
+    source: int | None = None
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -122,6 +125,11 @@ class LayerKV:
                 f"head_dim and value_head_dim must be 1 or more, "
                 f"got {self.head_dim} and {self.value_head_dim}"
             )
+
+    @property
+    def own_groups(self) -> tuple[HeadGroup, ...]:
+        """Groups that have stores in this layer: all, or none if it reads those of another layer."""
+        return self.groups if self.source is None else ()
 
     @property
     def num_heads(self) -> int:
@@ -141,7 +149,7 @@ class LayerKV:
     @property
     def has_row_states(self) -> bool:
         """Whether a row has any state in the layer."""
-        return bool(self.rows) or any(group.kind.owner is Owner.ROW for group in self.groups)
+        return bool(self.rows) or any(group.kind.owner is Owner.ROW for group in self.own_groups)
 
     def unit_bytes(
         self, group: HeadGroup, dtype_bytes: int, block_size: int, *, with_state: bool = True
@@ -154,7 +162,7 @@ class LayerKV:
         """Bytes of one row of each state: of groups with units of rows, then of further kinds."""
         of_groups = (
             self.unit_bytes(group, dtype_bytes, block_size)
-            for group in self.groups
+            for group in self.own_groups
             if group.kind.owner is Owner.ROW
         )
         return (*of_groups, *(kind.row_bytes for kind in self.rows))
@@ -204,11 +212,30 @@ class MemoryPlan:
         for name in ("dtype_bytes", "block_size", "max_num_seqs", "max_chunk_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        for number, layer in enumerate(self.layers):
+            self._check_source(number, layer)
         if self.graph_bytes < 0:
             raise ValueError(f"graph_bytes must be 0 or more, got {self.graph_bytes}")
         if self.num_blocks < (1 if self.uses_blocks else 0):
             raise ValueError(
                 f"num_blocks is too small for layers with retrieval heads: got {self.num_blocks}"
+            )
+
+    def _check_source(self, number: int, layer: LayerKV) -> None:
+        source = layer.source
+        if source is None:
+            return
+        if not 0 <= source < number or self.layers[source].source is not None:
+            raise ValueError(
+                f"expected the source of layer {number} to be an earlier layer with stores of its own, got "
+                f"{source}"
+            )
+        found = self.layers[source]
+        sizes = (layer.groups, layer.head_dim, layer.elements_per_head)
+        if sizes != (found.groups, found.head_dim, found.elements_per_head):
+            raise ValueError(
+                f"expected layers {source} and {number}, which share stores, to have the same heads, got "
+                f"{found.groups} and {layer.groups}"
             )
 
     @classmethod
@@ -302,7 +329,7 @@ class MemoryPlan:
         return sum(
             layer.unit_bytes(group, self.dtype_bytes, self.block_size)
             for layer in self.layers
-            for group in layer.groups
+            for group in layer.own_groups
             if group.kind.owner is Owner.BLOCK
         )
 
@@ -334,7 +361,7 @@ class MemoryPlan:
         scratches = sum(
             layer.unit_bytes(group, self.dtype_bytes, self.block_size, with_state=False)
             for layer in self.layers
-            for group in layer.groups
+            for group in layer.own_groups
             if group.kind.owner is Owner.ROW and group.kind.keeps_scratch
         )
         return self.max_chunk_rows * (scratches + self._region_bytes)
@@ -349,7 +376,7 @@ class MemoryPlan:
         return sum(
             group.kind.region_bytes(group.num_heads, layer.elements_per_head * self.dtype_bytes)
             for layer in self.layers
-            for group in layer.groups
+            for group in layer.own_groups
         )
 
     @property
@@ -381,7 +408,7 @@ class MemoryPlan:
 
     @cached_property
     def _elements_per_token(self) -> int:
-        return sum(layer.num_heads * layer.elements_per_head for layer in self.layers)
+        return sum(layer.num_heads * layer.elements_per_head for layer in self.layers if layer.source is None)
 
 
 def _show(num_bytes: int) -> str:

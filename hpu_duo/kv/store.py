@@ -19,6 +19,7 @@ from kernels_ref import (
     GroupKind,
     HeadGroup,
     KVUnits,
+    LayerCache,
     Owner,
     PromptRegions,
     RowKind,
@@ -52,7 +53,7 @@ class KVStore(NotPicklable):
     They are allocated once. On a CPU a block uses memory from its first write on.
 
     Attributes:
-        layers: one ``LayerCache`` per decoder layer.
+        layers: one ``LayerCache`` per decoder layer, that of its source where it has one.
         row_tensors: of each decoder layer, the tensors ``[R + 1, ...]`` of each of its kinds of row states.
         row_states: all that rows own, in the order of the layers: rings, slots of budgets, and those kinds.
     """
@@ -60,10 +61,11 @@ class KVStore(NotPicklable):
     def __init__(self, plan: MemoryPlan, dtype: torch.dtype, device: torch.device) -> None:
         assert dtype.itemsize == plan.dtype_bytes, f"plan is for {plan.dtype_bytes} bytes, not {dtype}"
         self.plan = plan
-        self.layers = tuple(
-            tuple(self._allocate(layer, group, dtype, device) for group in layer.groups)
-            for layer in plan.layers
-        )
+        caches: list[LayerCache] = []
+        for layer in plan.layers:
+            own = tuple(self._allocate(layer, group, dtype, device) for group in layer.own_groups)
+            caches.append(own if layer.source is None else caches[layer.source])
+        self.layers = tuple(caches)
         self.row_tensors = tuple(
             tuple(self._allocate_rows(kind, device) for kind in layer.rows) for layer in plan.layers
         )
@@ -73,14 +75,14 @@ class KVStore(NotPicklable):
         self._blocks = [
             units
             for layer, cache in zip(plan.layers, self.layers)
-            for group, units in zip(layer.groups, cache)
+            for group, units in zip(layer.own_groups, cache)
             if group.kind.owner is Owner.BLOCK
         ]
 
     def _row_states(self, number: int) -> Iterator[RowState]:
         """Yield what rows own in one layer, in the order of ``LayerKV.row_state_bytes``."""
         name, layer = f"layers.{number}", self.plan.layers[number]
-        for place, (group, units) in enumerate(zip(layer.groups, self.layers[number])):
+        for place, (group, units) in enumerate(zip(layer.own_groups, self.layers[number])):
             if group.kind.owner is Owner.ROW:
                 yield HeadRows(f"{name}.groups.{place}", group, units)
         for kind, tensors in zip(layer.rows, self.row_tensors[number]):
@@ -146,7 +148,11 @@ class KVStore(NotPicklable):
     @property
     def num_bytes(self) -> int:
         """Total bytes of the tensors."""
-        of_units = (units.num_bytes for layer in self.layers for units in layer)
+        of_units = (
+            units.num_bytes
+            for layer, cache in zip(self.plan.layers, self.layers)
+            for _, units in zip(layer.own_groups, cache)
+        )
         of_kinds = (each.nbytes for layer in self.row_tensors for kind in layer for each in kind)
         return sum(of_units) + sum(of_kinds)
 
@@ -224,7 +230,7 @@ class UnitTensor(NamedTuple):
 def block_tensors(store: KVStore) -> Iterator[UnitTensor]:
     """Yield the stores of blocks, in order of the layers."""
     for number, (layer, cache) in enumerate(zip(store.plan.layers, store.layers)):
-        for place, (group, units) in enumerate(zip(layer.groups, cache)):
+        for place, (group, units) in enumerate(zip(layer.own_groups, cache)):
             if group.kind.owner is Owner.BLOCK:
                 for name, flat in zip(units.names, units.tensors):
                     yield UnitTensor(f"layers.{number}.groups.{place}.{name}", flat, units.layout, group.kind)

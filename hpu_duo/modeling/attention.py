@@ -67,6 +67,7 @@ class AttentionCall:
         has_sinks: whether the layer has attention-sink logits.
         mask: what the layer got as its mask.
         unknown: names of unknown arguments that are set.
+        source: number of the first call with the same keys and values; None = this is the first one.
     """
 
     module: nn.Module
@@ -80,6 +81,7 @@ class AttentionCall:
     has_sinks: bool
     mask: torch.Tensor | None
     unknown: tuple[str, ...]
+    source: int | None = None
 
 
 @dataclass
@@ -87,6 +89,7 @@ class Probe:
     """Attends in place of layers with stores: records the calls of one forward, in order."""
 
     calls: list[AttentionCall] = field(default_factory=list)
+    _keys: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def record(
         self,
@@ -100,6 +103,9 @@ class Probe:
         """Record the call of a layer; returns zeros in the shape of its output."""
         scale = kwargs.get("scaling")
         known = _HONOURED | _HARMLESS
+        same = (number for number, (key, value) in enumerate(self._keys) if key is k and value is v)
+        source = next(same, None)
+        self._keys.append((k, v))
         self.calls.append(
             AttentionCall(
                 module=module,
@@ -113,6 +119,7 @@ class Probe:
                 has_sinks=kwargs.get("s_aux") is not None,
                 mask=mask,
                 unknown=tuple(sorted(n for n, x in kwargs.items() if x is not None and n not in known)),
+                source=source,
             )
         )
         return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])

@@ -74,7 +74,8 @@ class StepModel(NotPicklable):
     ) -> None:
         self.model, self.live = model, live
         self.specs = tuple(specs)
-        self._caches = tuple(caches)
+        # Layers that share stores have them once.
+        self._caches = tuple(cache for spec, cache in zip(specs, caches) if spec.writes)
         self._running = RunningStep()
         self._runners: dict[Hashable, LayerRunner] = {}
         # Without it, transformers computes it in each step, as int64.

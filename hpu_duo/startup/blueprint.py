@@ -22,7 +22,7 @@ from hpu_duo.modeling.attention import LiveRows
 from hpu_duo.modeling.config_checks import fix_frequencies, positions_served, served_len, short_len
 from hpu_duo.modeling.probe import DecoderLayer, rotary_frequencies
 from hpu_duo.modeling.step_model import StepModel
-from hpu_duo.startup.heads import ChosenHeads, HeadAssignment, choose_heads
+from hpu_duo.startup.heads import ChosenHeads, HeadAssignment, choose_heads, kv_layers
 from hpu_duo.startup.kv_budget import resolve_kv_budget
 from hpu_duo.startup.tables import StepTables
 from kernels_ref import Budget, FusedOperators, HeadGroup, Implementation, KVFormat, LayerSpec, Softmax
@@ -55,9 +55,7 @@ def plan_memory(
         ValueError: the user's size does not fit into the free memory, or no useful size into the share.
     """
     free_bytes = budget.free_bytes - graph_bytes
-    kv = tuple(
-        LayerKV(each.groups, layer.call.head_dim, rows=layer.rows) for layer, each in zip(layers, heads)
-    )
+    kv = kv_layers(layers, heads)
     sizes: dict[str, Any] = {
         "dtype_bytes": dtype.itemsize,
         "block_size": cache.block_size,
@@ -397,7 +395,9 @@ class Blueprint:
         pattern, heads, own = chosen
         heads = with_format(with_frequencies(model, layers, heads), format_of(config.cache.kv_format))
         chunks = chunk_bounds(config.model.score_bytes, device, kernels.impl)
-        specs = tuple(_layer_spec(layer, each.groups, kernels, chunks) for layer, each in zip(layers, heads))
+        specs = tuple(
+            _layer_spec(layer, kv, kernels, chunks) for layer, kv in zip(layers, kv_layers(layers, heads))
+        )
         return cls(
             config, text_config, layers, device, model.dtype, max_len, pattern, own or pattern, heads, specs
         )
@@ -439,12 +439,10 @@ def fix_served_len(model: PreTrainedModel, config: EngineConfig) -> None:
     fix_frequencies(model, request_len(config, model.config.get_text_config()))
 
 
-def _layer_spec(
-    layer: DecoderLayer, groups: tuple[HeadGroup, ...], kernels: ChosenKernels, chunks: ChunkBounds
-) -> LayerSpec:
+def _layer_spec(layer: DecoderLayer, kv: LayerKV, kernels: ChosenKernels, chunks: ChunkBounds) -> LayerSpec:
     """Return the kernels' description of a layer of grouped heads."""
     return LayerSpec(
-        groups=groups,
+        groups=kv.groups,
         group_size=layer.call.num_heads // layer.call.num_kv_heads,
         head_dim=layer.call.head_dim,
         scale=layer.call.scale,
@@ -453,5 +451,6 @@ def _layer_spec(
         softmax=kernels.softmax,
         operators=kernels.operators,
         chunks=chunks,
-        rows=layer.rows,
+        rows=kv.rows,
+        writes=kv.source is None,
     )

@@ -313,6 +313,28 @@ def assign_heads(
     return assigned
 
 
+def kv_layers(layers: Sequence[DecoderLayer], heads: Sequence[HeadAssignment]) -> tuple[LayerKV, ...]:
+    """Return the keys and values, and further states, of each layer.
+
+    A layer that attends to the keys and values of an earlier one reads its stores, where both have the same
+    kinds of heads, with units that can be shared.
+
+    Args:
+        heads: of each layer.
+    """
+
+    def source_of(number: int) -> int | None:
+        source, groups = layers[number].call.source, heads[number].groups
+        if source is None or groups != heads[source].groups:
+            return None
+        return source if all(group.kind.shares_units for group in groups) else None
+
+    return tuple(
+        LayerKV(each.groups, layer.call.head_dim, rows=layer.rows, source=source_of(number))
+        for number, (layer, each) in enumerate(zip(layers, heads))
+    )
+
+
 def check_context_parallel(num_kv_heads: int, num_ranks: int) -> None:
     """Raise ValueError for context-parallel blocks over more ranks than a layer has key/value heads.
 

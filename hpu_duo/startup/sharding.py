@@ -30,7 +30,7 @@ from hpu_duo.engine.orders import follow
 from hpu_duo.garbage import collector_paused
 from hpu_duo.heads import HeadPattern
 from hpu_duo.heads.eviction import make_kv_policy
-from hpu_duo.kv.plan import LayerKV, MemoryPlan
+from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.modeling.hub import model_fingerprint
 from hpu_duo.modeling.loading import build_without_weights, read_config, resolve_dtype
 from hpu_duo.modeling.probe import DecoderLayer, probe, read_layers
@@ -54,7 +54,7 @@ from hpu_duo.planning.read_model import read_model
 from hpu_duo.planning.work import Formats
 from hpu_duo.startup.blueprint import fix_served_len, request_len
 from hpu_duo.startup.device_side import DeviceSide, Place, Shared
-from hpu_duo.startup.heads import ChosenHeads, Shares, check_context_parallel, choose_heads
+from hpu_duo.startup.heads import ChosenHeads, Shares, check_context_parallel, choose_heads, kv_layers
 from hpu_duo.startup.kv_budget import read_kv_plan
 from hpu_duo.startup.ranks import Launch, LedRanks, OwnLaunch, TorchrunLaunch, heartbeat_to_rank_0, joined_as
 from kernels_ref import Implementation, rowwise
@@ -146,10 +146,7 @@ class _Choice:
         self._config, self._size, self._hardware = config, size, hardware
         device = torch.device("hpu" if str(config.model.device).startswith("hpu") else "cpu")
         chosen = choose_heads(config, layers, max_len, device)
-        self._kv = tuple(
-            LayerKV(each.groups, layer.call.head_dim, rows=layer.rows)
-            for layer, each in zip(layers, chosen.heads)
-        )
+        self._kv = kv_layers(layers, chosen.heads)
 
     def count_requests(self, context: int) -> int:
         """Return how many requests run at a time: 1 or more, as many as fit on the devices."""

@@ -58,6 +58,11 @@ class Blocks(GroupKind):
         return "" if self.rule is None else describe_rule(self.rule)
 
     @property
+    def shares_units(self) -> bool:
+        """Return True: attention changes nothing but what it writes first."""
+        return True
+
+    @property
     def needs_block_positions(self) -> bool:
         """Whether there is a rule."""
         return self.rule is not None

@@ -94,6 +94,11 @@ class GroupKind(ABC):
         return True
 
     @property
+    def shares_units(self) -> bool:
+        """Whether a layer with the same keys and values may read the units of another one."""
+        return False
+
+    @property
     def needs_block_positions(self) -> bool:
         """Whether the unique part needs the positions of whole blocks: ``StepTensors.owner_start``."""
         return False

@@ -73,6 +73,11 @@ class Rings(GroupKind):
         return self.window.size + self.slack
 
     @property
+    def shares_units(self) -> bool:
+        """Return True: attention changes nothing but what it writes first."""
+        return True
+
+    @property
     def keeps_scratch(self) -> bool:
         """Return True: the new tokens of a prompt overwrite what it still has to read."""
         return True

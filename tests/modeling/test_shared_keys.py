@@ -1,5 +1,6 @@
 """Models whose last layers attend to keys and values of earlier ones."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from graphs.backends.compile import CompileBackend
 from hpu_duo import HPUDuoModel
 from hpu_duo.heads import HeadPattern
+from hpu_duo.sampling import SamplingParams
 from tests.modeling.families import (
     BASE,
     BLOCK,
@@ -35,13 +38,72 @@ SHARED = {
 }
 
 
+CAPTURE: dict[str, dict[str, Any]] = {
+    "eager": {"attention": "reference"},
+    "replay": {"attention": "sdpa", "graphs": "replay"},
+    "compile": {"graphs": CompileBackend("eager")},
+    "hpu-sim": {"device": "hpu-sim"},
+}
+
+
+def shared(tmp_path: Path, name: str) -> Any:
+    if not is_known(name):
+        pytest.skip("transformers has no such model yet")
+    return save_random(make_config(name, **SHARED, **FAMILIES[name]), tmp_path)
+
+
+@pytest.mark.parametrize("capture", CAPTURE)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_that_share_keys_and_values_have_one_store(tmp_path: Path, name: str, capture: str) -> None:
+    if (name, capture) == ("Gemma3nTextConfig", "hpu-sim"):
+        pytest.skip("its MLPs make a tensor on the host in each step")
+    model = shared(tmp_path, name)
+    served = HPUDuoModel.from_pretrained(
+        tmp_path,
+        max_model_len=64,
+        max_num_seqs=3,
+        block_size=BLOCK,
+        max_num_batched_tokens=13,
+        **CAPTURE[capture],
+    )
+    store = served.engine.runner.store
+    assert [layer.source for layer in store.plan.layers] == [None, None, 0, 1]
+    assert store.layers[2:] == store.layers[:2]
+    assert store.num_bytes == store.plan.total_bytes
+    alone = replace(store.plan, layers=tuple(replace(each, source=None) for each in store.plan.layers))
+    assert (2 * store.plan.block_bytes, 2 * store.plan.row_bytes) == (alone.block_bytes, alone.row_bytes)
+    # Chunks, mixed batches, moved rows, and a prefix that is taken up.
+    prompts = prompts_of([20, 1, 40, 9])
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    for prompt in ([*prompts, [*prompts[2][:35], 5, 6]], [prompts[2]]):
+        done = served.engine.generate(prompt, params)
+        assert [sample.token_ids for [sample] in done] == [greedy(model, each, 8) for each in prompt]
+    prefixes = served.stats().prefixes
+    assert prefixes is not None
+    assert prefixes.num_hit_tokens > 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_budget_is_kept_by_each_layer(tmp_path: Path, name: str) -> None:
+    shared(tmp_path, name)
+    served = HPUDuoModel.from_pretrained(
+        tmp_path,
+        max_model_len=64,
+        max_num_seqs=2,
+        block_size=BLOCK,
+        kv_policy="streaming-llm:sink=2",
+        kv_budget=8,
+        kv_chunk=8,
+    )
+    layers = served.engine.runner.store.plan.layers
+    assert [layer.source for layer in layers] == [None, None, 0, None]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_layers_that_share_keys_and_values_are_served_as_transformers_runs_them(
     tmp_path: Path, name: str
 ) -> None:
-    if not is_known(name):
-        pytest.skip("transformers has no such model yet")
-    model = save_random(make_config(name, **SHARED, **FAMILIES[name]), tmp_path)
+    model = shared(tmp_path, name)
     options: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 2, "block_size": BLOCK}
     served = HPUDuoModel.from_pretrained(tmp_path, **options)
     for prompt in prompts_of([1, 20, 40]):
