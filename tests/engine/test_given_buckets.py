@@ -10,6 +10,7 @@ from graphs import BucketTable, SkippingCost, StepCost
 from graphs.backends.compile import CompileBackend
 from graphs.bucket_file import read_shapes, write_table
 from graphs.table import PlannedPadding
+from hpu_duo import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny
 
@@ -41,6 +42,16 @@ def test_a_manifest_gives_buckets_without_a_cost(tiny: Tiny, tmp_path: Path) -> 
     table = tiny.load(**options, buckets=tmp_path / "warm.json").engine.runner.graphs.table
     assert table.buckets == first.engine.runner.graphs.table.buckets
     assert table.cost == tiny.load(**options).engine.runner.graphs.table.cost != StepCost(block_size=8)
+
+
+def test_the_configuration_of_a_loaded_model_loads_it_again_with_its_buckets(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    write_table(tmp_path / "buckets.txt", TABLE)
+    first = tiny.load(pattern=PATTERN, num_blocks=64, buckets=tmp_path / "buckets.txt")
+    again = HPUDuoModel.from_pretrained(tiny.path, first.engine_config)
+    assert again.engine_config == first.engine_config
+    assert again.engine.runner.graphs.table == first.engine.runner.graphs.table
 
 
 def test_an_engine_tells_when_its_steps_pad_far_more_than_its_table_promises(
