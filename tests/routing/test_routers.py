@@ -190,6 +190,31 @@ def test_text_is_compared_by_characters_and_counted_in_tokens() -> None:
     assert router.num_expected(RoutedRequest.of_text("2", "Wörter \U0001f601"), "a") == 7
 
 
+@pytest.mark.parametrize(("names", "most"), [("abc", 8), ("ab", 18)])
+def test_cache_aware_leaves_a_queue_for_an_idle_replica(names: str, most: int) -> None:
+    router, begin = make_router("cache-aware"), [1] * 2048
+    for replica in names:
+        router.join(replica)
+    for number in range(most + 1):
+        assert router.route(request_of(number, [*begin, 2 + number]), 0.0).replica == "a"
+    assert router.choose(request_of("other", [5] * 400), 0.0) != "a", "it is not cached there"
+    assert router.choose(request_of("next", [*begin, 99]), 0.0) != "a"
+    router.finished("0", 1.0, 1)
+    assert router.choose(request_of("next", [*begin, 99]), 1.0) == "a"
+
+
+def test_cache_aware_prefers_replicas_that_have_computed_a_prefix() -> None:
+    router, begin = make_router("cache-aware"), [1] * 2048
+    for number, replica in enumerate("ab"):
+        router.join(replica)
+        router.dispatched(request_of(number, [*begin, 2 + number]), replica, 0.0)
+    router.first_token("0", 1.0)
+    router.dispatched(request_of("more", [*begin, 9]), "a", 1.0)
+    assert router.choose(request_of("next", [*begin, 99]), 1.0) == "a"
+    router.first_token("1", 2.0)
+    assert router.choose(request_of("next", [*begin, 99]), 2.0) == "b"
+
+
 def test_an_answer_that_had_much_less_cached_corrects_what_is_believed() -> None:
     router, begin = make_router("cache-aware"), [1] * 800
     router.join("a")

@@ -18,6 +18,13 @@ and recomputing one block is cheap.
 """
 
 
+_PATIENCE = 1024
+"""Cached tokens for which ``cache-aware`` tolerates one more open request."""
+
+_DELAY = 512
+"""Tokens of a prompt that delay others about as long as one open request."""
+
+
 class PrefixRouter(Router):
     """A router with a map of the assumed prefix caches of replicas.
 
@@ -92,8 +99,8 @@ class CacheAware(PrefixRouter):
             the smallest cache.
         uneven_by, uneven_times: queues are uneven when the longest has more than ``uneven_by`` requests more
             than the shortest, and more than ``uneven_times`` as many; then the shortest queue is chosen.
-        idle_by: they are uneven as well if a replica is idle and the longest queue has more requests than
-            this.
+        idle_by: open requests of the chosen replica above which an idle one is chosen if most are idle;
+            if few are, twice as many, and one more for each 1,024 tokens of the prompt that are cached.
         capacity: assumed units (tokens, or characters) of a replica's cache.
         min_cached: tokens of a prefix below which it counts as not cached.
 
@@ -106,7 +113,7 @@ class CacheAware(PrefixRouter):
         threshold: float = 0.3,
         uneven_by: float = 64.0,
         uneven_times: float = 1.5,
-        idle_by: float = 4.0,
+        idle_by: float = 8.0,
         capacity: float = CAPACITY,
         min_cached: float = MIN_CACHED,
     ) -> None:
@@ -120,14 +127,57 @@ class CacheAware(PrefixRouter):
         super().__init__(capacity, min_cached)
         self._threshold, self._uneven_by, self._uneven_times = threshold, uneven_by, uneven_times
         self._idle_by = idle_by
+        self._num_unread: dict[str, float] = {}
 
     def _pick(self, request: RoutedRequest, offered: Sequence[str], now: float) -> str:
         queues = [self.num_open(each) for each in offered]
         least, most = min(queues), max(queues)
-        is_uneven = most - least > (self._uneven_by if least else min(self._uneven_by, self._idle_by))
-        if is_uneven and most > self._uneven_times * least:
+        if most - least > self._uneven_by and most > self._uneven_times * least:
             return self._shortest_queue(offered)
         num, holders = longest(self.held(request), offered)
         if holders and num > self._threshold * len(request.units):
-            return self._shortest_queue(holders)
-        return min(offered, key=lambda each: (self.prefixes.size(each), self.num_open(each)))
+            chosen, num_cached = self._shortest_queue(holders), num * request.tokens_per_unit
+        else:
+            chosen = min(offered, key=lambda each: (self.prefixes.size(each), self.num_open(each)))
+            num_cached = 0.0
+        are_most_idle = 2 * queues.count(0) > len(queues)
+        tolerated = self._idle_by if are_most_idle else 2 * self._idle_by + num_cached / _PATIENCE
+        if not least and self.num_open(chosen) > tolerated:
+            return self._shortest_queue(offered)
+        return chosen
+
+    def _shortest_queue(self, offered: Sequence[str]) -> str:
+        """The same; prompts that are still computed count as open requests besides."""
+
+        def queue(replica: str) -> tuple[float, float, int]:
+            num = self.num_open(replica) + self._num_unread[replica] / _DELAY
+            return num, self.num_open_tokens(replica), self.prefixes.size(replica)
+
+        return min(offered, key=queue)
+
+    def _joins(self, replica: str, now: float) -> None:
+        self._num_unread[replica] = 0.0
+
+    def _leaves(self, replica: str) -> None:
+        super()._leaves(replica)
+        del self._num_unread[replica]
+
+    def _begins(self, sent: Dispatch) -> None:
+        super()._begins(sent)
+        self._num_unread[sent.replica] += sent.num_new_tokens
+
+    def _answers(self, sent: Dispatch, now: float) -> None:
+        self._has_read(sent)
+
+    def _ends(self, sent: Dispatch, now: float, num_outputs: int, num_cached_tokens: float | None) -> None:
+        super()._ends(sent, now, num_outputs, num_cached_tokens)
+        if not sent.has_token:
+            self._has_read(sent)
+
+    def _fails(self, sent: Dispatch, now: float) -> None:
+        if not sent.has_token:
+            self._has_read(sent)
+
+    def _has_read(self, sent: Dispatch) -> None:
+        left = self._num_unread[sent.replica] - sent.num_new_tokens
+        self._num_unread[sent.replica] = left if self.num_open(sent.replica) else 0.0  # rounding
