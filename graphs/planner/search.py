@@ -95,7 +95,7 @@ class Demand:
         return over
 
     def saved(self, rest: Floats, prices: Floats, rows: Levels) -> Floats:
-        """What buckets of these prices would save of ``rest``, what each shape costs without them.
+        """Savings of buckets of these prices over ``rest``, the cost of each shape without them.
 
         Args:
             rest: float64 ``[n]``.
