@@ -219,9 +219,7 @@ class PrefixSharing:
     def keep_end(self, request: Request) -> None:
         """Cache the blocks of a running request before it is released; no step may be in flight."""
         if self._cache is not None:
-            if self._is_at_border(request):
-                self._cache.take_snapshot(request)
-            self._cache.store(request)
+            self._cache.keep_end(request)
 
     def forget(self) -> None:
         """Clear the cache; requests have been released."""

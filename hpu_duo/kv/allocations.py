@@ -140,7 +140,7 @@ class KVAllocations:
 
     def num_cached_tokens(self, hit: PrefixHit | None) -> int:
         """Return the number of cached tokens of a request that begins with a hit."""
-        return 0 if hit is None else hit.num_usable * self.block_size
+        return 0 if hit is None or self.prefixes is None else self.prefixes.num_tokens(hit)
 
     def cached_blocks(self, hit: PrefixHit | None) -> list[int]:
         """Return the cached blocks of a request that begins with a hit."""
@@ -168,6 +168,8 @@ class KVAllocations:
             return 0
         num_tokens = self.prefixes.take_up(request, hit)
         self._append_blocks(request, self.prefixes.blocks_of(hit))
+        if hit.partial is not None and self.uses_blocks:
+            self._append_copy(request, hit.partial.block)
         return num_tokens
 
     def grow(self, request: Request, num_tokens: int) -> bool:
@@ -248,11 +250,11 @@ class KVAllocations:
             num_shared = num_tokens // self.block_size
             shared = parent.block_table[:num_shared].tolist()
             self.blocks.share(shared)
-            private = self._allocate(num_private)
-            self._append_blocks(child, shared + private)
+            self._append_blocks(child, shared)
             if num_tokens % self.block_size:
-                self._copies.append(BlockCopy(int(parent.block_table[num_shared]), private[0]))
-                self._fresh.discard(private[0])
+                self._append_copy(child, int(parent.block_table[num_shared]))
+            else:
+                self._append_blocks(child, self._allocate(num_private))
         self._copies.append(RowCopy(parent.row, child.row))
         return True
 
@@ -324,6 +326,13 @@ class KVAllocations:
         blocks = self.blocks.allocate(count)
         self._fresh.update(blocks)
         return blocks
+
+    def _append_copy(self, request: Request, block: int) -> None:
+        """Allocate one more block to a request, which starts as a copy of another one."""
+        [own] = self._allocate(1)
+        self._copies.append(BlockCopy(block, own))
+        self._fresh.discard(own)
+        self._append_blocks(request, [own])
 
     def _append_blocks(self, request: Request, blocks: list[int]) -> None:
         end = request.num_blocks + len(blocks)

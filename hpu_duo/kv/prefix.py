@@ -21,10 +21,19 @@ class PrefixHit:
         path: the cached blocks that the request begins with, the first one first.
         num_usable: leading ones of them from which a request can continue: all of them if no head has a ring,
             else those up to the last one with a snapshot.
+        partial: the partial block with a snapshot after them, from the middle of which it can continue.
     """
 
     path: tuple[PrefixNode, ...] = ()
     num_usable: int = 0
+    partial: PrefixNode | None = None
+
+    @property
+    def end(self) -> PrefixNode | None:
+        """The prefix that a request continues from."""
+        if self.partial is not None:
+            return self.partial
+        return self.path[self.num_usable - 1] if self.num_usable else None
 
 
 @dataclass
@@ -172,11 +181,20 @@ class PrefixCache:
         most = request.num_reusable_tokens
         if self._grid:
             most = min(most, request.num_prefilled_tokens)
-        path = self.tree.match(request.namespace, request.tokens[:most])
-        usable = len(path)
-        if self._uses_rows:
-            usable = next((node.depth for node in reversed(path) if node.snapshot is not None), 0)
-        return PrefixHit(tuple(path), usable)
+        tokens = request.tokens[:most]
+        path = self.tree.match(request.namespace, tokens)
+        if not self._uses_rows:
+            return PrefixHit(tuple(path), len(path))
+        for node in reversed(path):
+            partial = self.tree.match_partial(node, tokens) if node.partial_children else None
+            if partial is not None or node.snapshot is not None:
+                return PrefixHit(tuple(path), node.depth, partial)
+        return PrefixHit(tuple(path))
+
+    def num_tokens(self, hit: PrefixHit) -> int:
+        """Return the tokens of a hit that a request does not compute."""
+        in_part = 0 if hit.partial is None else hit.partial.num_own_tokens
+        return hit.num_usable * self._block_size + in_part
 
     def num_held(self, hit: PrefixHit) -> int:
         """Number of usable blocks of a hit that other requests use, which cost nothing of the pool."""
@@ -187,26 +205,27 @@ class PrefixCache:
     def take_up(self, request: Request, hit: PrefixHit) -> int:
         """Begin a request, which has only a row, with a hit; returns the number of its tokens.
 
-        The caller stores the blocks of ``blocks_of`` in the request's table.
+        The caller stores the blocks of ``blocks_of`` in the request's table, and a copy of a partial one.
         """
+        num_tokens, end = self.num_tokens(hit), hit.end
         self.counters.num_queried_tokens += request.num_tokens
-        self.counters.num_hit_tokens += hit.num_usable * self._block_size
-        self.counters.num_lost_to_snapshots += (len(hit.path) - hit.num_usable) * self._block_size
+        self.counters.num_hit_tokens += num_tokens
+        self.counters.num_lost_to_snapshots += max(0, len(hit.path) * self._block_size - num_tokens)
         self.counters.num_lost_to_blocks += self._num_evicted_behind(request, hit) * self._block_size
         if hit.path:
             hit.path[-1].is_shared = True
-        if not hit.num_usable:
+        if end is None:
             return 0
-        end = hit.path[hit.num_usable - 1]
         if self._uses_blocks:
             self._blocks.share(self.blocks_of(hit))
         if self._uses_rows:
             assert end.snapshot is not None, f"no snapshot behind {end.depth} blocks"
             self._add_copy(RowCopy(end.snapshot, request.row))
-        end.is_shared = True
+        # One that goes on where another text ended is the same conversation, as a rule.
+        end.is_shared |= hit.partial is None
         self.tree.use(end)
-        self._ends[request] = end
-        return hit.num_usable * self._block_size
+        self._ends[request] = hit.path[hit.num_usable - 1]
+        return num_tokens
 
     def _num_evicted_behind(self, request: Request, hit: PrefixHit) -> int:
         """Return how many of a request's next blocks were cached and evicted."""
@@ -291,10 +310,43 @@ class PrefixCache:
                 self._add_copy(RowCopy(request.row, node.snapshot))
             self._count_lost(lost)
 
+    def keep_end(self, request: Request) -> None:
+        """Cache a request up to its last token before its release; with rings a partial block, too.
+
+        Its blocks and its ring must have the state of that token.
+        """
+        num_own = request.num_computed_tokens % self._block_size
+        if not num_own:
+            self.take_snapshot(request)
+        elif self._can_keep_partial and request.num_computed_tokens > self._block_size:
+            self._keep_partial(request, self._store(request), num_own)
+        self.store(request)
+
+    @property
+    def _can_keep_partial(self) -> bool:
+        return self._uses_rows and not self._grid and self.has_place
+
+    def _keep_partial(self, request: Request, node: PrefixNode, num_own: int) -> None:
+        begin = node.depth * self._block_size
+        key = request.tokens[begin : begin + num_own].tobytes()
+        if (known := node.children.get(key)) is not None:
+            self.tree.use(known)
+            return
+        end = self.tree.add(node, key, self._kept(request, node.depth))
+        self._node_of[end.block] = end
+        self._supersede(request, end)
+        lost = self._snapshots.place(end, self.tree, self.holds.ends_at)
+        assert end.snapshot is not None, "there was a place"
+        self._add_copy(RowCopy(request.row, end.snapshot))
+        self._count_lost(lost)
+
     def _count_lost(self, lost: PrefixNode | None) -> None:
-        if lost is not None:
-            self.counters.num_evicted_snapshots += 1
-            self._prune(lost)
+        if lost is None:
+            return
+        self.counters.num_evicted_snapshots += 1
+        if self._uses_blocks and self.tree.is_partial(lost):
+            self._remove(lost)  # without a snapshot nobody can continue from it
+        self._prune(lost)
 
     def _supersede(self, request: Request, node: PrefixNode) -> None:
         """Free the row of the last snapshot of a decode, for a later one of the same text."""

@@ -9,10 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 NO_BLOCK = -1
+_TOKEN_BYTES = np.dtype(np.int32).itemsize
 
 
 class PrefixNode:
-    """One full block of tokens after those of its parents, that is, a prefix of ``depth`` blocks.
+    """One block of tokens after those of its parents, that is, a prefix of ``depth`` blocks.
+
+    Blocks are full, except for the last one of a text that has ended, which may be *partial*: a node with
+    fewer tokens and without children.
 
     Attributes:
         parent: the prefix that is one block shorter; None for the empty one.
@@ -22,6 +26,7 @@ class PrefixNode:
         depth: blocks of the prefix.
         digest: hash of the prefix.
         children: prefixes that are one block longer, by the key of that block.
+        partial_children: those of them whose last block is partial.
         last_used: time of the last use.
         is_shared: whether another text was found to diverge after it.
     """
@@ -35,6 +40,7 @@ class PrefixNode:
         "key",
         "last_used",
         "parent",
+        "partial_children",
         "snapshot",
     )
 
@@ -43,9 +49,15 @@ class PrefixNode:
         self.snapshot: int | None = None
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[bytes, PrefixNode] = {}
+        self.partial_children: tuple[PrefixNode, ...] = ()
         self.digest: int = hash(key) if parent is None else hash((parent.digest, key))
         self.last_used = 0
         self.is_shared = False
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Tokens of the block."""
+        return len(self.key) // _TOKEN_BYTES
 
     @property
     def path(self) -> Iterator[PrefixNode]:
@@ -129,7 +141,7 @@ class PrefixTree:
         return path
 
     def add(self, parent: PrefixNode, key: bytes, block: int) -> PrefixNode:
-        """Add a prefix that is one block longer than its parent.
+        """Add a prefix that is one block longer than its parent; with a shorter key that block is partial.
 
         Raises:
             ValueError: it exists, or the namespace of the parent has another root in the tree.
@@ -139,9 +151,28 @@ class PrefixTree:
         if isinstance(parent, PrefixRoot) and self._roots.setdefault(parent.namespace, parent) is not parent:
             raise ValueError(f"namespace {parent.namespace!r} has another empty prefix in the tree")
         node = parent.children[key] = PrefixNode(parent, key, block)
+        if self.is_partial(node):
+            parent.partial_children += (node,)
         self._num_nodes += 1
         self.use(node)
         return node
+
+    def is_partial(self, node: PrefixNode) -> bool:
+        """Whether the last block of a prefix is partial."""
+        return node.num_own_tokens < self._block_size
+
+    def match_partial(self, node: PrefixNode, tokens: npt.NDArray[np.int32]) -> PrefixNode | None:
+        """Return the longest known prefix of a text that ends in a partial block.
+
+        Args:
+            node: the prefix of full blocks before it.
+        """
+        start, found = node.depth * self._block_size, None
+        for each in node.partial_children:
+            is_longer = found is None or each.num_own_tokens > found.num_own_tokens
+            if is_longer and tokens[start : start + each.num_own_tokens].tobytes() == each.key:
+                found = each
+        return found
 
     def use(self, node: PrefixNode) -> None:
         """Mark a prefix, and all shorter ones with it, as used now."""
@@ -160,6 +191,8 @@ class PrefixTree:
             raise ValueError(f"a prefix of {node.depth} blocks that longer ones begin with cannot be removed")
         parent = node.parent
         del parent.children[node.key]
+        if self.is_partial(node):
+            parent.partial_children = tuple(each for each in parent.partial_children if each is not node)
         self._num_nodes -= 1
         if parent.parent is not None:
             self._enlist(parent)

@@ -268,6 +268,9 @@ class PrefixMachine(RuleBasedStateMachine):
         assert blocks.num_free + blocks.num_idle + blocks.num_used == self.limits.num_blocks
         for node in nodes:
             assert node.depth == len(list(node.path))
+            if cache.tree.is_partial(node):
+                assert node.depth > 1
+                assert node.snapshot is not None
             if self.limits.uses_blocks and holders[node.block] and node.parent.depth:
                 assert holders[node.parent.block], "a held block is behind one that may be evicted"
         assert held <= set(nodes), "a prefix that is held has been evicted"
@@ -303,8 +306,14 @@ class PrefixMachine(RuleBasedStateMachine):
                     break
                 path.append(node)
             assert list(hit.path) == path
-            usable = [node.depth for node in path if node.snapshot is not None or not self.limits.uses_rows]
-            assert hit.num_usable == max(usable, default=0)
+            usable = [
+                len(tokens) // 4
+                for (namespace, tokens), node in known.items()
+                if (node.snapshot is not None or not self.limits.uses_rows)
+                and namespace == salt
+                and request.tokens[:most].tobytes().startswith(tokens)
+            ]
+            assert cache.num_tokens(hit) == max(usable, default=0)
 
     def teardown(self) -> None:
         """Every request ends, and nothing but the cache is held."""

@@ -186,11 +186,33 @@ def test_a_decode_that_passes_borders_keeps_the_last_one_that_it_passed() -> Non
     scheduler = Scheduler(replace(RINGS, step_tokens=99))
     request = make_request("a", TEXT[:3], max_tokens=20, ignore_eos=True)
     scheduler.add(request)
-    while scheduler.has_unfinished:
-        stepped(scheduler)
     cache = scheduler.allocations.prefixes
     assert cache is not None
-    assert [node.depth for node in cache.tree if node.snapshot is not None] == [5]
+    # Its end, in the middle of a block, takes the place of the last border.
+    for num_tokens, depths in ((21, [5]), (22, [6])):
+        while request.num_computed_tokens < num_tokens:
+            stepped(scheduler)
+        assert [node.depth for node in cache.tree if node.snapshot is not None] == depths
+    assert not scheduler.has_unfinished
+
+
+def test_a_text_begins_in_the_middle_of_the_block_that_another_one_ended_in() -> None:
+    scheduler = Scheduler(replace(RINGS, max_num_batched_tokens=64))
+    first = make_request("a", [*TEXT, 9], max_tokens=3, ignore_eos=True)
+    scheduler.add(first)
+    while scheduler.has_unfinished:
+        stepped(scheduler)
+    text = first.tokens[: first.num_tokens].tolist()
+    assert len(text) == 12
+    # The last token was sampled and not computed.
+    for name, own, start in (("goes on", text, 11), ("differs", [*text[:10], text[10] + 1, 1], 8)):
+        scheduler.add(make_request(name, [*own, 1, 2], max_tokens=1))
+        assert stepped(scheduler)[0][:2] == (name, start)
+        while scheduler.has_unfinished:
+            stepped(scheduler)
+    cache = scheduler.allocations.prefixes
+    assert cache is not None
+    assert cache.counters.num_hit_tokens == 11 + 8
 
 
 def test_a_snapshot_that_another_text_begins_with_outlives_the_next_border() -> None:
@@ -205,7 +227,7 @@ def test_a_snapshot_that_another_text_begins_with_outlives_the_next_border() -> 
     cache = scheduler.allocations.prefixes
     assert cache is not None
     assert cache.counters.num_hit_tokens == 8
-    assert [node.depth for node in cache.tree if node.snapshot is not None] == [2, 5]
+    assert sorted(node.depth for node in cache.tree if node.snapshot is not None) == [2, 3, 6]
 
 
 def test_nobody_waits_for_a_snapshot_that_has_no_place() -> None:

@@ -21,6 +21,7 @@ from hpu_duo.sampling import SamplingParams, StructuredOutputs, static_routes
 from tests.engine.tiny import PATTERN, Tiny, make_tiny, tokens_of
 from tests.modeling.families import (
     BASE,
+    BLOCK,
     FAMILIES,
     IS_5,
     LENGTH_DEPENDENT,
@@ -95,15 +96,21 @@ def test_cached_prefixes_need_nothing_new_after_warm_up(tiny: Tiny, pattern: Hea
     snapshots = {"num_prefix_snapshots": 5} if pattern else {}  # more than the share of so few blocks
     served = tiny.load(device="hpu-sim", **options, **snapshots)
     served.warmup()
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    text = list(prompts_of((2 * BLOCK + 2,))[0])
     with sim.watch() as seen:
         done = work.run(served)
+        for _ in range(2):  # the second turn continues in the middle of a block
+            [[answer]] = served.engine.generate([text], params)
+            text = [*text, *answer.token_ids, 1]
     report, prefixes = seen.report(), served.stats().prefixes
     assert (report.new_graphs, report.new_recipes) == (0, 0)
     assert not report.excused
     assert prefixes is not None
+    assert answer.num_cached_tokens == 2 * BLOCK + (4 if pattern else 0)
     # On a card short prefixes are computed again where they would have to be waited for, and short prompts
     # leave no snapshots.
-    assert prefixes.num_hit_tokens > (0 if pattern else 50)
+    assert prefixes.num_hit_tokens > (0 if pattern else 50 + 2 * BLOCK)
     assert prefixes.num_evicted_blocks > 10
     assert work.run(tiny.load(device="cpu", enable_prefix_caching=False, **options)) == done
 
