@@ -150,6 +150,6 @@ def place_context(engine: Engine, length: int, new: int) -> str:
         scheduler.commit(plan, [0] * num_sampled)
     for layer in store.layers:
         for units in layer:
-            for store in units.views:
-                store[:-1].normal_()  # all but null
+            for view in units.views:
+                view[:-1].normal_()  # all but null
     return request_id
