@@ -200,7 +200,8 @@ CLAIMS = (
         "Nine users with a prefix of 3,000 tokens each; one sends 90 % of the requests. D2LPM "
         "(arXiv:2501.14312): up "
         "to 7.18 times lower latency of clients than other distributed systems. The seed decides more than a "
-        "second: with seeds 0 to 5 the others' mean with e2 over fcfs was 12.7, 14.6, 13.7, 15.0, 15.6 and 14.9 s.",
+        "second: with seeds 0 to 5 the others' mean with e2 over fcfs was 12.7, 14.6, 13.7, 15.0, 15.6 "
+        "and 14.9 s.",
         (
             f"--replicas 4 --router {D2LPM} --scheduling-policy dlpm --workload {FLOOD} --num-requests 1000",
             f"--replicas 4 --router {E2} cache-aware --scheduling-policy fcfs lpm --workload {FLOOD} "
