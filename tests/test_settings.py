@@ -21,7 +21,7 @@ def test_type_checkers_see_the_names_and_types_of_the_fields() -> None:
     assert {name: written(kind) for name, kind in EngineOverrides.__annotations__.items()} == of_fields
 
 
-def test_every_field_is_a_setting_except_what_from_pretrained_derives() -> None:
+def test_every_field_is_a_setting_except_derived_ones_and_the_kv_format() -> None:
     sections = EngineConfig.of()
     known = {setting.field for setting in SETTINGS.values()}
     others = {
@@ -30,7 +30,8 @@ def test_every_field_is_a_setting_except_what_from_pretrained_derives() -> None:
         for field in fields(getattr(sections, section.name))
         if field not in known
     }
-    assert others == {"path", "own_cost"}
+    # Formats are registered in Python, so a configuration names them, and no keyword or option does.
+    assert others == {"path", "own_cost", "kv_format"}
 
 
 def test_help_of_from_pretrained_has_every_setting_with_its_default_and_text() -> None:
@@ -55,6 +56,10 @@ def test_wrong_names_and_values_are_refused_with_what_was_expected() -> None:
         EngineConfig.of(max_seqs=4)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="rank_launcher to be one of own, torchrun, got 'ssh'"):
         EngineConfig.of(rank_launcher="ssh")
+    with pytest.raises(ValueError, match="rank_timeout_s above 0, got -1"):
+        EngineConfig.of(rank_timeout_s=-1)
+    with pytest.raises(TypeError, match="model to be a ModelConfig, got str"):
+        EngineConfig(model="path")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="decode_len of at most block_size=4, got 5"):
         EngineConfig.of(block_size=4).override(decode_len=5)
 

@@ -216,8 +216,8 @@ class GraphConfig:
 
     backend: str | CaptureBackend = option(
         "default",
-        "How steps are captured: auto, eager, replay, compile, cuda, hpu-compile or hpu-graph; default is "
-        "auto on HPU, else eager.",
+        "How steps are captured: auto, eager, replay, compile, cuda, hpu-compile, hpu-graph, or default: "
+        "auto on HPU, eager elsewhere.",
         ENGINE,
         name="graphs",
     )
@@ -342,9 +342,9 @@ class ParallelConfig:
             raise ValueError("expected tensor_parallel_size above 1 for expert_parallel, got 1")
         check_choices(self)
         self._check_context()
-        _finite("timeout_s", self.timeout_s)
+        _finite("rank_timeout_s", self.timeout_s)
         if self.timeout_s <= 0:
-            raise ValueError(f"expected timeout_s above 0, got {self.timeout_s}")
+            raise ValueError(f"expected rank_timeout_s above 0, got {self.timeout_s}")
 
     def _check_context(self) -> None:
         length = self.retrieval_parallel_context
@@ -426,6 +426,9 @@ class EngineConfig:
         return replace(self, **{name: replace(getattr(self, name), **new) for name, new in sections.items()})
 
     def __post_init__(self) -> None:
+        for name, kind in _SECTIONS.items():
+            if not isinstance(section := getattr(self, name), kind):
+                raise TypeError(f"expected {name} to be a {kind.__name__}, got {type(section).__name__}")
         if self.scheduler.decode_len > self.cache.block_size:
             raise ValueError(
                 f"expected decode_len of at most block_size={self.cache.block_size}, "

@@ -85,7 +85,7 @@ class CacheConfig:
     )
     kv_budget: float | None = option(
         None,
-        "Tokens that each of these heads stores of a request; up to 1, a share of --max-model-len.",
+        "Tokens of a request that each head with a budget stores; up to 1, a share of --max-model-len.",
         HEADS,
         unset="none",
     )
@@ -98,14 +98,14 @@ class CacheConfig:
     )
     kv_prompt: str = option(
         "chunks",
-        "chunks: they choose at the end of each chunk of a prompt; whole: a prompt is read with full "
-        "attention, and they choose at its end.",
+        "When heads with a budget evict tokens of a prompt: at the end of each chunk (chunks), or at its "
+        "end, after it was read with full attention (whole).",
         HEADS,
         choices=("chunks", "whole"),
     )
     kv_chunk: int | None = option(
         None,
-        "Tokens of a prompt that a step reads, between the places at which they choose.",
+        "Tokens of a prompt between two evictions, which one step reads.",
         HEADS,
         unset="512, or what a step holds; whole: all that a step holds",
     )
@@ -197,7 +197,7 @@ class SchedulerConfig:
     )
     scheduling_policy: str = option(
         "fcfs",
-        "Who runs first where not everybody can run; see docs/scheduling.md.",
+        "Which requests run first if not all can; see docs/scheduling.md.",
         ENGINE,
         metavar=NAME_AND_OPTIONS,
     )

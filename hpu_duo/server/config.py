@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpu_duo.config.option import option
 
-LISTENING, CALLS, TELLING = "Listening", "Calls", "Telling"
+LISTENING, CALLS, OBSERVABILITY = "Listening", "Calls", "Observability"
 """Panels of the help of ``hpu-duo serve``."""
 
 _METRIC_PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
@@ -92,7 +92,7 @@ class ServerConfig:
         True, "Serve a chat page at /.", LISTENING, name="page", flags=("--page/--no-page",)
     )
     metrics_namespace: str = option(
-        "hpuduo", "Prefix of the metrics with vLLM's names; with vllm, its dashboards work.", TELLING
+        "hpuduo", "Prefix of the metrics with vLLM's names; with vllm, its dashboards work.", OBSERVABILITY
     )
 
     def __post_init__(self) -> None:

@@ -50,7 +50,7 @@ class DocumentOptions:
     form: Annotated[
         str | None,
         typer.Option(
-            help="How passkeys are worded: ordinals, or names as the built-in model knows it.",
+            help="How passkeys are worded: ordinals, or names, which the built-in model knows.",
             show_default="ordinals, or names with the built-in model",
             rich_help_panel=_DATA,
         ),

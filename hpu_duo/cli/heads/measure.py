@@ -263,7 +263,7 @@ class PromptOptions:
     form: Annotated[
         str | None,
         typer.Option(
-            help="How passkeys are worded: ordinals, or names as the built-in model knows it.",
+            help="How passkeys are worded: ordinals, or names, which the built-in model knows.",
             show_default="ordinals, or names with the built-in model",
             rich_help_panel=_PROMPTS,
         ),

@@ -130,7 +130,7 @@ class HardwareOptions:
     )
     graph_memory: Annotated[
         float,
-        typer.Option(help="Share of what weights leave of that for graphs.", rich_help_panel=HARDWARE),
+        typer.Option(help="Share of this memory without weights that graphs take.", rich_help_panel=HARDWARE),
     ] = GRAPH_MEMORY_SHARE
     enable_prefix_caching: Annotated[bool, of_setting("enable_prefix_caching")] = (
         CacheConfig.enable_prefix_caching

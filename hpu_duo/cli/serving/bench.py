@@ -460,7 +460,7 @@ def serve(
         typer.Option(metavar="FILE", help="Write the result as JSON.", show_default="not written"),
     ] = None,
     details: Annotated[
-        bool, typer.Option("--details", help="With every request and its text in the result.")
+        bool, typer.Option("--details", help="Include every request and its text in the result.")
     ] = False,
     seed: Seed = 0,
     as_json: Json = False,

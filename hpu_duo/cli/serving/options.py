@@ -14,7 +14,7 @@ import typer
 
 from hpu_duo.cli.options import SettingsOf
 from hpu_duo.extras import install_command
-from hpu_duo.server.config import CALLS, LISTENING, TELLING, ServerConfig
+from hpu_duo.server.config import CALLS, LISTENING, OBSERVABILITY, ServerConfig
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
@@ -181,8 +181,8 @@ class ListeningOptions:
 
 
 @dataclass(frozen=True)
-class TellingOptions:
-    """Options of what a server tells of calls and steps."""
+class ObservabilityOptions:
+    """Options of the log and the traces of calls."""
 
     log_requests: Annotated[
         Path | None,
@@ -190,11 +190,12 @@ class TellingOptions:
             metavar="FILE",
             help="Append a line of JSON for each call, without prompts and answers; - for standard output.",
             show_default="not logged",
-            rich_help_panel=TELLING,
+            rich_help_panel=OBSERVABILITY,
         ),
     ] = None
     log_prompts: Annotated[
-        bool, typer.Option("--log-prompts", help="Write prompts into it as well.", rich_help_panel=TELLING)
+        bool,
+        typer.Option("--log-prompts", help="Write prompts into it as well.", rich_help_panel=OBSERVABILITY),
     ] = False
     otlp_traces_endpoint: Annotated[
         str | None,
@@ -203,7 +204,7 @@ class TellingOptions:
             metavar="URL",
             help="Send a span for each call there, by OTLP over HTTP.",
             show_default="no traces",
-            rich_help_panel=TELLING,
+            rich_help_panel=OBSERVABILITY,
         ),
     ] = None
 

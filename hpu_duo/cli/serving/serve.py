@@ -19,10 +19,10 @@ from hpu_duo.cli.options import Only, grouped
 from hpu_duo.cli.serving.options import (
     CallOptions,
     ListeningOptions,
+    ObservabilityOptions,
     ProfileOptions,
     Served,
     ServedReplicas,
-    TellingOptions,
 )
 from hpu_duo.cli.terminal import INTERRUPTED, user_errors
 from hpu_duo.config.overrides import EngineOverrides
@@ -113,7 +113,7 @@ def serve(
     replicated: ServedReplicas,
     calls: CallOptions,
     served: Served,
-    telling: TellingOptions,
+    observability: ObservabilityOptions,
     profiling: ProfileOptions,
     warm_up: Annotated[
         bool,
@@ -156,7 +156,7 @@ def serve(
         serve_replicas(front, bound, connections, tls, listening.host)
         return
     with user_errors():
-        log, tracing = telling.request_log(), telling.tracing()
+        log, tracing = observability.request_log(), observability.tracing()
         told = [one for one in (log, tracing) if one is not None]
         loaded = load_cold(model, engine, seed=seed)
         profiler = profiling.profiler(loaded.engine.runner.runtime.name)

@@ -330,7 +330,7 @@ class RequestOptions:
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Of hpu-duo train-ranker, for policies that need one.",
+            help="Ranker of hpu-duo train-ranker, for policies that need one.",
             show_default="the expected lengths of outputs",
             rich_help_panel=_REQUESTS,
         ),

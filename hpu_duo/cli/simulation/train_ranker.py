@@ -114,7 +114,7 @@ class TrainingOptions:
     learning_rate: Annotated[
         float | None,
         typer.Option(
-            help="Of Adam.",
+            help="Learning rate of Adam.",
             show_default=f"{_LINEAR_RATE:g} for a linear model, else {_ENCODER_RATE:g}",
             rich_help_panel=_TRAINING,
         ),
