@@ -241,13 +241,13 @@ class Waiting:
         self.end()
 
     def end(self) -> None:
-        """Tell nothing any more."""
+        """Stop printing."""
         self._ended.set()
         self._thread.join()
         self.progressed()
 
     def progressed(self) -> None:
-        """Be silent again: something else has been told, or is about to be."""
+        """Clear the message: other output was printed, or follows."""
         with self._lock:
             self._since = time.monotonic()
             self._next = self._since + self._silent_s

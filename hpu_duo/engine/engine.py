@@ -123,7 +123,7 @@ class Engine(NotPicklable):
 
     @property
     def drafter(self) -> Drafter | None:
-        """Proposes tokens that decodes verify, up to ``decode_len - 1`` in a step; None for nobody."""
+        """Proposes tokens that decodes verify, up to ``decode_len - 1`` in a step; None = no drafts."""
         return self._stepper.drafter
 
     @drafter.setter

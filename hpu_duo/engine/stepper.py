@@ -105,7 +105,7 @@ class Stepper:
 
     @property
     def drafter(self) -> Drafter | None:
-        """Proposes tokens that decodes verify; None for nobody."""
+        """Proposes tokens that decodes verify; None = no drafts."""
         return None if self._drafting is None else self._drafting.drafter
 
     @drafter.setter

@@ -20,7 +20,7 @@ from hpu_duo.lab.identify import Identification, IdentifyRequest, Method, Worker
 
 
 class ToldInterruptError(KeyboardInterrupt):
-    """An interrupt after which the user has been told the progress of the run."""
+    """An interrupt whose message with the progress of the run is printed already."""
 
 
 def identifier(

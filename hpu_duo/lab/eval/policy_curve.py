@@ -34,7 +34,7 @@ PASSKEY, REHEARSED, PERPLEXITY, RULER = "passkey", "rehearsed", "perplexity", "r
 TASKS = (PASSKEY, REHEARSED, PERPLEXITY, RULER)
 """Passkeys, passkeys that were asked for before, a text's perplexity, RULER's tasks with our own texts."""
 REHEARSALS = Rehearsals(4)
-"""Repetitions of each question, unless told."""
+"""Repetitions of each question, by default."""
 OWN_TEXTS_TASKS = tuple(name for name in RULER_TASKS if name not in QUESTION_TASKS)
 """RULER's tasks that need no file of questions."""
 _SINK = 4

@@ -65,7 +65,7 @@ class AdaKV(CalibrationMethod):
 
     @property
     def num_queries(self) -> int | None:
-        """The window of snapkv, or 32, unless told."""
+        """The window of snapkv, or 32, by default."""
         if self.queries is not None:
             return self.queries
         policy = self._policy

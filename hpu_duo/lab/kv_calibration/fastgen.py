@@ -249,7 +249,7 @@ class FastGen(CalibrationMethod):
 
     @property
     def num_queries(self) -> int | None:
-        """All, unless told."""
+        """All by default."""
         return self.queries
 
     def shortest(self, lengths: Sequence[int]) -> int:
