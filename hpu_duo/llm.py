@@ -66,6 +66,7 @@ class HPUDuoModel(ContextModel, NotPicklable):
         Raises:
             ValueError: a file is missing or unreadable, the architecture cannot be served, or an
                 argument is out of range or does not fit the others.
+            TypeError: there is no such argument; the message has the most similar one.
         """
         loading = LoadingArguments.read(overrides)
         config = loading.config(path, config)

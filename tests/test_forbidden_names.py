@@ -20,18 +20,25 @@ EXCHANGES_OBJECTS = ("gather_object", "all_gather_object", "scatter_object_list"
 
 
 def private_names_of_transformers(tree: ast.Module) -> Iterator[str]:
-    """Private attributes of other objects, and words like them, in a module that uses transformers."""
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    """Private attributes of other objects, and words like them, in a module that uses transformers.
+
+    Those of the module's own classes are not counted: an object may use another one of its class.
+    """
+    nodes = [*ast.walk(tree)]
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     if not any("transformers" in ast.unparse(node) for node in imports):
         return
-    for node in ast.walk(tree):
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    stored = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    own |= {node.attr for node in stored if dotted(node.value) == "self"}
+    for node in nodes:
         if isinstance(node, ast.Attribute) and dotted(node.value) not in ("self", "cls"):
             name = node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             name = node.value
         else:
             continue
-        if re.fullmatch(r"_[a-z][a-z_]+", name) and name not in NOT_TRANSFORMERS:
+        if re.fullmatch(r"_[a-z][a-z_]+", name) and name not in NOT_TRANSFORMERS | own:
             yield name
 
 
