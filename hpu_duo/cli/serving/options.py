@@ -367,7 +367,7 @@ class ServedReplicas:
             ValueError: a router without replicas, or a package that is missing.
         """
         if self.replicas is None and self.router is not None:
-            raise ValueError("expected --router with --replicas")
+            raise ValueError("expected --replicas with --router, got --router alone")
         if self.replicas is None and self.replica_load_seconds is not None:
             raise ValueError("expected --replica-load-seconds with --replicas")
         if self.replicas is not None and find_spec("aiohttp") is None:
