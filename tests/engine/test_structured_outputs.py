@@ -236,7 +236,7 @@ def test_forced_tokens_are_the_beginning_of_the_output(ending: Tiny, decode_len:
         assert sample.finish_reason is FinishReason.LENGTH or CODE.fullmatch(sample.text)
     wrong = [*ids[:3], ids[0]]
     with pytest.raises(
-        ValueError, match=f"forced_token_ids: expected the beginning .* got token {ids[0]} at place 3"
+        ValueError, match=f"forced_token_ids: expected forced tokens that .* got token {ids[0]} at place 3"
     ):
         served.engine.add_request([5], asked("regex", forced_token_ids=wrong))
     assert_holds_nothing(served)

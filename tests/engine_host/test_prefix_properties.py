@@ -298,7 +298,7 @@ class PrefixMachine(RuleBasedStateMachine):
             hit, salt, num_known = cache.find(request), request.params.cache_salt, request.num_tokens
             # The last known token is always computed, and so is the tail that is decoded.
             tail = request.params.decoded_prompt_tokens
-            most = min(num_known - 1, request.num_prompt_tokens - tail if tail else num_known)
+            most = max(0, min(num_known - 1, request.num_prompt_tokens - tail if tail else num_known))
             path: list[PrefixNode] = []
             for end in range(size, most + 1, size):
                 node = known.get((salt, request.tokens[:end].tobytes()))

@@ -49,7 +49,7 @@ def test_sources_are_built_once_and_a_failure_says_why(
     header.write_text("#define ONE 2\n")
     assert build("numbers", [seven, eight]) != first
     seven.write_text("not C++\n")
-    with pytest.raises(BuildError, match="refuses numbers: "):
+    with pytest.raises(BuildError, match="fails for numbers: "):
         build("numbers", [seven, eight])
     assert sorted(path.suffix for path in first.parent.iterdir()) == [".so", ".so"]
     monkeypatch.setenv("PATH", str(tmp_path))

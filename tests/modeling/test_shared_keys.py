@@ -63,6 +63,7 @@ def test_layers_that_share_keys_and_values_have_one_store(tmp_path: Path, name: 
         max_model_len=64,
         max_num_seqs=3,
         block_size=BLOCK,
+        num_prefix_snapshots=8,
         max_num_batched_tokens=13,
         **CAPTURE[capture],
     )

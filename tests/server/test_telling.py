@@ -85,7 +85,7 @@ def test_a_full_disk_loses_lines_and_nothing_else(tiny: TinyChat, caplog: pytest
         log.on_lost = server.service.metrics.lost_line
         for _ in range(3):
             assert server.client().completions.create(**ASKED).choices
-        wait_until(lambda: server.service.metrics._lost_lines == 3)
+        wait_until(lambda: server.service.metrics.num_lost_lines == 3)
     log.close()
     assert len([one for one in caplog.records if "cannot be written" in one.message]) == 1
 

@@ -135,7 +135,7 @@ def test_compiled_code_of_one_kind_of_device_is_not_reused_for_another(
 
 
 def test_it_is_made_for_a_gaudi(tiny: Tiny) -> None:
-    with pytest.raises(ValueError, match="made of operators of a Gaudi, got device 'cpu'"):
+    with pytest.raises(ValueError, match="needs operators of a Gaudi, got device 'cpu'"):
         tiny.load(device="cpu", attention="hpu")
 
 

@@ -110,7 +110,7 @@ def test_stopping_keeps_what_has_come_and_frees_the_engine(
         assert seen.page.locator(".facts").inner_text().endswith("stopped")
         assert seen.focus() == "prompt"
         assert seen.by_id("send").is_visible()
-        wait_until(lambda: server.service.metrics._ended["abort"] == 1)
+        wait_until(lambda: server.service.metrics.num_ended["abort"] == 1)
         seen.set(max_tokens="2")
         seen.ask("on")
         assert int(seen.text("prompt-tokens")) == len(f"u:Once;a:{kept};u:on;a:")
