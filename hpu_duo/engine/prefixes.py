@@ -216,10 +216,10 @@ class PrefixSharing:
             num_tokens = request.num_prefilled_tokens
         return num_tokens // self._block_size * self._block_size
 
-    def keep_end(self, request: Request) -> None:
+    def keep_end(self, request: Request, *, is_preempted: bool = False) -> None:
         """Cache the blocks of a running request before it is released; no step may be in flight."""
         if self._cache is not None:
-            self._cache.keep_end(request)
+            self._cache.keep_end(request, is_preempted=is_preempted)
 
     def forget(self) -> None:
         """Clear the cache; requests have been released."""

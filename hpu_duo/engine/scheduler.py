@@ -374,7 +374,7 @@ class Scheduler:
 
     def _preempt(self, victim: Request, step: StepDraft) -> None:
         step.preempt(victim)
-        self._prefixes.keep_end(victim)
+        self._prefixes.keep_end(victim, is_preempted=True)
         self._restart(victim)
 
     def _restart(self, request: Request) -> None:

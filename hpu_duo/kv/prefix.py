@@ -310,15 +310,19 @@ class PrefixCache:
                 self._add_copy(RowCopy(request.row, node.snapshot))
             self._count_lost(lost)
 
-    def keep_end(self, request: Request) -> None:
+    def keep_end(self, request: Request, *, is_preempted: bool = False) -> None:
         """Cache a request up to its last token before its release; with rings a partial block, too.
 
         Its blocks and its ring must have the state of that token.
+
+        Args:
+            is_preempted: cache no partial block, which would be the first to be evicted for the blocks that
+                others need, and the last border's snapshot, which it replaces, with it.
         """
         num_own = request.num_computed_tokens % self._block_size
         if not num_own:
             self.take_snapshot(request)
-        elif self._can_keep_partial and request.num_computed_tokens > self._block_size:
+        elif not is_preempted and self._can_keep_partial and request.num_computed_tokens > self._block_size:
             self._keep_partial(request, self._store(request), num_own)
         self.store(request)
 

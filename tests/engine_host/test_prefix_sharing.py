@@ -215,6 +215,16 @@ def test_a_text_begins_in_the_middle_of_the_block_that_another_one_ended_in() ->
     assert cache.counters.num_hit_tokens == 11 + 8
 
 
+def test_a_preempted_request_resumes_from_the_last_border_that_it_passed() -> None:
+    """Its partial block is needed at once, so the snapshot behind it would be lost."""
+    scheduler = Scheduler(replace(RINGS, num_blocks=11))
+    for name, prompt in (("first", [1, 2, 3]), ("preempted", [4, 5, 6, 7])):
+        scheduler.add(make_request(name, prompt, max_tokens=22, ignore_eos=True))
+    starts = [start for _ in range(26) for name, start, _ in stepped(scheduler) if name == "preempted"]
+    assert starts == [0, *range(4, 21), 20, *range(22, 25)]
+    assert not scheduler.has_unfinished
+
+
 def test_a_snapshot_that_another_text_begins_with_outlives_the_next_border() -> None:
     scheduler = Scheduler(replace(RINGS, step_tokens=99))
     request = make_request("a", TEXT[:3], max_tokens=20, ignore_eos=True)
