@@ -171,7 +171,7 @@ class Scheduler:
         self._unfinished: dict[str, Request] = {}
         self.holding = PrefixHolding(self.allocations, self._unfinished)
         self._prefixes = PrefixSharing(limits, self.allocations, self.holding)
-        self._waiting = Waiting(self.policy, self.allocations.find, self.allocations.block_size)
+        self._waiting = Waiting(self.policy, self.allocations.find, self.allocations.num_cached_tokens)
         self._running = ArrivalOrder()
         self._parallel_samples = ParallelSamples(self.allocations, limits.decode_len)
         self._num_arrived = 0

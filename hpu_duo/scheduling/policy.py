@@ -6,6 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -216,7 +217,7 @@ class Waiting:
     Args:
         policy: notified of queued requests.
         find: looks a request up in the prefix cache.
-        block_size: tokens of a block of that cache.
+        num_tokens: returns the tokens of a hit, which a request does not compute; None = one for each block.
 
     Attributes:
         arrivals: all of them.
@@ -228,9 +229,10 @@ class Waiting:
         self,
         policy: SchedulingPolicy,
         find: Callable[[Request], CachedPrefix | None] | None = None,
-        block_size: int = 1,
+        num_tokens: Callable[[Any], int] | None = None,
     ) -> None:
-        self._policy, self._find, self._block_size = policy, find, block_size
+        self._policy, self._find = policy, find
+        self._num_tokens: Callable[[Any], int] = num_tokens or attrgetter("num_usable")
         self.arrivals = ArrivalOrder()
         self.num_overtakes = self.step = 0
         self._passed: set[Request] = set()
@@ -289,7 +291,7 @@ class Waiting:
     def num_cached_tokens(self, request: Request) -> int:
         """Return the number of tokens that a request would reuse from the prefix cache."""
         found = self.find(request)
-        return 0 if found is None else found.num_usable * self._block_size
+        return 0 if found is None else self._num_tokens(found)
 
     @property
     def first(self) -> Request:

@@ -60,6 +60,15 @@ def test_the_longest_cached_prefix_is_admitted_first_then_the_earliest(
         cached.append(left.pop(best))
 
 
+def test_tokens_of_a_partial_block_count() -> None:
+    serving = Serving("lpm:patience=inf", replace(ONE_BY_ONE, uses_rows=True, num_snapshots=4))
+    serving.add("known", 3, prompt=[1] * 5)
+    serving.finish()
+    serving.add("a block", 1, prompt=[1, 1, 1, 1, 9, 9])
+    serving.add("its end", 1, prompt=[1, 1, 1, 1, 1, 5, 5, 5, 9])
+    assert serving.step() == ["its end"]
+
+
 @settings(max_examples=40, deadline=None)
 @given(known=TEXTS, texts=TEXTS)
 def test_depth_first_goes_where_most_wait(known: list[list[int]], texts: list[list[int]]) -> None:
