@@ -100,13 +100,14 @@ class EvictedPrefixes:
 
 
 class PrefixCache:
-    """A tree of full blocks of requests, and snapshots of rings at some of them.
+    """A tree of blocks of requests, and snapshots of their rows at some of them.
 
-    A block is cached when a request has computed it, and stays until its memory is needed; the least recently
+    A block is cached when a request has filled it, and stays until its memory is needed; the least recently
     used are evicted first, the end of a text before its beginning. Requests have references to the blocks of
     the tree that they begin with; a block with references is never evicted, and neither is one before it.
 
-    A ring has the state at the end of its text only. The scheduler requests snapshots at block borders.
+    A ring has the state at the end of its text only. The scheduler requests snapshots at block borders, and
+    where a text ends. An end within a block is cached as a partial block, as long as it has a snapshot.
 
     Copies into and out of snapshots are executed in the order of requests, like all copies of the
     allocations, so a snapshot may be used as soon as it is requested.

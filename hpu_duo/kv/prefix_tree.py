@@ -80,7 +80,7 @@ class PrefixRoot(PrefixNode):
 
 
 class PrefixTree:
-    """Prefixes of whole blocks, in namespaces that share nothing.
+    """Prefixes of whole blocks, and of partial ones behind them, in namespaces that share nothing.
 
     Compares tokens, not hashes, so two texts are never confused.
 
