@@ -36,6 +36,7 @@ _YOUNG, _MIDDLE, _OLD = 300, 1, 2200
 """Thresholds of a process that serves: 900 objects are visited at a time, and all only after 2,000,000."""
 _IDLE_TICKS = 10
 _LEAST_MIDDLE = 45
+_MOST_FROZEN = 16
 
 
 @contextmanager
@@ -58,11 +59,12 @@ def short_collections() -> Iterator[None]:
 class IdleCollector:
     """Collects everything while nobody is served; what is left then is left out of later collections.
 
-    So its time depends on new objects since the last one: some 20 ms.
+    So its time depends on new objects since the last one: some 20 ms. Each 16th collection visits all
+    objects, since those that were left out may be garbage by then.
     """
 
     def __init__(self) -> None:
-        self._num_idle = 0
+        self._num_idle = self._num_collections = 0
 
     def tick(self, is_idle: bool) -> bool:
         """Collect behind the tenth idle tick in a row if 40,000 objects have come; returns whether it did."""
@@ -70,5 +72,8 @@ class IdleCollector:
         if self._num_idle < _IDLE_TICKS or gc.get_count()[2] < _LEAST_MIDDLE:
             return False
         self._num_idle = 0
+        self._num_collections += 1
+        if self._num_collections % _MOST_FROZEN == 0:
+            gc.unfreeze()
         leave_out_what_is_there()
         return True

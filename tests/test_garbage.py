@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -95,4 +96,24 @@ def test_a_process_that_serves_collects_old_objects_when_idle_only() -> None:
         assert gc.get_threshold() == before
     finally:
         gc.callbacks.remove(note)
+        gc.unfreeze()
+
+
+def test_cycles_that_outlived_idle_collections_are_found_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cycle:
+        pass
+
+    monkeypatch.setattr(gc, "get_count", lambda: (0, 0, 1000))
+    cycle, collector = Cycle(), IdleCollector()
+    cycle.itself = cycle  # type: ignore[attr-defined]
+    found = weakref.ref(cycle)
+    try:
+        with short_collections():
+            assert [collector.tick(is_idle=True) for _ in range(10)][-1]
+            del cycle
+            assert [collector.tick(is_idle=True) for _ in range(140)].count(True) == 14
+            assert found() is not None, "left out"
+            assert any(collector.tick(is_idle=True) for _ in range(10))
+            assert found() is None
+    finally:
         gc.unfreeze()
