@@ -59,12 +59,15 @@ class Drafting:
             return ()
         try:
             drafts = np.asarray(self.drafter.propose(request, most), np.int64)[:most].tolist()
-            is_token = [0 <= token < self._vocab_size for token in drafts]
-            return state.cut_drafts(drafts[: is_token.index(False)] if False in is_token else drafts)
         except Exception:
             self._has_failed = True
             _log.exception("the drafter has failed: tokens are decoded one by one from now on")
             return ()
+        is_token = [0 <= token < self._vocab_size for token in drafts]
+        try:
+            return state.cut_drafts(drafts[: is_token.index(False)] if False in is_token else drafts)
+        except Exception:
+            return ()  # of this request's text or grammar, which fails again if it samples these tokens
 
 
 def num_verified(

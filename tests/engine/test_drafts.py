@@ -241,6 +241,26 @@ def test_a_bad_drafter_costs_nobody_a_token(
     assert [message in record.message for record in caplog.records] == ([True] if message else [])
 
 
+def test_a_request_whose_drafts_cannot_be_checked_takes_none(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = tokens_of(serve(tiny.load(), PROMPTS, GREEDY))
+    cut, failed = SampleState.cut_drafts, []
+
+    def fail_once(self: SampleState, drafts: list[int]) -> Any:
+        if not failed:
+            failed.append(self)
+            raise RuntimeError("text that cannot be decoded")
+        return cut(self, drafts)
+
+    monkeypatch.setattr(SampleState, "cut_drafts", fail_once)
+    served = tiny.load(decode_len=DECODE_LEN)
+    served.engine.drafter = Broken([5])
+    assert tokens_of(serve(served, PROMPTS, GREEDY)) == expected
+    assert failed
+    assert served.stats().num_drafted_tokens > 0, "others still take drafts"
+
+
 def test_a_drafter_needs_rows_that_decode_several_tokens(tiny: Tiny) -> None:
     served = tiny.load()
     with pytest.raises(ValueError, match=r"expected decode_len of 2 or more to verify drafts.*decode_len=1"):
