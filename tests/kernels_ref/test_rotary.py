@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,8 +75,9 @@ def test_stored_keys_are_turned_to_their_ranks_among_those_that_are_kept(
     num_rows: int, num_slots: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    order = [torch.randperm(4_000_000, generator=generator)[:num_slots] for _ in range(2 * num_rows)]
-    position = torch.stack(order).view(num_rows, 2, num_slots).to(torch.int32)
+    rng = np.random.default_rng(seed)
+    order = np.stack([rng.choice(4_000_000, num_slots, replace=False) for _ in range(2 * num_rows)])
+    position = torch.from_numpy(order).view(num_rows, 2, num_slots).to(torch.int32)
     seen = torch.randint(0, num_slots + 1, (num_rows,), generator=generator)
     k, valid = random(seed, num_rows, 2, num_slots, 8), torch.arange(num_slots) < seen[:, None]
     table = turns(torch.arange(num_slots, dtype=torch.int32), FREQUENCIES)
