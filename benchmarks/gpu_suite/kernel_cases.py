@@ -21,7 +21,6 @@ from kernels_ref import (
     Partial,
     Rings,
     Scoring,
-    Scratch,
     as_units,
     of_stores,
     reference,
@@ -165,7 +164,8 @@ def _causal(
     layout = cases.lay_out([RowSize(0, length)], sizes.block_size, device, heads=heads)
     q, t = cases.queries(length, heads, dtype, device), layout.tensors
     k, v = (cases.random((length, heads.num_kv, heads.dim), dtype, device, seed) for seed in (2, 3))
-    arguments = (q, NewKV(k, v), t, window, Scoring())
+    unread = of_stores(*(x[None].transpose(1, 2).contiguous() for x in (k, v)))
+    arguments = (PartInputs(q, NewKV(k, v), unread, t, Scoring(), window),)
     ours, notes = _ours(
         device, partial(reference.causal, *arguments), triton=partial(_run_part, "causal", *arguments)
     )
@@ -199,13 +199,14 @@ def _shared(model: ModelShape, heads: Heads, sizes: Sizes, dtype: torch.dtype, d
     chunk, context = sizes.chunk, sizes.shared_context
     layout = cases.lay_out([RowSize(context, chunk)], sizes.block_size, device, heads=heads)
     k, v = _stores(layout, heads, sizes, dtype, device)
-    arguments = (cases.queries(chunk, heads, dtype, device), of_stores(k, v), layout.tensors, Scoring())
+    q, units = cases.queries(chunk, heads, dtype, device), of_stores(k, v)
+    arguments = (PartInputs(q, cases.NO_KV, units, layout.tensors, Scoring()),)
     ours, notes = _ours(
         device,
         partial(reference.shared_blocks, *arguments),
         triton=partial(_run_part, "shared_blocks", *arguments),
     )
-    q_1HQD = arguments[0].flatten(1, 2).transpose(0, 1)[None]
+    q_1HQD = q.flatten(1, 2).transpose(0, 1)[None]
     return Case(
         f"shared part, {model.name}, {chunk} queries on {context} tokens",
         ours,
@@ -224,7 +225,8 @@ def _unique_rings(
     layout = cases.lay_out(rows, sizes.block_size, device, heads=heads, window=window)
     units = _rings(num_rows, window, heads, dtype, device)
     ring = layout.plans[Rings(window)]
-    arguments = (cases.queries(num_rows, heads, dtype, device), units, ring, Scoring())
+    q = cases.queries(num_rows, heads, dtype, device)
+    arguments = (PartInputs(q, cases.NO_KV, units, layout.tensors, Scoring(), window), ring)
     ours, notes = _ours(
         device,
         partial(reference.unique_rings, *arguments),
@@ -247,10 +249,10 @@ def _shared_rings(
     start = 4 * window.size
     layout = cases.lay_out([RowSize(start, chunk)], sizes.block_size, device, heads=heads, window=window)
     units = _rings(1, window, heads, dtype, device)
-    scratch = Scratch(*(view[:1].clone() for view in units.views))
+    units = units._replace(scratch=tuple(view[:1].clone() for view in units.views))
     ring = layout.plans[Rings(window)]
     q = cases.queries(chunk, heads, dtype, device)
-    arguments = (q, scratch, layout.tensors, ring, window, Scoring())
+    arguments = (PartInputs(q, cases.NO_KV, units, layout.tensors, Scoring(), window), ring)
     ours, notes = _ours(
         device,
         partial(reference.shared_rings, *arguments),
