@@ -59,7 +59,7 @@ class Drafting:
             return ()
         try:
             drafts = np.asarray(self.drafter.propose(request, most), np.int64)[:most].tolist()
-        except Exception:
+        except Exception:  # of a user's code
             self._has_failed = True
             _log.exception("the drafter has failed: tokens are decoded one by one from now on")
             return ()
@@ -67,7 +67,9 @@ class Drafting:
         try:
             return state.cut_drafts(drafts[: is_token.index(False)] if False in is_token else drafts)
         except Exception:
-            return ()  # of this request's text or grammar, which fails again if it samples these tokens
+            # The text or grammar of this request fails. Without drafts it goes on, and if it samples such a
+            # token, the same error ends it by name.
+            return ()
 
 
 def num_verified(

@@ -163,6 +163,7 @@ class KVPolicy(ABC):
         """Return new scores from keys, values and expected queries, in place of ``observe`` after a chunk.
 
         They are averages over the query heads of each key/value head, which may be sharded over ranks.
+        Policies with ``num_ahead`` override this; for all others it is never called.
 
         Args:
             k_PKSD, v_PKSD: of each slot and new token, finite.

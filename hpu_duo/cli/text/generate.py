@@ -82,7 +82,7 @@ def check_context_options(context: str | None, save_context: Path | None, files:
 
 
 def open_context(model: HPUDuoModel, name: str, save_as: Path | None, *, is_chat: bool) -> OpenedContext:
-    """Read a document, or load what was saved of one, and save it if that is asked for.
+    """Prefill a document, or load a saved context, and save it where ``save_as`` is given.
 
     Args:
         name: path of a text or of a saved context; ``-`` is standard input.

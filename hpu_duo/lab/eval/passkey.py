@@ -440,8 +440,8 @@ def full_attention(
 ) -> dict[int, PasskeyResult]:
     """Answers of full attention at the lengths where fewer than half of the answers were exact.
 
-    One document of each task is asked again, to tell a model that cannot do the task from a pattern that
-    cannot.
+    One document of each task is answered with full attention, which shows whether the model or the head
+    pattern fails.
 
     Args:
         measured: result by length in tokens.
