@@ -36,7 +36,6 @@ _YOUNG, _MIDDLE, _OLD = 300, 1, 2200
 """Thresholds of a process that serves: 900 objects are visited at a time, and all only after 2,000,000."""
 _IDLE_TICKS = 10
 _LEAST_MIDDLE = 45
-_MOST_FROZEN = 16
 
 
 @contextmanager
@@ -59,11 +58,12 @@ def short_collections() -> Iterator[None]:
 class IdleCollector:
     """Collects everything while nobody is served; what is left then is left out of later collections.
 
-    So its time depends on new objects since the last one: some 20 ms. Each 16th collection visits all
-    objects, since those that were left out may be garbage by then.
+    So its time depends on new objects since the last one: some 20 ms. Each ``full_every``-th collection
+    visits all objects, since those that were left out may be garbage by then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, full_every: int = 16) -> None:
+        self._full_every = full_every
         self._num_idle = self._num_collections = 0
 
     def tick(self, is_idle: bool) -> bool:
@@ -73,7 +73,7 @@ class IdleCollector:
             return False
         self._num_idle = 0
         self._num_collections += 1
-        if self._num_collections % _MOST_FROZEN == 0:
+        if self._num_collections % self._full_every == 0:
             gc.unfreeze()
         leave_out_what_is_there()
         return True

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpu_duo import garbage
 from hpu_duo.garbage import IdleCollector, collector_paused, leave_out_what_is_there, short_collections
 
 
@@ -105,8 +104,7 @@ def test_cycles_that_outlived_idle_collections_are_found_in_the_end(monkeypatch:
         pass
 
     monkeypatch.setattr(gc, "get_count", lambda: (0, 0, 1000))
-    monkeypatch.setattr(garbage, "_MOST_FROZEN", 3)
-    cycle, collector = Cycle(), IdleCollector()
+    cycle, collector = Cycle(), IdleCollector(full_every=3)
     cycle.itself = cycle  # type: ignore[attr-defined]
     found = weakref.ref(cycle)
     try:
