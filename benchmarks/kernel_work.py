@@ -98,6 +98,7 @@ def work_of(structure: Structure, size: ModelSize, kernels: KernelWork) -> Engin
         block_size=structure.geometry.block_size,
         max_chunk_rows=structure.geometry.max_chunk_rows,
         decode_len=structure.geometry.decode_len,
+        chunks=structure.model.specs[0].chunks,
     )
 
 

@@ -7,6 +7,26 @@ from typing import NamedTuple
 MOST_INLINE = 2
 """Most slices or chunks of a part in the graph of a layer: with six parts, below 600 nodes."""
 
+MEMORY_SHARE = 32
+"""One pass of the unique part makes at most this fraction of an HPU's memory, see ``ChunkBounds.of_hpu``."""
+
+SHARED_SLOTS = 16_384
+"""Slots of a chunk of the shared part on an HPU: ``MOST_INLINE`` chunks cover 32,768 shared tokens."""
+
+
+def unique_block_bytes(num_rows: int, num_heads: int, block_size: int, head_dim: int) -> int:
+    """Return the peak of the intermediates that one whole block of the unique part adds, in bytes.
+
+    Two float32 copies of its scores, four of its results (before and after scaling and selecting), and two of
+    the maxima that are compared for each row. Traced peaks are 0.5 to 0.96 of it, those of the portable
+    kernels in bfloat16 the lowest (``tests/audit/test_transients.py``).
+
+    Args:
+        num_rows: decode rows.
+        num_heads: query heads of a row, times its tokens.
+    """
+    return 8 * num_heads * (block_size + 2 * head_dim + num_rows)
+
 
 class ChunkBounds(NamedTuple):
     """Bounds of the intermediates of one chunk of a part, in bytes, fixed for a captured step.
@@ -17,17 +37,49 @@ class ChunkBounds(NamedTuple):
             allow the scores of many blocks; with values, about the on-chip memory of a Gaudi 2.
         key_slots: the same bound in slots, for models or ranks with few heads.
         mask_bytes: of the mask of one chunk of the shared part and its intermediates, in fused attention.
-        unique_bytes: of the intermediates of one chunk of whole blocks in the unique part.
+        unique_bytes: of the intermediates of one chunk of whole blocks in the unique part, see
+            ``unique_block_bytes``.
         most_inline: most chunks of one part within the compiled graph of a layer; more of them run in a loop
             outside of it. None = any number.
+        one_pass: whether a chunk of the unique part has all blocks that ``unique_bytes`` allows; otherwise
+            ``key_slots`` or the size of the tails bounds it too.
     """
 
     score_bytes: int = 64 << 20
     key_bytes: int = 16 << 20
     key_slots: int = 8192
     mask_bytes: int = 64 << 20
-    unique_bytes: int = 16 << 20
+    unique_bytes: int = 24 << 20
     most_inline: int | None = None
+    one_pass: bool = False
+
+    @classmethod
+    def of_hpu(cls, memory_bytes: int, score_bytes: int = 64 << 20) -> ChunkBounds:
+        """Return the bounds on an HPU, where each chunk costs its launches and a long loop a call each.
+
+        The unique part is one pass while its intermediates fit ``1 / MEMORY_SHARE`` of the device, rounded
+        down to a power of two, so that all ranks derive the same bounds.
+
+        Args:
+            memory_bytes: of the device, used memory included.
+            score_bytes: see there; masks have the same bound.
+
+        Raises:
+            ValueError: no memory.
+        """
+        if memory_bytes < 1:
+            raise ValueError(f"expected memory_bytes >= 1, got {memory_bytes}")
+        least = cls()
+        unique_bytes = max(least.unique_bytes, 1 << (max(1, memory_bytes // MEMORY_SHARE).bit_length() - 1))
+        return cls(
+            score_bytes=score_bytes,
+            key_bytes=max(least.key_bytes, unique_bytes // 16),
+            key_slots=SHARED_SLOTS,
+            mask_bytes=score_bytes,
+            unique_bytes=unique_bytes,
+            most_inline=MOST_INLINE,
+            one_pass=True,
+        )
 
     def shared(self, num_query_heads: int, block_size: int, key_bytes: int) -> int:
         """Return the number of blocks that the shared part gathers at a time.
@@ -56,20 +108,30 @@ class ChunkBounds(NamedTuple):
     def unique(self, num_rows: int, num_heads: int, block_size: int, head_dim: int, key_bytes: int) -> int:
         """Return the number of whole blocks that the unique part reads at a time.
 
-        As many as one request of ``key_slots`` tokens has, so that a longer one needs no more memory; or
-        more, while the intermediates of a chunk are smaller than the tails, one of each row, which are
-        gathered together.
+        As many as ``unique_bytes`` allows. Unless ``one_pass``, at most as many as one request of
+        ``key_slots`` tokens has, so that a longer one needs no more memory; or more, while the intermediates
+        of a chunk are smaller than the tails, one of each row, which are gathered together.
 
         Args:
-            num_heads: query heads of a row.
+            num_heads: query heads of a row, times its tokens.
             key_bytes: of the keys of one block.
         """
-        # Two float32 copies of each score, of each result, and of the search for the maximum of a row.
-        block_bytes = 8 * num_heads * (block_size + head_dim + num_rows)
+        block_bytes = unique_block_bytes(num_rows, num_heads, block_size, head_dim)
+        most = max(1, self.unique_bytes // block_bytes)
+        if self.one_pass:
+            return most
         # Gathered keys, gathered values, and those with unused slots cleared.
         tail_bytes = 3 * num_rows * key_bytes
-        chunk = max(self.key_slots // block_size, tail_bytes // block_bytes)
-        return max(1, min(self.unique_bytes // block_bytes, chunk))
+        return max(1, min(most, max(self.key_slots // block_size, tail_bytes // block_bytes)))
+
+    def gathered(self, chunk: int, key_bytes: int) -> int:
+        """Return the blocks of a chunk of the unique part that is gathered, outside the graph of a layer.
+
+        Args:
+            chunk: blocks of a chunk that is read in place.
+            key_bytes: of the keys of one block.
+        """
+        return min(chunk, max(1, self.key_bytes // key_bytes))
 
 
 DEFAULT_BOUNDS = ChunkBounds()

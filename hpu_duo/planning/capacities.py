@@ -21,6 +21,7 @@ from hpu_duo.planning.model import Format, Hardware, ModelSize
 from hpu_duo.planning.roofline import ERROR_FACTORS, FITTED, Prediction
 from hpu_duo.planning.work import Formats, Step, kernels_of
 from kernels_ref import Implementation
+from kernels_ref.chunks import ChunkBounds
 
 _GIB = 1 << 30
 
@@ -96,6 +97,11 @@ class Serving:
     def engine_block_size(self) -> int:
         """Tokens of a block of the engine: on each device, where blocks are dealt over them."""
         return self.block_size * (self.num_devices if self.deals_blocks else 1)
+
+    @property
+    def chunks(self) -> ChunkBounds:
+        """Bounds of chunks of context."""
+        return ChunkBounds.of_hpu(self.hardware.memory_bytes)
 
     @property
     def ring_slack(self) -> int:
@@ -287,6 +293,8 @@ class Deployment:
             decode_len=serving.decode_len,
             num_devices=serving.num_devices,
             deals_blocks=serving.deals_blocks,
+            chunks=serving.chunks,
+            on_chip_bytes=serving.hardware.on_chip_bytes,
         )
 
     def bucket_seconds(self, bucket: BatchShape) -> Prediction:
@@ -490,7 +498,7 @@ def step_cost(deployment: Deployment) -> StepCost:
         kv_ratio=model.layers[0].num_kv_heads / model.layers[0].num_heads,
         operations_per_byte=hardware.nominal_bf16 / hardware.memory_bytes_per_s,
         operations_per_launch=hardware.nominal_bf16 * FITTED.launch_s,
-        launches=deployment.engine_work.kernels.step_cost_launches,
+        launches=deployment.engine_work.step_cost_launches(deployment.serving.max_num_seqs),
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from graphs import BatchShape, Phase
+from graphs import BatchShape, Launches, Phase
 from hpu_duo.config.limits import CacheConfig, SchedulerConfig
 from hpu_duo.kv.plan import LayerKV
 from hpu_duo.modeling.experts import GROUP_BYTES, copies_weights, experts_at_a_time
@@ -33,7 +33,7 @@ from hpu_duo.planning.work import (
     count_attention,
 )
 from kernels_ref import Blocks, Budget, HeadGroup, Owner
-from kernels_ref.chunks import MOST_INLINE, QUERY_STEP, even_size, num_parts
+from kernels_ref.chunks import DEFAULT_BOUNDS, MOST_INLINE, QUERY_STEP, ChunkBounds, even_size, num_parts
 from kernels_ref.loops import slices_reached
 
 SECONDS_PER_GRAPH = (0.7, 14.0)
@@ -172,6 +172,37 @@ def traced_runs(runs: AttentionRuns, phase: Phase) -> AttentionRuns:
     return runs._replace(**once)
 
 
+def num_region_calls(sizes: GroupSizes, bucket: BatchShape, runs: AttentionRuns) -> float:
+    """Regions that the host calls for a group of a layer, beyond the one graph of the layer.
+
+    A round of each loop outside the graph is a call, and so is the piece of the layer after it. A slice of
+    queries is a round for each slice of keys that it reaches.
+    """
+    cut = cut_loops(runs, bucket.phase)
+    calls = float(len(cut) - (_SIDE_BY_SIDE[0] <= cut) - (_SIDE_BY_SIDE[1] <= cut))
+    for name in cut:
+        rounds = getattr(runs, name)
+        if name == "unique_chunks":
+            # Chunks outside the graph are gathered, see ``LoopedKernels``.
+            rounds = num_parts(bucket.num_unique_blocks, sizes.looped_chunk(bucket.num_logits))
+        elif name in ("causal_slices", "band_slices"):
+            rounds = _causal_rounds(sizes, bucket.query_len)
+        calls += rounds
+    return calls
+
+
+def _causal_rounds(sizes: GroupSizes, query_len: int) -> int:
+    """Rounds over slices of keys, of all slices of queries, with those for sinks; see ``looped.causal``."""
+    kind = sizes.heads.kind
+    rule = kind.rule if isinstance(kind, Blocks) else sizes.window
+    size = even_size(query_len, sizes.query_slice, QUERY_STEP)
+    num_slices = num_parts(query_len, size)
+    reached = num_slices if rule is None else slices_reached(rule, size, num_slices)
+    rounds = sum(min(place, reached) + 1 for place in range(num_slices))
+    has_sinks = rule is not None and rule.sink > 0
+    return rounds + (max(0, num_slices - reached - 1) if has_sinks else 0)
+
+
 def num_compiled(layers: Iterable[Sequence[GroupSizes]], bucket: BatchShape) -> int:
     """Count the graphs that are compiled for a bucket.
 
@@ -238,6 +269,8 @@ class EngineWork:
             many retrieval heads of a layer as the one with most, for which the others wait.
         deals_blocks: whether each of them reads its part of the tokens of all retrieval heads instead; slots
             are then those of a block on one device, and blocks of a bucket lie on all of them.
+        chunks: bounds of chunks of context.
+        on_chip_bytes: what operators keep on the chip; None = everything, so that nothing spills.
 
     Raises:
         ValueError: ``kv_layers`` is not one entry for each layer of the model.
@@ -252,6 +285,8 @@ class EngineWork:
     decode_len: int = 1
     num_devices: int = 1
     deals_blocks: bool = False
+    chunks: ChunkBounds = DEFAULT_BOUNDS
+    on_chip_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.kv_layers) != len(self.model.layers):
@@ -267,6 +302,17 @@ class EngineWork:
     def traced_launches(self, bucket: BatchShape) -> float:
         """Operators that are traced and compiled of a layer in ``bucket``, the mean of those that differ."""
         return mean_launches(self.kernels, [self._sizes(layer, kv) for layer, kv in self._layers], bucket)
+
+    def step_cost_launches(self, num_rows: int) -> Launches:
+        """Return the operators of a layer for ``graphs.StepCost``.
+
+        Args:
+            num_rows: decode rows, which bound the chunks of the unique part.
+        """
+        groups = [sizes for layer, kv in self._layers for sizes in self._sizes(layer, kv)]
+        own = [sizes for sizes in groups if sizes.window is None] or groups
+        least = min(sizes.unique_chunk(num_rows) for sizes in own)
+        return self.kernels.step_cost_launches(self.chunks, least)
 
     def compiled(self, bucket: BatchShape) -> BucketGraphs:
         """Return what is compiled for ``bucket`` where layers are compiled by themselves."""
@@ -286,19 +332,25 @@ class EngineWork:
     def _groups(
         self, layer: AttentionSize, kv: LayerKV, bucket: BatchShape
     ) -> Iterator[tuple[AttentionCounts, AttentionRuns]]:
+        yield from (count_attention(sizes, of) for sizes, of in self._attended(layer, kv, bucket))
+
+    def _attended(
+        self, layer: AttentionSize, kv: LayerKV, bucket: BatchShape
+    ) -> Iterator[tuple[GroupSizes, BatchShape]]:
+        """Groups of a layer, with the part of the bucket that each attends to."""
         own, met = self._sizes(layer, kv), self._context_parallel_sizes(layer, kv)
         if met is None:
-            yield from (count_attention(sizes, bucket) for sizes in own)
+            yield from ((sizes, bucket) for sizes in own)
             return
         phase = bucket.phase
         if phase.shared or phase.unique:
-            yield count_attention(met, replace(bucket, phase=replace(phase, causal=False)))
+            yield met, replace(bucket, phase=replace(phase, causal=False))
         causal = replace(bucket, phase=Phase(causal=True), num_shared_blocks=0, num_unique_blocks=0)
         for sizes in own:
             if sizes.window is not None:
-                yield count_attention(sizes, bucket)
+                yield sizes, bucket
             elif phase.causal:
-                yield count_attention(sizes, causal)
+                yield sizes, causal
 
     def _sizes(self, layer: AttentionSize, kv: LayerKV) -> list[GroupSizes]:
         if self.deals_blocks:
@@ -319,6 +371,7 @@ class EngineWork:
             self.max_chunk_rows,
             self.decode_len,
             self.kernels.is_fused,
+            self.chunks,
         )
 
     def _exchanges(self, layer: AttentionSize, kv: LayerKV, bucket: BatchShape) -> HeadExchanges:
@@ -329,8 +382,11 @@ class EngineWork:
         return head_exchanges(*sizes, bucket, self.decode_len, self.num_devices)
 
     def _attention(self, layer: AttentionSize, kv: LayerKV, bucket: BatchShape) -> Work:
-        products = scores = kv_elements = moved = launches = 0.0
-        for counts, runs in self._groups(layer, kv, bucket):
+        products = scores = kv_elements = moved = launches = spilled = calls = 0.0
+        for sizes, met in self._attended(layer, kv, bucket):
+            counts, runs = count_attention(sizes, met)
+            spilled += self._spilled_share(sizes, met) * self.kernels.whole_block_bytes(counts)
+            calls += num_region_calls(sizes, met, runs)
             # A score is a product of one head size, and the value that it weighs is another one.
             products += 2.0 * kv.elements_per_head * counts.scores
             products += 2.0 * counts.owner_pairs * (kv.elements_per_head - kv.head_dim + 1)
@@ -350,7 +406,16 @@ class EngineWork:
             reduced_bytes=self._score_bytes(kv, bucket),
             num_launches=launches + _EXCHANGE_LAUNCHES * exchanges.number,
             sent_bytes=sent,
+            spilled_bytes=ranks * spilled,
+            num_region_calls=calls,
         )
+
+    def _spilled_share(self, sizes: GroupSizes, bucket: BatchShape) -> float:
+        """Share of the intermediates of whole blocks that on-chip memory cannot store."""
+        if self.on_chip_bytes is None or not (bucket.phase.unique and bucket.num_unique_blocks):
+            return 0.0
+        made = sizes.unique_bytes(bucket.num_logits, bucket.num_unique_blocks)
+        return max(0.0, 1.0 - self.on_chip_bytes / made)
 
     def _score_bytes(self, kv: LayerKV, bucket: BatchShape) -> float:
         """Scores that devices sum, of policies that average over all heads of a layer."""

@@ -56,6 +56,7 @@ class Hardware:
         memory_bytes_per_s: of device memory, as the vendor states it.
         pair_bytes_per_s: between two devices of a box, in one direction.
         max_devices: in one box.
+        on_chip_bytes: of the memory that operators of a graph share.
         sources: of the figures.
     """
 
@@ -70,6 +71,7 @@ class Hardware:
     memory_bytes_per_s: float
     pair_bytes_per_s: float
     max_devices: int
+    on_chip_bytes: int
     sources: tuple[str, ...]
 
     def check_devices(self, num_devices: int) -> None:
@@ -90,8 +92,9 @@ GAUDI2 = Hardware(
     memory_bytes_per_s=2.46e12,
     pair_bytes_per_s=37.5e9,
     max_devices=8,
+    on_chip_bytes=48 << 20,
     sources=(
-        "nominal operations, memory bandwidth: Intel, Gaudi 2 white paper",
+        "nominal operations, memory bandwidth, on-chip memory: Intel, Gaudi 2 white paper",
         "reached operations: stas00/ml-engineering, compute/accelerator, MAMF table",
         "vector engine: arXiv 2501.00210",
         "usable memory: start-up log in the documentation of vllm-gaudi",
@@ -111,8 +114,10 @@ GAUDI3 = Hardware(
     memory_bytes_per_s=3.7e12,
     pair_bytes_per_s=75e9,
     max_devices=8,
+    on_chip_bytes=96 << 20,
     sources=(
         "nominal operations, vector engine, memory bandwidth: Intel, Gaudi 3 white paper and Hot Chips 2024",
+        "on-chip memory: Hot Chips 2024",
         "reached operations: stas00/ml-engineering, compute/accelerator, MAMF table",
         "usable memory: vllm-project/vllm-gaudi pull request 1736",
         "links: 21 of 24 ports of 200 Gbit/s, three to each of seven peers",

@@ -17,7 +17,7 @@ from hpu_duo.config.limits import CacheConfig
 from hpu_duo.kv.plan import LayerKV
 from hpu_duo.planning.model import Format, ModelSize
 from kernels_ref import HeadGroup, Implementation, Owner, Rings
-from kernels_ref.chunks import DEFAULT_BOUNDS, DEFAULT_SLICES
+from kernels_ref.chunks import DEFAULT_BOUNDS, DEFAULT_SLICES, ChunkBounds, unique_block_bytes
 
 _DTYPE_BYTES = 2
 """Of activations; keys and values are chunked by it."""
@@ -35,6 +35,7 @@ class GroupSizes:
         max_chunk_rows: rings that are gathered for prompts with context.
         decode_len: most tokens of a decode row.
         is_fused: whether dense attention is one operator, without scores in memory.
+        chunks: bounds of chunks of context.
     """
 
     heads: HeadGroup
@@ -44,6 +45,7 @@ class GroupSizes:
     max_chunk_rows: int
     decode_len: int
     is_fused: bool
+    chunks: ChunkBounds = DEFAULT_BOUNDS
 
     @property
     def window(self) -> Window | None:
@@ -62,6 +64,21 @@ class GroupSizes:
     def key_bytes(self) -> int:
         """Bytes of the keys of one block."""
         return self.heads.num_heads * self.block_size * self.head_dim * _DTYPE_BYTES
+
+    def unique_chunk(self, num_rows: int) -> int:
+        """Whole blocks that the unique part reads at a time."""
+        heads = self.num_query_heads * self.decode_len
+        return self.chunks.unique(num_rows, heads, self.block_size, self.head_dim, self.key_bytes)
+
+    def looped_chunk(self, num_rows: int) -> int:
+        """The same where a loop outside the graph of a layer reads them."""
+        return self.chunks.gathered(self.unique_chunk(num_rows), self.key_bytes)
+
+    def unique_bytes(self, num_rows: int, num_blocks: int) -> int:
+        """Bytes of the intermediates of one chunk of the unique part."""
+        heads = self.num_query_heads * self.decode_len
+        each = unique_block_bytes(num_rows, heads, self.block_size, self.head_dim)
+        return min(num_blocks, self.unique_chunk(num_rows)) * each
 
     @property
     def query_slice(self) -> int:
@@ -150,9 +167,9 @@ def _count_blocks(sizes: GroupSizes, bucket: BatchShape) -> tuple[AttentionCount
         runs = runs._replace(causal=1, causal_slices=slices, causal_cuts=int(slices > 1))
     if phase.shared and bucket.num_shared_blocks:
         if sizes.is_fused:
-            chunk = DEFAULT_BOUNDS.masked(query_len, slots, sizes.key_bytes, _DTYPE_BYTES)
+            chunk = sizes.chunks.masked(query_len, slots, sizes.key_bytes, _DTYPE_BYTES)
         else:
-            chunk = DEFAULT_BOUNDS.shared(query_len * heads, slots, sizes.key_bytes)
+            chunk = sizes.chunks.shared(query_len * heads, slots, sizes.key_bytes)
         chunks = -(-bucket.num_shared_blocks // chunk)
         pairs += query_len * bucket.num_shared_blocks * slots
         keys += bucket.num_shared_blocks * slots
@@ -163,8 +180,7 @@ def _count_blocks(sizes: GroupSizes, bucket: BatchShape) -> tuple[AttentionCount
         return counts, runs
     rows, blocks = bucket.num_logits, bucket.num_unique_blocks
     row_heads = heads * sizes.decode_len
-    chunk = DEFAULT_BOUNDS.unique(rows, row_heads, slots, dim, sizes.key_bytes)
-    chunks = -(-blocks // chunk)
+    chunks = -(-blocks // sizes.unique_chunk(rows))
     own = blocks * slots * row_heads
     tails = rows * tails_per_row(sizes.decode_len) * slots
     kv_elements = 2 * sizes.heads.num_heads * dim
@@ -272,11 +288,15 @@ class KernelWork:
     hidden_bytes: float
     width_bytes: float
 
-    @property
-    def step_cost_launches(self) -> Launches:
-        """The same operators for ``graphs.StepCost``, which has blocks only."""
+    def step_cost_launches(self, chunks: ChunkBounds, unique_blocks: int) -> Launches:
+        """Return the same operators for ``graphs.StepCost``, which has blocks only.
+
+        Args:
+            chunks: bounds of chunks of context.
+            unique_blocks: blocks of one chunk of the unique part.
+        """
         each, slices = self.launches, DEFAULT_SLICES
-        pairs = DEFAULT_BOUNDS.mask_bytes / _MASK_BYTES_PER_SLOT if self.is_fused else None
+        pairs = chunks.mask_bytes / _MASK_BYTES_PER_SLOT if self.is_fused else None
         return Launches(
             layer=self.layer_launches,
             causal=each.causal,
@@ -287,6 +307,8 @@ class KernelWork:
             unique_chunk=each.unique_chunks,
             query_slice=slices.masked_queries if self.is_fused else slices.queries,
             shared_pairs=Launches.shared_pairs if pairs is None else round(pairs / CacheConfig.block_size),
+            shared_blocks=max(1, chunks.key_slots // CacheConfig.block_size),
+            unique_blocks=unique_blocks,
         )
 
     def attention_launches(self, runs: AttentionRuns) -> float:
@@ -296,6 +318,17 @@ class KernelWork:
     def attention_bytes(self, counts: AttentionCounts) -> float:
         """Bytes that the attention of a group moves, keys and values of whole blocks not among them."""
         return sum(each * times for each, times in zip(self.bytes_of, counts))
+
+    def whole_block_bytes(self, counts: AttentionCounts) -> float:
+        """Bytes of these that whole blocks of the unique part move."""
+        own = AttentionCounts(
+            scores=counts.own_scores,
+            own_scores=counts.own_scores,
+            own_elements=counts.own_elements,
+            owner_pairs=counts.owner_pairs,
+            merged_elements=counts.merged_elements,
+        )
+        return self.attention_bytes(own)
 
 
 PORTABLE = KernelWork(
@@ -397,9 +430,13 @@ class Work:
         kv_bytes: keys and values read where they lie.
         moved_bytes: other operands and results of operators, without fusion; 0 for figures of software with
             fusion, since constants include it.
+        spilled_bytes: those of them that software with fusion moves too, since a pass over whole blocks makes
+            more than the on-chip memory stores.
         reduced_bytes: activations that devices sum among each other, if there are several.
         num_launches: operators that are launched, on each device.
         sent_bytes: activations that a device sends to each other one besides all-reduces.
+        num_region_calls: compiled regions that the host of each device calls beyond one for each layer: more
+            pieces of layers whose loops are cut out, and rounds of these loops. No published figure has any.
     """
 
     bf16_ops: float = 0.0
@@ -411,6 +448,8 @@ class Work:
     reduced_bytes: float = 0.0
     num_launches: float = 0.0
     sent_bytes: float = 0.0
+    spilled_bytes: float = 0.0
+    num_region_calls: float = 0.0
 
     @property
     def matrix_ops(self) -> float:
@@ -424,8 +463,8 @@ class Work:
 
     @property
     def fused(self) -> Work:
-        """The same if everything between products were fused, so that only weights and cache are moved."""
-        return replace(self, moved_bytes=0.0)
+        """The same if everything between products were fused: only weights, cache and spills are moved."""
+        return replace(self, moved_bytes=self.spilled_bytes)
 
     def __add__(self, other: Work) -> Work:
         names = (field.name for field in fields(self))

@@ -212,17 +212,23 @@ class ChosenKernels:
     operators: FusedOperators = NO_OPERATORS
 
 
-def chunk_bounds(score_bytes: int, device: torch.device, impl: Implementation) -> ChunkBounds:
+def chunk_bounds(
+    score_bytes: int, device: torch.device, impl: Implementation, memory_bytes: int | None = None
+) -> ChunkBounds:
     """Return the bounds of chunks of context on a device.
 
     The loops of portable kernels would let graphs of accelerators grow with the context, so that only short
-    ones are in them. Other implementations are operators, which have no loops in a graph.
+    ones are in them. Other implementations are operators, which have no loops in a graph. On an HPU chunks
+    are as large as a share of the device allows, so that decodes of long contexts need no loop.
 
     Args:
         score_bytes: see ``ModelConfig``.
         impl: the kernels that attend.
+        memory_bytes: of an HPU; None = bounds do not depend on it.
     """
     has_loops = device.type != "cpu" and impl in (Implementation.REFERENCE, Implementation.HPU)
+    if has_loops and device.type == "hpu" and memory_bytes is not None:
+        return ChunkBounds.of_hpu(memory_bytes, score_bytes)
     most_inline = MOST_INLINE if has_loops else None
     # Fused attention has masks instead of scores.
     return ChunkBounds(score_bytes=score_bytes, mask_bytes=score_bytes, most_inline=most_inline)
@@ -376,6 +382,7 @@ class Blueprint:
         device: torch.device,
         kernels: ChosenKernels,
         chosen: ChosenHeads | None = None,
+        memory_bytes: int | None = None,
     ) -> Blueprint:
         """Choose the groups of heads of a model, and the kernels' parameters of its layers.
 
@@ -384,6 +391,7 @@ class Blueprint:
             layers: as probed, or as read without data.
             device: where steps will run.
             chosen: the groups, if they have been chosen.
+            memory_bytes: of the device, used memory included; see ``chunk_bounds``.
 
         Raises:
             ValueError: the head pattern does not fit the model.
@@ -394,7 +402,7 @@ class Blueprint:
             chosen = choose_heads(config, layers, max_len, device)
         pattern, heads, own = chosen
         heads = with_format(with_frequencies(model, layers, heads), format_of(config.cache.kv_format))
-        chunks = chunk_bounds(config.model.score_bytes, device, kernels.impl)
+        chunks = chunk_bounds(config.model.score_bytes, device, kernels.impl, memory_bytes)
         specs = tuple(
             _layer_spec(layer, kv, kernels, chunks) for layer, kv in zip(layers, kv_layers(layers, heads))
         )

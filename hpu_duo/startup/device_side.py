@@ -167,7 +167,7 @@ class DeviceSide:
         device, runtime = place.device, place.runtime
         softmax = Softmax(config.model.softmax)
         kernels = choose_kernels(config.model.attention, device, layers, model.dtype, softmax)
-        blueprint = Blueprint.draw(model, layers, config, device, kernels, chosen)
+        blueprint = Blueprint.draw(model, layers, config, device, kernels, chosen, runtime.total_bytes())
         budget = _budget(config, runtime, 0 if place.first_device == device else _weight_bytes(model))
         tables = blueprint.tables(place.backend, is_padding=runtime.compiles_operators)
         if config.scheduler.trim_chunks and not tables.uses_table:  # refused before weights are packed
@@ -226,6 +226,7 @@ def _agreed(memory: MemoryPlan, blueprint: Blueprint, tables: StepTables, shared
         or (is_context_parallel and group.kind.owner is Owner.BLOCK)
     )
     membership.compare("groups of heads", kept)
+    membership.compare("bounds of chunks", blueprint.specs[0].chunks)
     membership.compare("states of rows", tuple(spec.rows for spec in blueprint.specs))
     return memory
 

@@ -58,6 +58,7 @@ from hpu_duo.startup.heads import ChosenHeads, Shares, check_context_parallel, c
 from hpu_duo.startup.kv_budget import read_kv_plan
 from hpu_duo.startup.ranks import Launch, LedRanks, OwnLaunch, TorchrunLaunch, heartbeat_to_rank_0, joined_as
 from kernels_ref import Implementation, rowwise
+from kernels_ref.chunks import ChunkBounds
 from kernels_ref.x86 import library as x86
 
 _log = logging.getLogger(__name__)
@@ -170,6 +171,8 @@ class _Choice:
             scheduler.max_chunk_rows,
             num_devices=parallel.tensor_parallel_size,
             deals_blocks=parallel.deals_blocks,
+            chunks=ChunkBounds.of_hpu(self._hardware.memory_bytes),
+            on_chip_bytes=self._hardware.on_chip_bytes,
         )
         num_blocks = num_requests * (context // self._config.block_size)
         bucket = BatchShape(Phase(unique=True), num_requests, 0, num_blocks, num_requests)

@@ -303,6 +303,7 @@ def _operators(
                 geometry.max_chunk_rows,
                 geometry.decode_len,
                 is_fused,
+                spec.chunks,
             )
             for group in spec.groups
         ]

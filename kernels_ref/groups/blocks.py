@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 
 from bias_builders import Leading, Rule, TopBlocks, describe_rule, leading_visible, tails_per_row
-from kernels_ref.chunks import QUERY_SLICE
+from kernels_ref.chunks import QUERY_SLICE, unique_block_bytes
 from kernels_ref.groups.kind import (
     FLOAT32,
     SCORE_COPIES,
@@ -147,8 +147,8 @@ def _unique_bytes(heads: HeadSizes, sizes: PartSizes) -> int:
     rows, block_size = sizes.num_rows, sizes.block_size
     row_heads = sizes.decode_len * heads.num_query_heads
     per_slot = row_heads * FLOAT32
-    chunk = _unique_chunk(heads, sizes)
-    blocks = chunk * per_slot * (SCORE_COPIES * block_size + rows + 3 * heads.head_dim)
+    each = unique_block_bytes(rows, row_heads, block_size, heads.head_dim)
+    blocks = _unique_chunk(heads, sizes) * each
     num_tails = rows * tails_per_row(sizes.decode_len)
     tails = SCORE_COPIES * num_tails * per_slot * block_size + _gathered_bytes(num_tails, heads, sizes)
     return max(blocks, tails)

@@ -19,9 +19,9 @@ from hpu_duo.engine.batch import flatten
 from hpu_duo.heads import HeadPattern
 from hpu_duo.lab.audit import audit_bucket, build_structure
 from hpu_duo.modeling.attention import AttentionLayer
-from hpu_duo.planning import GAUDI2
+from hpu_duo.planning import GAUDI2, GAUDI3
 from hpu_duo.startup.tables import StepSizes
-from kernels_ref.chunks import ChunkBounds, Slices
+from kernels_ref.chunks import DEFAULT_BOUNDS, ChunkBounds, Slices
 from tests.audit.conftest import TINY, engine_config
 from tests.modeling.families import IS_5, make_config
 
@@ -109,6 +109,7 @@ def test_decodes_of_llama_8b_need_no_more_after_256k_tokens_than_after_8k(
     LlamaConfig(**{**LLAMA_3_1_8B, "num_hidden_layers": 1}).save_pretrained(tmp_path)
     config = engine_config(tmp_path)
     structure = build_structure(replace(config, cache=CacheConfig(block_size=BLOCK, num_blocks=2048)), GAUDI2)
+    set_sizes(structure.model.model, Slices(), DEFAULT_BOUNDS)
     shape = "--u/q{rows}/s0/u{blocks}/l{rows}"
     peaks = {
         audit_bucket(
@@ -118,6 +119,30 @@ def test_decodes_of_llama_8b_need_no_more_after_256k_tokens_than_after_8k(
     }
     assert len(peaks) == 1
     assert max(peaks) < num_rows * (1 << 22)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["reference", "hpu"])
+@pytest.mark.parametrize(("num_heads", "num_kv"), [(32, 8), (8, 1)])
+def test_one_pass_over_all_blocks_needs_what_is_planned(
+    num_heads: int, num_kv: int, attention: str, tmp_path: Path
+) -> None:
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv, "head_dim": 128}
+    model_config = LlamaConfig(**{**LLAMA_3_1_8B, "num_hidden_layers": 1, **heads})
+    model_config.save_pretrained(tmp_path)
+    config = engine_config(tmp_path)
+    model = replace(config.model, attention=attention)
+    cache = CacheConfig(block_size=BLOCK, num_blocks=5120)
+    limits = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=262_144)
+    structure = build_structure(replace(config, model=model, cache=cache, scheduler=limits), GAUDI3)
+    sizes = StepSizes.of(structure.model.specs, model_config, BLOCK, 2)
+    launches = set()
+    for rows, blocks in ((1, 1024), (5, 5120), (64, 5120)):
+        bucket = BatchShape.parse(f"--u/q{rows}/s0/u{blocks}/l{rows}")
+        step = audit_bucket(structure, bucket)
+        launches.add(step.total.num_launches)
+        assert step.peak_transient_bytes <= sizes.transient_bytes(bucket) <= 2.2 * step.peak_transient_bytes
+    assert len(launches) == 1
 
 
 MIXTRAL = partial(

@@ -1,5 +1,7 @@
 """The work of the engine's steps: ranks that share a layer, and what is compiled of it."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +9,20 @@ from hypothesis import strategies as st
 from bias_builders import Window
 from graphs import BatchShape
 from hpu_duo.kv.plan import LayerKV, head_groups
-from hpu_duo.planning import GAUDI3, Deployment, Format, Serving, Step, busiest_rank, step_cost
+from hpu_duo.planning import (
+    FITTED,
+    GAUDI2,
+    GAUDI3,
+    Deployment,
+    Format,
+    Hardware,
+    Serving,
+    Step,
+    busiest_rank,
+    predict_seconds,
+    step_cost,
+)
+from kernels_ref.chunks import DEFAULT_BOUNDS, MOST_INLINE
 from tests.cost.test_capacity import LLAMA_3_8B, SPARSITIES
 
 
@@ -75,3 +90,43 @@ def test_buckets_are_ranked_by_about_as_many_operators_as_are_predicted(
 def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
     with pytest.raises(ValueError, match="divide 3 KV heads, got 2"):
         busiest_rank(LayerKV(head_groups(3, 0, None), 8), 2)
+
+
+@pytest.mark.parametrize("hardware", [GAUDI2, GAUDI3], ids=lambda each: each.name)
+@pytest.mark.parametrize("num_chunks", [3, 8, 80, 184])
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_one_pass_is_predicted_to_be_faster_than_chunks_even_where_it_spills(
+    num_chunks: int, num_devices: int, hardware: Hardware
+) -> None:
+    deployment = Deployment(LLAMA_3_8B, Serving(hardware, num_devices), 0.0, Format.BF16, 131_072)
+    one = deployment.engine_work
+    many = replace(one, chunks=DEFAULT_BOUNDS._replace(most_inline=MOST_INLINE))
+    bucket = BatchShape.parse(f"--u/q8/s0/u{64 * num_chunks}/l8")
+    found, cut = one.of(bucket), many.of(bucket)
+    assert 0 <= found.spilled_bytes <= found.moved_bytes
+    assert (found.num_region_calls, cut.spilled_bytes) == (0, 0)
+    assert cut.num_region_calls > num_chunks * len(LLAMA_3_8B.layers)
+    # The operators of the rounds alone cost more than what spills, whatever a call costs.
+    seconds = [
+        predict_seconds(replace(each.fused, num_region_calls=0), hardware, num_devices, FITTED).total
+        for each in (found, cut)
+    ]
+    assert seconds[0] < seconds[1]
+
+
+def test_work_spills_only_beyond_the_memory_on_the_chip() -> None:
+    work = Deployment(LLAMA_3_8B, Serving(GAUDI3), 0.0, Format.BF16, 131_072).engine_work
+    small, large = (BatchShape.parse(f"--u/q1/s0/u{num}/l1") for num in (512, 2048))
+    assert work.of(small).spilled_bytes == 0 < work.of(large).spilled_bytes
+    assert replace(work, on_chip_bytes=None).of(large).spilled_bytes == 0
+
+
+def test_shared_decodes_of_32k_tokens_call_no_region_and_mixed_steps_call_one_for_each_round() -> None:
+    work = Deployment(LLAMA_3_8B, Serving(GAUDI3), 0.0, Format.BF16, 131_072).engine_work
+    num_layers = len(LLAMA_3_8B.layers)
+    calls = {
+        text: work.of(BatchShape.parse(text)).num_region_calls / num_layers
+        for text in ("-su/q64/s256/u4096/l64", "c--/q1024/s0/u0/l1", "c-u/q512/s0/u512/l8")
+    }
+    # New keys stay in the graph; the blocks are gathered in one round, with a piece of the layer after it.
+    assert calls == {"-su/q64/s256/u4096/l64": 0, "c--/q1024/s0/u0/l1": 0, "c-u/q512/s0/u512/l8": 2}

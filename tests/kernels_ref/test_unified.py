@@ -86,6 +86,15 @@ def test_long_rows_cross_slices_chunks_and_bands(choice: Choice) -> None:
             torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
 
 
+@ON_HPU
+@given(scenario=scenarios().filter(lambda s: s.kr > 0))
+@settings(QUICK, max_examples=20)
+def test_one_pass_over_all_blocks_equals_many_chunks(choice: Choice, scenario: Scenario) -> None:
+    one = choice.attend(World(scenario), chunks=ChunkBounds.of_hpu(1 << 36))
+    many = choice.attend(World(scenario), chunks=ChunkBounds(score_bytes=4096, unique_bytes=1000))
+    torch.testing.assert_close(one, many, atol=2e-5, rtol=2e-5)
+
+
 @ALL
 @pytest.mark.parametrize("length", [5, 200])
 def test_one_row_alone_reads_its_blocks_in_a_run_or_scattered(choice: Choice, length: int) -> None:

@@ -254,12 +254,18 @@ class HardwareOptions:
 
 
 def graph_bytes(
-    model: Path, size: ModelSize, kv_layers: tuple[LayerKV, ...], block_size: int, decode_len: int
+    model: Path,
+    size: ModelSize,
+    kv_layers: tuple[LayerKV, ...],
+    block_size: int,
+    decode_len: int,
+    memory_bytes: int | None = None,
 ) -> Callable[[BatchShape], float]:
     """Bytes that the graph of a bucket keeps on HPU at worst: its results and intermediates of its own.
 
     Args:
         kv_layers: the groups of heads of each layer.
+        memory_bytes: of the device, on which chunks of context depend; None where it is not known.
     """
     import torch
 
@@ -275,6 +281,8 @@ def graph_bytes(
     ]
     directory = model if model.is_dir() else model.parent
     config = read_config(directory, needs_weights=False).get_text_config()
-    chunks = chunk_bounds(ModelConfig.score_bytes, torch.device("hpu"), Implementation.REFERENCE)
+    chunks = chunk_bounds(
+        ModelConfig.score_bytes, torch.device("hpu"), Implementation.REFERENCE, memory_bytes
+    )
     sizes = StepSizes.of_heads(heads, config, block_size, 2, decode_len=decode_len, chunks=chunks)
     return GraphMemory(KEPT["hpu-compile"], 1, sizes).kept_bytes

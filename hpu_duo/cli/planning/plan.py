@@ -295,7 +295,14 @@ def plan(
                 draw(setting.size, setting.serving, setting.found, output.png)
         limits, cost = setting.limits, setting.cost
         budget = within.budget(
-            lambda: graph_bytes(model, setting.size, setting.kv_layers, limits.block_size, limits.decode_len)
+            lambda: graph_bytes(
+                model,
+                setting.size,
+                setting.kv_layers,
+                limits.block_size,
+                limits.decode_len,
+                None if setting.serving is None else setting.serving.hardware.memory_bytes,
+            )
         )
         with Waiting("searching buckets"):
             chosen = {name: choose(name, limits, cost, budget, recorded) for name in table.names}

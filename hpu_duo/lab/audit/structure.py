@@ -103,7 +103,8 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
         # transformers before 5 switches autocast off for the device, and torch has none for ``meta``.
         replace_tensors(model, _on_hpu)
         layers = read_layers(model)
-    blueprint = Blueprint.draw(model, layers, config, HPU, _kernels(config.model, hardware))
+    kernels = _kernels(config.model, hardware)
+    blueprint = Blueprint.draw(model, layers, config, HPU, kernels, memory_bytes=hardware.memory_bytes)
     cache, budget = _cache(config.cache, model, hardware)
     memory = blueprint.memory(budget, cache)
     tables = blueprint.tables(EagerBackend(), is_padding=True)

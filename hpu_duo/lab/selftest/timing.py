@@ -100,6 +100,7 @@ def _work_of(model: HPUDuoModel, size: ModelSize) -> EngineWork:
         block_size=limits.block_size,
         max_chunk_rows=limits.max_chunk_rows,
         decode_len=limits.decode_len,
+        chunks=step_model.specs[0].chunks,
     )
 
 
