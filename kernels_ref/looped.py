@@ -117,8 +117,9 @@ class LoopedKernels:
         num_blocks = t.owner.shape[0]
         if num_parts(num_blocks, size) <= self.most_unique:
             return self.inner.unique_blocks(inputs, blocks)
-        # A chunk outside the graph is gathered, as in the shared part.
-        size = even_size(num_blocks, scoring.chunks.gathered(size, key_bytes))
+        if num_parts(num_blocks, size) > 1:
+            # Several chunks outside the graph are gathered, as in the shared part.
+            size = even_size(num_blocks, scoring.chunks.gathered(size, key_bytes))
         none = inputs._replace(tensors=t._replace(owner=t.owner[:0]))
         total = self.inner.unique_blocks(none, blocks)
         how = How(

@@ -287,7 +287,9 @@ def unique_chunk(
     q_NKHD: torch.Tensor,
     *tensors: torch.Tensor,
 ) -> Tensors:
-    """Decode rows against one chunk of whole blocks, which is gathered, merged into their partials.
+    """Decode rows against one chunk of whole blocks, merged into their partials.
+
+    A chunk is gathered, unless it has all blocks, which are read where they lie.
 
     Args:
         tensors: those of the store, and ``owner``; and positions of the first slots of blocks, and after
@@ -296,14 +298,17 @@ def unique_chunk(
     num = how.format.num_tensors
     units = how.units(tensors[:num], q_NKHD)
     owner, *ruled = tensors[num:]
-    some, exists = part_places(number, how.size, len(owner))
-    owner = torch.where(exists, gather(owner, some), len(q_NKHD))
-    k, v = units.tile(some)
+    if how.size < len(owner):
+        some, exists = part_places(number, how.size, len(owner))
+        k, v = units.tile(some)
+        owner = torch.where(exists, gather(owner, some), len(q_NKHD))
+        ruled[:1] = [gather(start, some) for start in ruled[:1]]
+    else:
+        k, v = units.tile(slice(0, len(owner)))
     seen = Partial(attn, largest, total)
     add, visible = FusedKernels(how.operators).add, None
     if how.rule is not None:
-        owner_start, end = ruled
-        start = gather(owner_start, some)
+        start, end = ruled
         visible = whole_visible(how.rule, end, owner, start, units.layout.num_slots)
     return *in_order(add_blocks(seen, q_NKHD, k, v, owner, how.scoring, add, visible)), number + 1
 

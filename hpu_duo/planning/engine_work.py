@@ -183,8 +183,7 @@ def num_region_calls(sizes: GroupSizes, bucket: BatchShape, runs: AttentionRuns)
     for name in cut:
         rounds = getattr(runs, name)
         if name == "unique_chunks":
-            # Chunks outside the graph are gathered, see ``LoopedKernels``.
-            rounds = num_parts(bucket.num_unique_blocks, sizes.looped_chunk(bucket.num_logits))
+            rounds = sizes.looped_rounds(bucket.num_logits, bucket.num_unique_blocks)
         elif name in ("causal_slices", "band_slices"):
             rounds = _causal_rounds(sizes, bucket.query_len)
         calls += rounds

@@ -70,9 +70,12 @@ class GroupSizes:
         heads = self.num_query_heads * self.decode_len
         return self.chunks.unique(num_rows, heads, self.block_size, self.head_dim, self.key_bytes)
 
-    def looped_chunk(self, num_rows: int) -> int:
-        """The same where a loop outside the graph of a layer reads them."""
-        return self.chunks.gathered(self.unique_chunk(num_rows), self.key_bytes)
+    def looped_rounds(self, num_rows: int, num_blocks: int) -> int:
+        """Chunks of them where a loop outside the graph of a layer reads them; several are gathered."""
+        chunk = self.unique_chunk(num_rows)
+        if num_blocks <= chunk:
+            return 1
+        return -(-num_blocks // self.chunks.gathered(chunk, self.key_bytes))
 
     def unique_bytes(self, num_rows: int, num_blocks: int) -> int:
         """Bytes of the intermediates of one chunk of the unique part."""

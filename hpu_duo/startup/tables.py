@@ -17,6 +17,7 @@ from graphs import (
     CaptureBackend,
     CostFunction,
     ExponentialRule,
+    Launches,
     SkippingCost,
     StepCost,
     StepLimits,
@@ -30,7 +31,7 @@ from hpu_duo.kv.allocations import block_moves
 from hpu_duo.kv.plan import MemoryPlan, chunk_grid, last_chunk, widest_row
 from hpu_duo.modeling.experts import EXPERTS_PER_TOKEN, HELD, NUM_EXPERTS, copies_weights, experts_at_a_time
 from hpu_duo.planning.simulation import plan_buckets
-from kernels_ref import GroupKind, HeadGroup, Implementation, LayerSpec, StepParts
+from kernels_ref import GroupKind, HeadGroup, Implementation, LayerSpec, Owner, StepParts
 from kernels_ref.chunks import DEFAULT_BOUNDS, ChunkBounds
 from kernels_ref.groups import HeadSizes, PartSizes
 
@@ -522,7 +523,27 @@ def model_cost(limits: StepLimits, specs: Sequence[LayerSpec], text_config: Any)
         num_layers=len(specs),
         vocab_size=text_config.vocab_size,
         kv_ratio=1 / first.group_size,
+        launches=_launches(limits, specs),
     )
+
+
+def _launches(limits: StepLimits, specs: Sequence[LayerSpec]) -> Launches:
+    """Operators of a layer, whose chunks depend on the device if the unique part is one pass."""
+    block_size, usual = limits.block_size, Launches()
+    rows, tokens = limits.max_num_seqs, limits.decode_len
+    chunks = [
+        # The size of keys does not bound one pass.
+        spec.chunks.unique(
+            rows, tokens * group.num_heads * spec.group_size, block_size, spec.head_dim, key_bytes=0
+        )
+        for spec in specs
+        for group in spec.groups
+        if spec.chunks.one_pass and group.num_heads and group.kind.owner is Owner.BLOCK
+    ]
+    if not chunks:
+        return usual
+    shared_blocks = max(1, specs[0].chunks.key_slots // block_size)
+    return replace(usual, unique_blocks=min(chunks), shared_blocks=shared_blocks)
 
 
 def _held_len(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int) -> int:

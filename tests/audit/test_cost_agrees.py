@@ -116,7 +116,8 @@ def test_graphs_are_planned_with_the_bytes_that_start_up_reserves(tmp_path: Path
     path = config_dir(tmp_path, GROUPED)
     structure = structure_of(path, "reference", num_retrieval, 4)
     block_size = structure.geometry.block_size
-    planned = graph_bytes(path, read_model(path), structure.memory.layers, block_size, 1)
+    layers, memory = structure.memory.layers, GAUDI3.memory_bytes
+    planned = graph_bytes(path, read_model(path), layers, block_size, 1, memory)
     config = structure.model.model.config
     sizes = StepSizes.of(structure.model.specs, config, block_size, dtype_bytes=2)
     reserved = GraphMemory(KEPT["hpu-compile"], 1, sizes)

@@ -101,6 +101,17 @@ def test_a_step_without_context_is_one_graph_for_each_layer(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("attention", ["reference", "hpu"])
+@pytest.mark.parametrize("shape", [f"--u/q32/s0/u{BLOCKS}/l32", f"-su/q16/s256/u{BLOCKS}/l16"])
+def test_a_decode_after_a_long_context_is_one_graph_for_each_layer(
+    shape: str, attention: str, tmp_path: Path
+) -> None:
+    graphs = graphs_of("LlamaConfig", attention, shape, tmp_path)
+    check(graphs)
+    assert [graph.region for graph in graphs] == ["prepare", "run_layer"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape", "attention"),
     every(4, [(*case, attention) for attention in ("hpu", "reference") for case in CASES]),

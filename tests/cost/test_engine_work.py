@@ -126,7 +126,7 @@ def test_shared_decodes_of_32k_tokens_call_no_region_and_mixed_steps_call_one_fo
     num_layers = len(LLAMA_3_8B.layers)
     calls = {
         text: work.of(BatchShape.parse(text)).num_region_calls / num_layers
-        for text in ("-su/q64/s256/u4096/l64", "c--/q1024/s0/u0/l1", "c-u/q512/s0/u512/l8")
+        for text in ("-su/q64/s256/u4096/l64", "c--/q1024/s0/u0/l1", "c-u/q512/s0/u4096/l8")
     }
-    # New keys stay in the graph; the blocks are gathered in one round, with a piece of the layer after it.
-    assert calls == {"-su/q64/s256/u4096/l64": 0, "c--/q1024/s0/u0/l1": 0, "c-u/q512/s0/u512/l8": 2}
+    # New keys stay in the graph; all blocks are one round, with a piece of the layer after it.
+    assert calls == {"-su/q64/s256/u4096/l64": 0, "c--/q1024/s0/u0/l1": 0, "c-u/q512/s0/u4096/l8": 2}

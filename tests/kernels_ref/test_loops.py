@@ -106,6 +106,20 @@ def test_soft_caps_reach_the_bodies(choice: Choice) -> None:
 
 
 @ON_HPU
+def test_blocks_of_one_pass_are_read_in_place_by_one_call(choice: Choice) -> None:
+    rows = (RowSpec(41, 1), RowSpec(37, 30), RowSpec(300, 1))
+    one = LOOPED._replace(unique_bytes=1 << 30, one_pass=True)
+    for most_inline, times in ((0, 1), (2, 0)):
+        world = World(Scenario(rows, 4, Window(3, 11), 2, 0, 2, 8, (3, 2, 2, 1), False, 7))
+        expected, calls = world.dense(), Calls()
+        # With new keys a layer is cut before its decodes; without them it is not, if chunks are few.
+        with loops.in_regions(calls.region_of):
+            out = choice.attend(world, slices=SLICES, chunks=one._replace(most_inline=most_inline))
+        torch.testing.assert_close(out[: len(expected)].double(), expected, atol=2e-5, rtol=2e-5)
+        assert calls.of("unique_chunk") == times
+
+
+@ON_HPU
 def test_a_body_is_compiled_once_after_any_context(choice: Choice) -> None:
     def calls_after(length: int) -> dict[str, int]:
         rows = (RowSpec(length, 1), RowSpec(length, 61))

@@ -27,6 +27,7 @@ SMALL = {
     "chunks": ChunkBounds(key_bytes=256, key_slots=8, unique_bytes=256),
 }
 LOOPED = ChunkBounds(score_bytes=4096, mask_bytes=2048, unique_bytes=1000, key_slots=12, most_inline=1)
+ONE_ROUND = LOOPED._replace(unique_bytes=1 << 30, most_inline=0, one_pass=True)
 
 
 def ruled_scenarios(some: st.SearchStrategy[Rule]) -> st.SearchStrategy[Scenario]:
@@ -62,15 +63,16 @@ def test_triton_kernels_equal_dense_attention_under_the_rule(scenario: Scenario)
 
 
 @ON_HPU
+@pytest.mark.parametrize("bounds", [LOOPED, ONE_ROUND], ids=["chunks", "one round"])
 @settings(QUICK, max_examples=25)
 @given(scenario=ruled_scenarios(rules()))
 def test_loops_outside_of_graphs_equal_dense_attention_under_the_rule(
-    choice: Choice, scenario: Scenario
+    choice: Choice, bounds: ChunkBounds, scenario: Scenario
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # As if a compiler traced the layer, which makes loops operators.
         patch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
-        assert_equals_dense(choice, scenario, slices=Slices(3, 3), chunks=LOOPED)
+        assert_equals_dense(choice, scenario, slices=Slices(3, 3), chunks=bounds)
 
 
 @ON_HPU

@@ -1,13 +1,18 @@
 """Bounds of chunks: one formula for the memory plan and for the size of a pass."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphs import Phase, StepCost, StepLimits
 from hpu_duo.planning import GAUDI2, GAUDI3, Hardware
 from hpu_duo.startup.blueprint import chunk_bounds
-from kernels_ref import Blocks, Implementation
+from hpu_duo.startup.tables import model_cost
+from kernels_ref import Blocks, HeadGroup, Implementation, LayerSpec
 from kernels_ref.chunks import DEFAULT_BOUNDS, MOST_INLINE, ChunkBounds, num_parts, unique_block_bytes
 from kernels_ref.groups.kind import HeadSizes, PartSizes
 from kernels_ref.step import StepParts
@@ -101,3 +106,24 @@ def test_decodes_that_share_32k_tokens_are_in_the_graph(num_kv: int) -> None:
     bounds = ChunkBounds.of_hpu(GAUDI3.memory_bytes)
     chunk = bounds.masked(64, 128, num_kv * 128 * 128 * 2, 2)
     assert num_parts(32_768 // 128, chunk) <= MOST_INLINE
+
+
+def test_buckets_of_an_engine_are_ranked_by_the_passes_of_its_device() -> None:
+    limits = StepLimits(
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        max_model_len=131_072,
+        block_size=128,
+        num_blocks=5632,
+        decode_len=1,
+        max_chunk_rows=1,
+    )
+    sizes = SimpleNamespace(hidden_size=4096, vocab_size=128_256)
+    spec = LayerSpec((HeadGroup(8, Blocks()),), 4, 128, 1.0, None, Implementation.REFERENCE)
+    on_hpu = replace(spec, chunks=ChunkBounds.of_hpu(GAUDI3.memory_bytes))
+    phase, added = Phase(unique=True), []
+    for each in (spec, on_hpu):
+        cost = model_cost(limits, [each], sizes)
+        assert isinstance(cost, StepCost)
+        added.append(cost.launches.at(phase, 64, 0, 5632) - cost.launches.at(phase, 64, 0, 1408))
+    assert added[0] > 0 == added[1]
