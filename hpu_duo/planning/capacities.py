@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from graphs import CARD_STEP_TOKENS, BatchShape, Phase, StepCost, StepLimits
 from graphs.planner import GraphBudget
@@ -129,6 +130,30 @@ class Serving:
             )
         budget = DeviceBudget.of_own_device(memory, weight_bytes, self.device_memory_utilization)
         return budget.kv_bytes(budget.graph_bytes(self.graph_memory))
+
+
+class GraphMemory(NamedTuple):
+    """What the graphs of a table keep on one device, if each has intermediates of its own.
+
+    Attributes:
+        kept_bytes: sum over the table.
+        kept_blocks: KV blocks that would fit there instead; 0 where no head needs any.
+        reserved_bytes: set aside for graphs, beside the KV cache.
+    """
+
+    kept_bytes: int
+    kept_blocks: int
+    reserved_bytes: int
+
+    def describe(self) -> str:
+        """Describe it in words, with what is not reserved."""
+        text = (
+            f"Graphs keep up to {self.kept_bytes / _GIB:.1f} GiB on each device if each has intermediates of "
+            f"its own, as much as {self.kept_blocks:,} KV blocks; {self.reserved_bytes / _GIB:.1f} GiB are "
+            "reserved"
+        )
+        missing = self.kept_bytes - self.reserved_bytes
+        return f"{text}, {missing / _GIB:.1f} GiB too few in that case." if missing > 0 else f"{text}."
 
 
 @dataclass(frozen=True)
@@ -278,6 +303,19 @@ class Deployment:
             return 0
         rows = (num_rows + self.count_snapshots(num_rows) + 1) * one.row_bytes + one.scratch_bytes
         return max(0, (self.kv_bytes - rows) // one.block_bytes - 1)
+
+    def graph_memory(self, kept_bytes: int) -> GraphMemory:
+        """Compare what graphs keep with what is reserved for them.
+
+        Args:
+            kept_bytes: on one device.
+        """
+        serving, one = self.serving, self._units
+        num = serving.num_devices
+        memory, weights = num * serving.hardware.memory_bytes, self.model.weight_bytes(serving.weights)
+        budget = DeviceBudget.of_own_device(memory, weights, serving.device_memory_utilization)
+        blocks = num * kept_bytes // one.block_bytes if one.uses_blocks else 0
+        return GraphMemory(kept_bytes, blocks, budget.graph_bytes(serving.graph_memory) // num)
 
     @cached_property
     def engine_work(self) -> EngineWork:

@@ -104,6 +104,7 @@ def _make_backend(name: str) -> CaptureBackend:
 
 _log = logging.getLogger(__name__)
 
+_GIB = 1 << 30
 _ROW_BYTES = 256
 """Room in a message for the sampling parameters of a row."""
 _MESSAGE_BYTES = 1 << 13
@@ -237,10 +238,19 @@ def _plan_memory(blueprint: Blueprint, budget: DeviceBudget, tables: StepTables)
     if asked is not None:
         return blueprint.memory(budget, graph_bytes=asked)
     bound, dtype_bytes = budget.graph_bytes(), blueprint.dtype.itemsize
-    return plan_with_graphs(
+    plan = plan_with_graphs(
         lambda graph_bytes: blueprint.memory(budget, graph_bytes=graph_bytes),
         lambda plan: min(bound, tables.graph_bytes(plan, dtype_bytes)),
     )
+    needed = tables.graph_bytes(plan, dtype_bytes)
+    if needed > bound:
+        _log.warning(
+            "graphs may keep %.1f GiB if each has intermediates of its own, and %.1f GiB are reserved: fewer "
+            "buckets keep less, and graph_memory_bytes reserves more",
+            needed / _GIB,
+            bound / _GIB,
+        )
+    return plan
 
 
 def _pack(

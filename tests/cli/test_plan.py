@@ -259,7 +259,10 @@ def test_warm_up_is_that_of_the_table_where_one_is_planned(hpu_duo: Run, config_
     assert 0.7 * planned["num_graphs"] < planned["low_s"] - planned["trace_s"][0] < planned["high_s"]
     assert planned["operators"][0] <= planned["operators"][1] < 600
     assert (planned["is_bound"], other["is_bound"], other["num_graphs"]) == (False, True, 64)
+    memory = fields["graph_memory"]
+    assert 0 < memory["kept_bytes"] < memory["reserved_bytes"]
     shown = " ".join(hpu_duo("plan", "--model", config_dir, *small).stdout.split())
+    assert "Graphs keep up to" in shown
     assert f"50% bf16 {planned['num_graphs']} " in shown
     assert "75% bf16 at most 64 " in shown
 

@@ -294,16 +294,7 @@ def plan(
             with Waiting("drawing"):
                 draw(setting.size, setting.serving, setting.found, output.png)
         limits, cost = setting.limits, setting.cost
-        budget = within.budget(
-            lambda: graph_bytes(
-                model,
-                setting.size,
-                setting.kv_layers,
-                limits.block_size,
-                limits.decode_len,
-                None if setting.serving is None else setting.serving.hardware.memory_bytes,
-            )
-        )
+        budget = within.budget(lambda: _graph_bytes(model, setting))
         with Waiting("searching buckets"):
             chosen = {name: choose(name, limits, cost, budget, recorded) for name in table.names}
         setting = setting.with_table(chosen[table.strategy])
@@ -317,20 +308,37 @@ def plan(
                 )
                 for name, each in chosen.items()
             }
-        shapes = None
+        shapes = kept_bytes = None
         if output.takes_table or not table.compare:
             shapes = listed(chosen[table.strategy])
             comment = f"{table.strategy}, for {setting.size.name} and {limits}"
             planned_padding = PlannedPadding.by(cost, reports[table.strategy].mean)
             write(output.out, output.gaudi_out, shapes, comment, planned_padding)
+            if setting.serving is not None:
+                kept_bytes = round(sum(map(_graph_bytes(model, setting), shapes)))
     if as_json:
-        typer.echo(json.dumps(_fields(setting, reports, shapes), indent=2))
+        typer.echo(json.dumps(_fields(setting, reports, shapes, kept_bytes), indent=2))
     else:
-        _show(setting, reports, None if table.compare else shapes, recorded is not None)
+        _show(setting, reports, None if table.compare else shapes, recorded is not None, kept_bytes)
+
+
+def _graph_bytes(model: Path, setting: Setting) -> Callable[[BatchShape], float]:
+    """Bytes that the graph of a bucket keeps on one device at worst; see ``graph_bytes``."""
+    layers, limits, memory_bytes = setting.kv_layers, setting.limits, None
+    if setting.serving is not None:
+        from hpu_duo.planning import busiest_rank
+
+        memory_bytes = setting.serving.hardware.memory_bytes
+        if not setting.serving.deals_blocks:
+            layers = tuple(busiest_rank(kv, setting.serving.num_devices) for kv in layers)
+    return graph_bytes(model, setting.size, layers, limits.block_size, limits.decode_len, memory_bytes)
 
 
 def _fields(
-    setting: Setting, reports: Mapping[str, PaddingReport], shapes: tuple[BatchShape, ...] | None
+    setting: Setting,
+    reports: Mapping[str, PaddingReport],
+    shapes: tuple[BatchShape, ...] | None,
+    kept_bytes: int | None,
 ) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "limits": asdict(setting.limits),
@@ -340,6 +348,8 @@ def _fields(
         fields["buckets"] = list(map(str, shapes))
     if setting.serving is not None:
         fields["hardware"] = report_fields(setting.size, setting.serving, list(setting.found))
+    if setting.deployment is not None and kept_bytes is not None:
+        fields["graph_memory"] = setting.deployment.graph_memory(kept_bytes)._asdict()
     return fields
 
 
@@ -348,6 +358,7 @@ def _show(
     reports: Mapping[str, PaddingReport],
     shapes: tuple[BatchShape, ...] | None,
     is_recorded: bool,
+    kept_bytes: int | None,
 ) -> None:
     from hpu_duo.cli.planning.setting import bucket_table, padding_table
     from hpu_duo.cli.planning.tables import print_report
@@ -359,6 +370,8 @@ def _show(
         console.print(f"Table for {setting.limits.num_blocks:,} blocks and {planned_for}", style="bold")
     if shapes is not None:
         console.print(bucket_table(shapes, setting.cost))
+    if setting.deployment is not None and kept_bytes is not None:
+        console.print(setting.deployment.graph_memory(kept_bytes).describe(), highlight=False)
     console.print(padding_table(reports, is_recorded))
 
 
