@@ -234,7 +234,7 @@ def test_budgets_of_time_and_memory_bound_the_table(hpu_duo: Run, config_dir: Pa
 
     free = planned("--graphs-budget", 6)
     in_time = planned("--graphs-budget", 6, "--max-seconds", 10, "--seconds-per-graph", 3)
-    in_memory = planned("--graphs-budget", 6, "--max-gib", 0.005)
+    in_memory = planned("--graphs-budget", 6, "--max-gib", 0.003)
     counts = [len(fields["buckets"]) for fields in (free, in_time, in_memory)]  # type: ignore[arg-type]
     assert counts[0] == 6
     assert counts[1] == 3
