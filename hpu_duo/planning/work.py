@@ -16,7 +16,7 @@ from graphs import BatchShape, Launches
 from hpu_duo.config.limits import CacheConfig
 from hpu_duo.kv.plan import LayerKV
 from hpu_duo.planning.model import Format, ModelSize
-from kernels_ref import HeadGroup, Implementation, Owner, Rings
+from kernels_ref import HeadGroup, Implementation, LayerSpec, Owner, Rings
 from kernels_ref.chunks import DEFAULT_BOUNDS, DEFAULT_SLICES, ChunkBounds, unique_block_bytes
 
 _DTYPE_BYTES = 2
@@ -46,6 +46,15 @@ class GroupSizes:
     decode_len: int
     is_fused: bool
     chunks: ChunkBounds = DEFAULT_BOUNDS
+
+    @classmethod
+    def of_layer(
+        cls, spec: LayerSpec, block_size: int, max_chunk_rows: int, decode_len: int
+    ) -> list[GroupSizes]:
+        """Return the sizes of the groups of a layer; see the attributes."""
+        is_fused = spec.impl is Implementation.HPU
+        rest = block_size, max_chunk_rows, decode_len, is_fused, spec.chunks
+        return [cls(group, spec.group_size, spec.head_dim, *rest) for group in spec.groups]
 
     @property
     def window(self) -> Window | None:

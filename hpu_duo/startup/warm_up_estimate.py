@@ -292,23 +292,9 @@ def _operators(
     specs: Sequence[LayerSpec], geometry: StepGeometry, num_layers: int, bucket: BatchShape
 ) -> float:
     """Operators of ``num_layers`` layers in a bucket, the mean of those that differ."""
+    sizes = geometry.block_size, geometry.max_chunk_rows, geometry.decode_len
+    layers = [GroupSizes.of_layer(spec, *sizes) for spec in set(specs)]
     is_fused = specs[0].impl is Implementation.HPU
-    layers = [
-        [
-            GroupSizes(
-                group,
-                spec.group_size,
-                spec.head_dim,
-                geometry.block_size,
-                geometry.max_chunk_rows,
-                geometry.decode_len,
-                is_fused,
-                spec.chunks,
-            )
-            for group in spec.groups
-        ]
-        for spec in set(specs)
-    ]
     kernels, is_whole = FUSED if is_fused else PORTABLE, num_layers > 1
     return num_layers * mean_launches(kernels, layers, bucket, is_whole=is_whole)
 

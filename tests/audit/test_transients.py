@@ -141,6 +141,7 @@ def test_one_pass_over_all_blocks_needs_what_is_planned(
         bucket = BatchShape.parse(f"--u/q{rows}/s0/u{blocks}/l{rows}")
         step = audit_bucket(structure, bucket)
         launches.add(step.total.num_launches)
+        assert step.total.num_region_calls == 0
         assert step.peak_transient_bytes <= sizes.transient_bytes(bucket) <= 2.2 * step.peak_transient_bytes
     assert len(launches) == 1
 

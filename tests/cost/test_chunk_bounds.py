@@ -46,10 +46,11 @@ def test_a_chunk_of_the_unique_part_and_its_plan_follow_one_formula(
     chunk = bounds.unique(num_rows, row_heads, block_size, head_dim, heads.unit_bytes(block_size))
     assert chunk == 1 or chunk * each <= bounds.unique_bytes
     parts = StepParts(causal=False, shared=False, unique=True)
-    sizes = (parts, num_rows * decode_len, 0)
-    rest = (num_rows, decode_len, block_size, bounds)
-    planned = Blocks().transient_bytes(heads, PartSizes(*sizes, num_blocks, *rest))
-    tails = Blocks().transient_bytes(heads, PartSizes(*sizes, 0, *rest))
+    sizes = PartSizes(
+        parts, num_rows * decode_len, 0, num_blocks, num_rows, decode_len, block_size, chunks=bounds
+    )
+    planned = Blocks().transient_bytes(heads, sizes)
+    tails = Blocks().transient_bytes(heads, sizes._replace(num_unique_blocks=0))
     assert planned == max(min(chunk, num_blocks) * each, tails)
 
 

@@ -13,10 +13,13 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from bias_builders import Window
+from graphs import BatchShape, Phase
 from graphs.backends.compile import cutting
 from hpu_duo.lab.sim import fused
+from hpu_duo.planning.engine_work import cut_loops, num_region_calls
+from hpu_duo.planning.work import GroupSizes, count_attention
 from kernels_ref import loops, unified_attention
-from kernels_ref.chunks import ChunkBounds, Slices
+from kernels_ref.chunks import MOST_INLINE, ChunkBounds, Slices
 from kernels_ref.loops import How
 from tests.kernels_ref.choices import PORTABLE, Choice
 from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
@@ -117,6 +120,26 @@ def test_blocks_of_one_pass_are_read_in_place_by_one_call(choice: Choice) -> Non
             out = choice.attend(world, slices=SLICES, chunks=one._replace(most_inline=most_inline))
         torch.testing.assert_close(out[: len(expected)].double(), expected, atol=2e-5, rtol=2e-5)
         assert calls.of("unique_chunk") == times
+
+
+@ON_HPU
+@pytest.mark.parametrize("bounds", [LOOPED, LOOPED._replace(unique_bytes=1 << 30, one_pass=True)])
+def test_the_cost_model_counts_the_rounds_of_loops(choice: Choice, bounds: ChunkBounds) -> None:
+    rows = (RowSpec(61, 1), RowSpec(37, 30), RowSpec(60, 1, 8))
+    # Masks of float32, as here, are larger than those that the cost model is for.
+    bounds = bounds._replace(most_inline=MOST_INLINE, mask_bytes=1 << 20)
+    world, calls = World(Scenario(rows, 4, Window(3, 11), 2, 0, 2, 8, (3, 2, 2, 1), False, 7)), Calls()
+    with loops.in_regions(calls.region_of):
+        choice.attend(world, chunks=bounds)
+    q, _, _, step = world.inputs()
+    t, spec = step.tensors, replace(world.spec(choice.impl), chunks=bounds)
+    bucket = BatchShape(
+        Phase(True, True, True), len(q), len(t.shared_block), len(t.owner), t.tail_start.shape[0]
+    )
+    (sizes,) = GroupSizes.of_layer(spec, 4, 1, step.decode_len)
+    runs = count_attention(sizes, bucket)[1]
+    counted = calls.of("shared_chunk") + calls.of("unique_chunk")
+    assert num_region_calls(sizes, bucket, runs) == counted + len(cut_loops(runs, bucket.phase)) > 1
 
 
 @ON_HPU

@@ -188,7 +188,16 @@ def _steps(steps: tuple[StepAudit, ...]) -> Table:
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("step", no_wrap=True)
-    for name in ("matrix GFLOP", "vector Gop", "moves", "all bytes", "operators", "peak transient", "inputs"):
+    for name in (
+        "matrix GFLOP",
+        "vector Gop",
+        "moves",
+        "all bytes",
+        "operators",
+        "region calls",
+        "peak transient",
+        "inputs",
+    ):
         table.add_column(name, justify="right")
     for step in steps:
         parts = [step.on(engine) for engine in (Engine.MATRIX, Engine.VECTOR, Engine.MEMORY)]
@@ -199,6 +208,7 @@ def _steps(steps: tuple[StepAudit, ...]) -> Table:
             show_bytes(parts[2].num_bytes),
             show_bytes(sum(part.num_bytes for part in parts)),
             f"{sum(part.num_launches for part in parts):,}",
+            f"{step.num_region_calls:,}",
             show_bytes(step.peak_transient_bytes),
             show_bytes(step.input_bytes),
         )
@@ -249,6 +259,7 @@ def _step_fields(step: StepAudit) -> dict[str, Any]:
         "operators": dict(step.operators),
         "peak_transient_bytes": step.peak_transient_bytes,
         "input_bytes": step.input_bytes,
+        "num_region_calls": step.num_region_calls,
         "num_findings": len(step.findings),
     }
 

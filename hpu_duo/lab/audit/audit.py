@@ -20,6 +20,8 @@ from hpu_duo.lab.audit.report import AuditReport, LayerRecipe, StepAudit
 from hpu_duo.lab.audit.structure import HPU, Structure
 from hpu_duo.lab.audit.tracer import Part, StepTracer, Tally, without_memory
 from hpu_duo.modeling.step_model import run_layer
+from hpu_duo.planning.engine_work import num_region_calls
+from hpu_duo.planning.work import GroupSizes, count_attention
 from hpu_duo.sampling import SamplingRoute, sample_tokens, static_routes
 from hpu_duo.sampling.rows import num_words
 
@@ -89,9 +91,19 @@ def audit_bucket(
         step = bucket_step(structure.model, structure.geometry, bucket, runners)
         _follow(tracer, lambda: step(inputs))
         _note_size(tracer.tally, str(bucket), most_operators)
-        return StepAudit.of(
-            str(bucket), tracer.tally, tracer.peak_bytes, sum(tensor.nbytes for tensor in inputs.values())
-        )
+        input_bytes = sum(tensor.nbytes for tensor in inputs.values())
+        calls = _region_calls(structure, bucket)
+        return StepAudit.of(str(bucket), tracer.tally, tracer.peak_bytes, input_bytes, calls)
+
+
+def _region_calls(structure: Structure, bucket: BatchShape) -> int:
+    """Calls of regions beyond one for each layer, which follow from the sizes of chunks alone."""
+    geometry, calls = structure.geometry, 0.0
+    for spec, num_layers in Counter(structure.model.specs).items():
+        sizes = geometry.block_size, geometry.max_chunk_rows, geometry.decode_len
+        for group in GroupSizes.of_layer(spec, *sizes):
+            calls += num_layers * num_region_calls(group, bucket, count_attention(group, bucket)[1])
+    return round(calls)
 
 
 def _note_size(tally: Tally, name: str, most_operators: int) -> None:

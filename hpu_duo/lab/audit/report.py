@@ -31,6 +31,8 @@ class StepAudit:
         input_bytes: staged inputs, copied from the host.
         findings: rules of the HPU that it breaks, and notes; a step that cannot be traced further after one
             has the counts of the operators before.
+        num_region_calls: compiled regions that the host calls with ``hpu-compile`` beyond one for each layer:
+            rounds of loops that are cut out of layers, and pieces of layers after them.
     """
 
     name: str
@@ -39,9 +41,17 @@ class StepAudit:
     peak_transient_bytes: int
     input_bytes: int
     findings: tuple[Finding, ...]
+    num_region_calls: int = 0
 
     @classmethod
-    def of(cls, name: str, tally: Tally, peak_transient_bytes: int, input_bytes: int) -> StepAudit:
+    def of(
+        cls,
+        name: str,
+        tally: Tally,
+        peak_transient_bytes: int,
+        input_bytes: int,
+        num_region_calls: int = 0,
+    ) -> StepAudit:
         """Make the audit of a step from its counts."""
         return cls(
             name,
@@ -50,6 +60,7 @@ class StepAudit:
             peak_transient_bytes,
             input_bytes,
             tuple(tally.findings.values()),
+            num_region_calls,
         )
 
     @property
@@ -71,6 +82,7 @@ class StepAudit:
             vector_ops=self.on(Engine.VECTOR).num_operations + OPERATIONS_PER_SCORE * scores,
             moved_bytes=sum(each.num_bytes for each in engines),
             num_launches=sum(each.num_launches for each in engines),
+            num_region_calls=self.num_region_calls,
         )
 
     def on(self, engine: Engine) -> OperatorWork:
