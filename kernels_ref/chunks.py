@@ -120,8 +120,8 @@ class ChunkBounds(NamedTuple):
         most = max(1, self.unique_bytes // block_bytes)
         if self.one_pass:
             return most
-        # Gathered keys, gathered values, and those with unused slots cleared.
-        tail_bytes = 3 * num_rows * key_bytes
+        # Keys and values, once as they are gathered and once with unused slots cleared.
+        tail_bytes = 4 * num_rows * key_bytes
         return max(1, min(most, max(self.key_slots // block_size, tail_bytes // block_bytes)))
 
     def gathered(self, chunk: int, key_bytes: int) -> int:

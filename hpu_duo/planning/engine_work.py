@@ -308,10 +308,17 @@ class EngineWork:
         Args:
             num_rows: decode rows, which bound the chunks of the unique part.
         """
-        groups = [sizes for layer, kv in self._layers for sizes in self._sizes(layer, kv)]
-        own = [sizes for sizes in groups if sizes.window is None] or groups
-        least = min(sizes.unique_chunk(num_rows) for sizes in own)
+        usual = Launches.unique_blocks
+        least = min((sizes.unique_chunk(num_rows) for sizes in self.block_groups()), default=usual)
         return self.kernels.step_cost_launches(self.chunks, least)
+
+    def block_groups(self) -> list[GroupSizes]:
+        """Return the groups of heads that store blocks, of one device, in each distinct layer."""
+        found = []
+        for layer, kv in self._layers:
+            met = self._context_parallel_sizes(layer, kv)
+            found += self._sizes(layer, kv) if met is None else [met]
+        return [sizes for sizes in found if sizes.window is None]
 
     def compiled(self, bucket: BatchShape) -> BucketGraphs:
         """Return what is compiled for ``bucket`` where layers are compiled by themselves."""

@@ -101,7 +101,7 @@ def test_one_pass_is_predicted_to_be_faster_than_chunks_even_where_it_spills(
     deployment = Deployment(LLAMA_3_8B, Serving(hardware, num_devices), 0.0, Format.BF16, 131_072)
     one = deployment.engine_work
     many = replace(one, chunks=DEFAULT_BOUNDS._replace(most_inline=MOST_INLINE))
-    bucket = BatchShape.parse(f"--u/q8/s0/u{64 * num_chunks}/l8")
+    bucket = BatchShape.parse(f"--u/q2/s0/u{64 * num_chunks}/l2")
     found, cut = one.of(bucket), many.of(bucket)
     assert 0 <= found.spilled_bytes <= found.moved_bytes
     assert (found.num_region_calls, cut.spilled_bytes) == (0, 0)
