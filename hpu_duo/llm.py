@@ -31,7 +31,7 @@ from hpu_duo.modeling.loading import (
 from hpu_duo.not_picklable import NotPicklable
 from hpu_duo.startup.assembly import assemble
 from hpu_duo.startup.recorded_steps import StepRecorder, origin_of
-from hpu_duo.startup.sharding import settled
+from hpu_duo.startup.sharding import settle
 from hpu_duo.startup.warm_up import GivenBuckets, Progress, WarmUp, WarmUpReport, parse_phases
 from hpu_duo.startup.warm_up_estimate import WarmUpBudget, configuration_of
 
@@ -72,11 +72,13 @@ class HPUDuoModel(ContextModel, NotPicklable):
         config = loading.config(path, config)
         given = GivenBuckets.read(config.graph.table, config.cache.block_size)
         path = find_checkpoint(path, loading.revision, access=loading.access)
-        config = given.complete(settled(replace(config, model=replace(config.model, path=path))))
+        config = given.with_length(replace(config, model=replace(config.model, path=path)))
+        config, notes = settle(config)
+        config = given.complete(config)
         generation_config = read_generation_config(path, read_config(path))
         eos = as_eos_ids(generation_config.eos_token_id)
         tokenizer = load_tokenizer(path)
-        engine = assemble(config, frozenset(eos), tokenizer, config.run.seed)
+        engine = assemble(config, frozenset(eos), tokenizer, config.run.seed, notes)
         given.check(engine)
         if config.run.record_shapes is not None:
             engine.recorder = ShapeRecorder(config.run.record_shapes)

@@ -290,8 +290,8 @@ class ParallelConfig:
         expert_parallel: for families that transformers has a plan of that for.
         retrieval_parallel: "heads": each rank stores all tokens of equally many heads. "context": each stores
             a part of the tokens of all of them, so that ranks are balanced in every layer, at four exchanges
-            a layer instead of two. "auto": the one with faster predicted decodes
-            (``hpu_duo.startup.sharding``).
+            a layer instead of two. "auto": by context where heads would be promoted otherwise, else the one
+            with faster predicted decodes (``hpu_duo.planning.retrieval_choice``).
         timeout_s: of a rank that sends no heartbeat before all ranks end, of a step, what it compiles
             included, and, with 5 more, of an exchange inside a step.
         launcher: "own": rank 0, all on its machine. "torchrun": torchrun, on one machine or several; this
@@ -307,8 +307,9 @@ class ParallelConfig:
         ENGINE,
     )
     retrieval_parallel: str = option(
-        "heads",
-        "What devices share of retrieval heads: heads, or the tokens of each of them (context).",
+        "auto",
+        "What devices share of retrieval heads: heads, or the tokens of each of them (context); auto is "
+        "context where heads would have to be promoted, else what is predicted to be faster.",
         ENGINE,
         metavar="heads|context|auto",
         choices=("heads", "context", "auto"),

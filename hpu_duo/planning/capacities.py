@@ -19,6 +19,12 @@ from hpu_duo.kv.prefix import default_snapshots_within
 from hpu_duo.planning.engine_work import EngineWork, WarmUp
 from hpu_duo.planning.kept import KeptByHeads
 from hpu_duo.planning.model import Format, Hardware, ModelSize
+from hpu_duo.planning.retrieval_choice import (
+    ChoiceCosts,
+    RetrievalChoice,
+    SharedHeads,
+    obstacle_to_context,
+)
 from hpu_duo.planning.roofline import ERROR_FACTORS, FITTED, Prediction
 from hpu_duo.planning.work import Formats, Step, kernels_of
 from kernels_ref import Implementation
@@ -34,7 +40,8 @@ class Serving:
     Attributes:
         hardware: of each device.
         num_devices: devices that share weights, heads and work evenly (tensor parallel).
-        retrieval_parallel: what they share of retrieval heads, see ``ParallelConfig``.
+        retrieval_parallel: what they share of retrieval heads, see ``ParallelConfig``; a ``Deployment``
+            resolves "auto".
         weights: format of the weights of layers.
         block_size: tokens of a KV block, on one device.
         max_num_seqs: most running requests, even if more fit.
@@ -91,13 +98,18 @@ class Serving:
 
     @property
     def deals_blocks(self) -> bool:
-        """Whether blocks are context-parallel."""
+        """Whether blocks are context-parallel; known once it is not "auto"."""
         return self.retrieval_parallel == "context" and self.num_devices > 1
 
     @property
     def engine_block_size(self) -> int:
         """Tokens of a block of the engine: on each device, where blocks are dealt over them."""
         return self.block_size * (self.num_devices if self.deals_blocks else 1)
+
+    def shared_by(self, retrieval_parallel: str) -> Serving:
+        """The same where devices share retrieval heads by ``"heads"`` or by ``"context"``."""
+        kept = None if self.kept is None else self.kept.shared_by(retrieval_parallel)
+        return replace(self, retrieval_parallel=retrieval_parallel, kept=kept)
 
     @property
     def chunks(self) -> ChunkBounds:
@@ -162,7 +174,8 @@ class Deployment:
 
     Attributes:
         model: sizes of the model.
-        serving: its devices.
+        serving: its devices; "auto" of ``retrieval_parallel`` becomes the choice for requests of ``max_len``
+            tokens.
         sparsity: share of KV heads that stream, in layers without a sliding window.
         kv_format: of keys and values.
         max_len: tokens of the longest request.
@@ -184,6 +197,9 @@ class Deployment:
                 f"expected contexts of 1 to {self.model.max_positions} tokens, the positions of "
                 f"{self.model.name}, got {self.max_len}"
             )
+        if self.serving.retrieval_parallel == "auto":
+            chosen = "heads" if self.choice is None else self.choice.chosen
+            object.__setattr__(self, "serving", self.serving.shared_by(chosen))
         # Each may raise an error; better here than at first use.
         _ = self.kv_bytes, self.kv_layers
 
@@ -195,12 +211,47 @@ class Deployment:
     @cached_property
     def kv_layers(self) -> tuple[LayerKV, ...]:
         """Keys and values that each layer stores."""
+        return self._kv_layers_of(self._counts)
+
+    def _kv_layers_of(self, counts: Sequence[int]) -> tuple[LayerKV, ...]:
         serving = self.serving
         if serving.kept is not None:
-            return serving.kept.kv_layers(self.model, self._counts, self.max_len)
-        return self.model.kv_layers_of(
-            self._counts, serving.sink, serving.recent, self.max_len, serving.ring_slack
+            return serving.kept.kv_layers(self.model, counts, self.max_len)
+        return self.model.kv_layers_of(counts, serving.sink, serving.recent, self.max_len, serving.ring_slack)
+
+    @cached_property
+    def choice(self) -> RetrievalChoice | None:
+        """How devices share retrieval heads, and why; None where that was not left open, or with one device.
+
+        It is what an engine with these limits chooses.
+        """
+        serving = self.serving
+        if serving.retrieval_parallel != "auto" or serving.num_devices == 1:
+            return None
+
+        def shared(retrieval_parallel: str) -> SharedHeads:
+            one = replace(self, serving=serving.shared_by(retrieval_parallel))
+            return SharedHeads(one.kv_layers, one.num_promoted)
+
+        costs = ChoiceCosts(
+            self.model,
+            serving.hardware,
+            serving.num_devices,
+            Serving(serving.hardware, serving.num_devices).kv_budget_bytes(self.model),
+            serving.block_size,
+            serving.max_num_seqs,
+            serving.max_chunk_rows,
         )
+        obstacle = obstacle_to_context(
+            is_uneven=any(layer.num_kv_heads % serving.num_devices for layer in self.model.layers),
+            pools_heads=serving.kept is not None and serving.kept.pools_heads,
+        )
+        return costs.choose(shared, self.max_len, obstacle)
+
+    def promoted_bytes(self, context: int) -> int:
+        """Bytes of a request of ``context`` tokens that promoted heads take beyond those of their rings."""
+        unpromoted = replace(self._units, layers=self._kv_layers_of(self._cut))
+        return self._units.bytes_per_request(context) - unpromoted.bytes_per_request(context)
 
     @property
     def chunk_grid(self) -> int:
@@ -410,12 +461,15 @@ class Capacity:
     Attributes:
         sparsity: share of KV heads that stream, in layers without a sliding window.
         kv_format: of keys and values.
-        num_promoted: further retrieval heads, so that layers are of few kinds.
+        num_promoted: further retrieval heads, so that layers are of few kinds and devices have equally many.
         points: one for each context, in the given order.
         warm_up: of a table for the longest of these contexts; None when not one request of it fits.
         not_served: what the engine of this version does not support of it, so that it is priced only.
         error_factor: the most that predicted speeds are off by, either way; it is in their ranges.
         kept: what these heads store if they have a KV budget, or all heads by a plan; "" for rings.
+        retrieval_parallel: what devices share of retrieval heads.
+        choice: that and why, in words; "" where it was not left open.
+        promoted_bytes: of a request of the longest context, which promoted heads take beyond their rings.
     """
 
     sparsity: float
@@ -426,6 +480,9 @@ class Capacity:
     not_served: tuple[str, ...] = ()
     error_factor: float = 1.0
     kept: str = ""
+    retrieval_parallel: str = "heads"
+    choice: str = ""
+    promoted_bytes: int = 0
 
     def describe(self) -> str:
         """Describe the choice in words."""
@@ -470,6 +527,9 @@ def capacity(
         deployment.not_served,
         deployment.error_factor,
         "" if serving.kept is None or not (sparsity or serving.kept.is_plan) else serving.kept.name,
+        deployment.serving.retrieval_parallel,
+        "" if deployment.choice is None else str(deployment.choice),
+        deployment.promoted_bytes(max(contexts)),
     )
 
 

@@ -20,6 +20,13 @@ class KeptByHeads(Protocol):
     def name(self) -> str:
         """The policy and its budget, or the plan, for reports."""
 
+    @property
+    def pools_heads(self) -> bool:
+        """Whether a policy averages over the heads of a layer, which devices do by heads only."""
+
+    def shared_by(self, retrieval_parallel: str) -> KeptByHeads:
+        """The same where devices share retrieval heads by ``"heads"`` or by ``"context"``."""
+
     def kv_layers(self, model: ModelSize, counts: Sequence[int], max_len: int) -> tuple[LayerKV, ...]:
         """Keys and values that each layer stores.
 

@@ -15,6 +15,7 @@ from hpu_duo.config.limits import SchedulerConfig
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.runner import Runner
 from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
+from hpu_duo.engine.stats import Resolved
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.garbage import collector_paused
 from hpu_duo.heads.eviction.fastgen import TokenClassifier
@@ -32,7 +33,7 @@ from hpu_duo.scheduling import make_policy
 from hpu_duo.startup.blueprint import fix_served_len, request_len
 from hpu_duo.startup.device_side import DeviceSide, Place
 from hpu_duo.startup.heads import check_pattern
-from hpu_duo.startup.sharding import build_led, native_code_built, settled
+from hpu_duo.startup.sharding import build_led, native_code_built, settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,8 +76,12 @@ def assemble(
     eos_token_ids: frozenset[int],
     tokenizer: PreTrainedTokenizerBase | None = None,
     seed: int = 0,
+    notes: tuple[str, ...] = (),
 ) -> Engine:
     """Load a checkpoint and build everything that serves it.
+
+    Args:
+        notes: on how the configuration was resolved before.
 
     Raises:
         ValueError: the checkpoint cannot be read or served, or the configuration does not fit it
@@ -84,7 +89,7 @@ def assemble(
         RankError: one of several ranks could not be started.
         Followed: this process is not the first of several ranks, and has followed it to the end.
     """
-    config = settled(config)
+    config, choice = settle(config)
     make_policy(config.scheduler.scheduling_policy)  # refused before weights are read
     hf_config = read_config(config.model.path)
     read_ranker(config.scheduler, hf_config.get_text_config().vocab_size)
@@ -102,7 +107,13 @@ def assemble(
             side = _device_side(model, config, place)
     dtype = resolve_dtype(config.model.dtype, hf_config, device_type)
     engine = engine_around(side, config, eos_token_ids, tokenizer, seed)
-    engine.notes = (*dtype_note(config.model.dtype, hf_config, dtype), *pattern_notes, *engine.notes)
+    engine.notes = (
+        *dtype_note(config.model.dtype, hf_config, dtype),
+        *pattern_notes,
+        *notes,
+        *choice,
+        *engine.notes,
+    )
     return engine
 
 
@@ -176,8 +187,23 @@ def engine_around(
     engine.notes = frequencies_note(blueprint.text_config, blueprint.max_len)
     engine.hf_config = side.hf_config
     engine.pattern, engine.own_pattern = blueprint.pattern, blueprint.own_pattern
-    _log.info("engine of %s: %s", type(runner.model.model).__name__, engine.stats().resolved)
+    resolved = engine.stats().resolved
+    engine.notes = (*engine.notes, *_promotion_note(resolved))
+    _log.info("engine of %s: %s", type(runner.model.model).__name__, resolved)
     return engine
+
+
+def _promotion_note(resolved: Resolved) -> tuple[str, ...]:
+    """What promoted heads cost; nothing where none is promoted."""
+    if not resolved.num_promoted_heads:
+        return ()
+    note = (
+        f"warning: {resolved.num_promoted_heads} streaming heads are promoted to retrieval heads on this "
+        "device (max_layer_kinds, or equally many on each rank), which takes "
+        f"{resolved.promoted_bytes / 2**20:,.1f} MiB of the KV cache beyond their rings"
+    )
+    _log.warning("%s", note.removeprefix("warning: "))
+    return (note,)
 
 
 def _trimming(config: EngineConfig, runner: Runner) -> Callable[[StepPlan], int] | None:

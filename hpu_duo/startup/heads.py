@@ -35,6 +35,7 @@ from hpu_duo.startup.kv_budget import (
     HeadRules,
     check_shared,
     planned_groups,
+    pools_heads,
     resolve_attention_rules,
     resolve_kv_budget,
     resolve_kv_plan,
@@ -457,6 +458,15 @@ class SizedHeads:
         if cache.kv_budget <= 1:
             return f"{cache.kv_budget:.3g} of the longest request under {cache.kv_policy}"
         return f"{int(cache.kv_budget):,} tokens under {cache.kv_policy}"
+
+    @property
+    def pools_heads(self) -> bool:
+        """Whether a policy averages over the heads of a layer, which ranks do by heads only."""
+        return pools_heads(self.config)
+
+    def shared_by(self, retrieval_parallel: str) -> SizedHeads:
+        """The same where ranks share retrieval heads by ``"heads"`` or by ``"context"``."""
+        return replace(self, config=self.config.override(retrieval_parallel=retrieval_parallel))
 
     def kv_layers(self, model: ModelSize, counts: Sequence[int], max_len: int) -> tuple[LayerKV, ...]:
         """Keys and values that each layer stores.

@@ -39,6 +39,18 @@ def resolve_kv_budget(config: EngineConfig, max_len: int) -> Budget | None:
     return make_budget(config, max_len, cache.kv_policy, cache.kv_budget)
 
 
+def pools_heads(config: EngineConfig) -> bool:
+    """Whether a policy of the configuration averages over the heads of a layer, which ranks do by heads only.
+
+    Raises:
+        ValueError: a policy is unknown, or the KV plan cannot be read.
+    """
+    plan = read_kv_plan(config)
+    keeps = [] if plan is None else [keep.what for heads in plan.layers for keep in heads if keep.has_policy]
+    names = keeps if config.cache.kv_policy is None else [config.cache.kv_policy]
+    return any(make_kv_policy(name).pools_heads for name in dict.fromkeys(names))
+
+
 def make_budget(config: EngineConfig, max_len: int, name: str, budget: float) -> Budget:
     """Return the kind of heads with a policy and a budget.
 

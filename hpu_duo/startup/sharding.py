@@ -19,7 +19,7 @@ import torch.distributed as dist
 import transformers
 from transformers import PreTrainedModel
 
-from graphs import BatchShape, BucketTable, Phase
+from graphs import BucketTable
 from hpu_duo.config.engine import EngineConfig, ModelConfig
 from hpu_duo.config.kv_plan import KVPlan
 from hpu_duo.device import DeviceRuntime, Member, resolve_device
@@ -29,8 +29,6 @@ from hpu_duo.device.ranks import MEETING_S, Membership, Ranks, WorkerRanks
 from hpu_duo.engine.orders import follow
 from hpu_duo.garbage import collector_paused
 from hpu_duo.heads import HeadPattern
-from hpu_duo.heads.eviction import make_kv_policy
-from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.modeling.hub import model_fingerprint
 from hpu_duo.modeling.loading import build_without_weights, read_config, resolve_dtype
 from hpu_duo.modeling.probe import DecoderLayer, probe, read_layers
@@ -38,43 +36,41 @@ from hpu_duo.parallel import ExpertShare, RankHeads, Sums, narrowed_config
 from hpu_duo.parallel.config import check_plan
 from hpu_duo.parallel.loading import load_share, make_cutter
 from hpu_duo.parallel.share_trial import check_share
-from hpu_duo.planning import (
-    FITTED,
-    GAUDI2,
-    GAUDI3,
-    EngineWork,
-    Hardware,
-    ModelSize,
-    Serving,
-    kernels_of,
-    predict_seconds,
-)
-from hpu_duo.planning.model import Format
+from hpu_duo.planning import GAUDI2, GAUDI3, Hardware, ModelSize, Serving
 from hpu_duo.planning.read_model import read_model
-from hpu_duo.planning.work import Formats
+from hpu_duo.planning.retrieval_choice import (
+    ChoiceCosts,
+    RetrievalChoice,
+    SharedHeads,
+    obstacle_to_context,
+)
 from hpu_duo.startup.blueprint import fix_served_len, request_len
 from hpu_duo.startup.device_side import DeviceSide, Place, Shared
 from hpu_duo.startup.heads import ChosenHeads, Shares, check_context_parallel, choose_heads, kv_layers
-from hpu_duo.startup.kv_budget import read_kv_plan
+from hpu_duo.startup.kv_budget import pools_heads, read_kv_plan
 from hpu_duo.startup.ranks import Launch, LedRanks, OwnLaunch, TorchrunLaunch, heartbeat_to_rank_0, joined_as
 from kernels_ref import Implementation, rowwise
-from kernels_ref.chunks import ChunkBounds
 from kernels_ref.x86 import library as x86
 
 _log = logging.getLogger(__name__)
 
 
-def settled(config: EngineConfig) -> EngineConfig:
-    """Return a configuration with ``retrieval_parallel`` resolved.
+def settle(config: EngineConfig) -> tuple[EngineConfig, tuple[str, ...]]:
+    """Return a configuration with ``retrieval_parallel`` resolved, and the choice as a note for the user.
+
+    There is no note where it was not "auto", or with one rank.
 
     Raises:
         ValueError: the checkpoint's configuration cannot be read, or the head pattern does not fit it.
     """
     parallel = config.parallel
     if parallel.retrieval_parallel != "auto":
-        return config
-    chosen = "heads" if parallel.tensor_parallel_size == 1 else _faster(config)
-    return _with(config, chosen)
+        return config, ()
+    if parallel.tensor_parallel_size == 1:
+        return _with(config, "heads"), ()
+    choice = _chosen(config)
+    _log.info("%s", choice)
+    return _with(config, choice.chosen), (str(choice),)
 
 
 def captures_exchanges(config: EngineConfig) -> bool:
@@ -92,37 +88,44 @@ def _with(config: EngineConfig, chosen: str) -> EngineConfig:
     return replace(config, parallel=parallel)
 
 
-def _faster(config: EngineConfig) -> str:
-    """The choice with which decodes are predicted to be faster, on a Gaudi."""
-    path, num_ranks = config.model.path, config.parallel.tensor_parallel_size
+def _chosen(config: EngineConfig) -> RetrievalChoice:
+    """The choice for the Gaudi at hand, or a Gaudi 3 on other devices."""
+    path, num_ranks, scheduler = config.model.path, config.parallel.tensor_parallel_size, config.scheduler
     hf_config = read_config(path, needs_weights=False)
     layers = read_layers(build_without_weights(path, hf_config, torch.float32))
-    is_uneven = any(layer.call.num_kv_heads % num_ranks for layer in layers)
-    if is_uneven or not captures_exchanges(config) or _pools_heads(config):
-        return "heads"
-    max_len = request_len(config, hf_config.get_text_config())
-    context = min(config.parallel.retrieval_parallel_context or max_len, max_len)
-    size, hardware = read_model(path), _hardware(config)
-    by_choice = {
-        each: _Choice(_with(config, each), layers, max_len, size, hardware) for each in ("heads", "context")
-    }
-    num_requests = by_choice["heads"].count_requests(context)
-    seconds = {each: choice.decode_s(num_requests, context) for each, choice in by_choice.items()}
-    best = min(seconds, key=seconds.__getitem__)
-    _log.info(
-        "retrieval_parallel=%s: decodes of %d request(s) of %d tokens are predicted to take %.1f ms by heads "
-        "and %.1f ms by context, by the cost model of %s, which is not measured",
-        *(best, num_requests, context, 1e3 * seconds["heads"], 1e3 * seconds["context"], hardware.title),
+    obstacle = obstacle_to_context(
+        is_uneven=any(layer.call.num_kv_heads % num_ranks for layer in layers),
+        pools_heads=pools_heads(config),
+        captures_exchanges=captures_exchanges(config),
     )
-    return best
+    max_len = request_len(config, hf_config.get_text_config())
+    device = torch.device("hpu" if str(config.model.device).startswith("hpu") else "cpu")
+
+    def shared(retrieval_parallel: str) -> SharedHeads:
+        chosen = choose_heads(_with(config, retrieval_parallel), layers, max_len, device)
+        num_promoted = 0 if chosen.pattern is None else chosen.pattern.num_promoted
+        return SharedHeads(kv_layers(layers, chosen.heads), num_promoted)
+
+    size, hardware = read_model(path), _hardware(config)
+    costs = ChoiceCosts(
+        size,
+        hardware,
+        num_ranks,
+        _kv_bytes(size, Serving(hardware, num_ranks)),
+        config.cache.block_size,
+        scheduler.max_num_seqs,
+        scheduler.max_chunk_rows,
+    )
+    context = min(config.parallel.retrieval_parallel_context or max_len, max_len)
+    return costs.choose(shared, context, obstacle)
 
 
-def _pools_heads(config: EngineConfig) -> bool:
-    """Whether a policy averages over the heads of a layer, which ranks do by heads only."""
-    plan = read_kv_plan(config)
-    keeps = [] if plan is None else [keep.what for heads in plan.layers for keep in heads if keep.has_policy]
-    names = keeps if config.cache.kv_policy is None else [config.cache.kv_policy]
-    return any(make_kv_policy(name).pools_heads for name in dict.fromkeys(names))
+def _kv_bytes(size: ModelSize, serving: Serving) -> int:
+    try:
+        return serving.kv_budget_bytes(size)
+    except ValueError:
+        # On other devices the model may fit nevertheless.
+        return 0
 
 
 def _hardware(config: EngineConfig) -> Hardware:
@@ -131,53 +134,6 @@ def _hardware(config: EngineConfig) -> Hardware:
     if device != "hpu":
         return GAUDI3
     return GAUDI2 if str(torch.get_device_module("hpu").get_device_name()).endswith("2") else GAUDI3
-
-
-class _Choice:
-    """Heads, memory and steps of one choice."""
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        layers: tuple[DecoderLayer, ...],
-        max_len: int,
-        size: ModelSize,
-        hardware: Hardware,
-    ) -> None:
-        self._config, self._size, self._hardware = config, size, hardware
-        device = torch.device("hpu" if str(config.model.device).startswith("hpu") else "cpu")
-        chosen = choose_heads(config, layers, max_len, device)
-        self._kv = kv_layers(layers, chosen.heads)
-
-    def count_requests(self, context: int) -> int:
-        """Return how many requests run at a time: 1 or more, as many as fit on the devices."""
-        most, num_devices = self._config.scheduler.max_num_seqs, self._config.parallel.tensor_parallel_size
-        plan = MemoryPlan(self._kv, Format.BF16.num_bytes, self._config.block_size, 1, 1)
-        try:
-            budget = Serving(self._hardware, num_devices).kv_budget_bytes(self._size)
-        except ValueError:
-            return 1
-        return max(1, min(most, budget // max(1, plan.bytes_per_request(context))))
-
-    def decode_s(self, num_requests: int, context: int) -> float:
-        """Return the predicted seconds of a decode of a number of requests."""
-        parallel, scheduler = self._config.parallel, self._config.scheduler
-        work = EngineWork(
-            self._size,
-            self._kv,
-            Formats(),
-            kernels_of("hpu"),
-            self._config.cache.block_size,
-            scheduler.max_chunk_rows,
-            num_devices=parallel.tensor_parallel_size,
-            deals_blocks=parallel.deals_blocks,
-            chunks=ChunkBounds.of_hpu(self._hardware.memory_bytes),
-            on_chip_bytes=self._hardware.on_chip_bytes,
-        )
-        num_blocks = num_requests * (context // self._config.block_size)
-        bucket = BatchShape(Phase(unique=True), num_requests, 0, num_blocks, num_requests)
-        found = work.of(bucket).fused
-        return predict_seconds(found, self._hardware, parallel.tensor_parallel_size, FITTED).total
 
 
 _OF_ITS_OWN = ("path", "pattern", "kv_plan", "ranker")

@@ -64,6 +64,13 @@ class GivenBuckets:
         manifest = read_manifest(buckets)
         return cls(manifest.table(cost), manifest, own_cost=False)
 
+    def with_length(self, config: EngineConfig) -> EngineConfig:
+        """Fill in the longest request with the manifest's, if it is open: "auto" settings depend on it."""
+        length = None if self.manifest is None else self.manifest.configuration.get("limits.max_model_len")
+        if config.scheduler.max_model_len is not None or not isinstance(length, int):
+            return config
+        return replace(config, scheduler=replace(config.scheduler, max_model_len=length))
+
     def complete(self, config: EngineConfig) -> EngineConfig:
         """Fill in the settings that a configuration leaves open with those of the manifest.
 
@@ -78,14 +85,12 @@ class GivenBuckets:
         if self.manifest is None:
             return config
         self.manifest.check(known_before_loading(config), {}, known_only=True)
-        scheduler, cache = config.scheduler, config.cache
-        length = self.manifest.configuration.get("limits.max_model_len")
+        config = self.with_length(config)
+        cache = config.cache
         num_blocks = self.manifest.configuration.get("limits.num_blocks")
-        if scheduler.max_model_len is None and isinstance(length, int):
-            scheduler = replace(scheduler, max_model_len=length)
         if cache.num_blocks is None and cache.kv_cache_bytes is None and num_blocks:
             cache = replace(cache, num_blocks=num_blocks)
-        return replace(config, scheduler=scheduler, cache=cache)
+        return replace(config, cache=cache)
 
     def check(self, engine: Engine) -> None:
         """Raise ValueError unless the manifest, if there is one, is for this engine."""

@@ -203,6 +203,17 @@ def test_devices_may_share_the_tokens_of_retrieval_heads(hpu_duo: Run) -> None:
     assert context["points"][0]["num_requests"] > heads["points"][0]["num_requests"]
     shown = hpu_duo(*eight, "--retrieval-parallel", "context")
     assert "8 x Gaudi 3, which share the tokens of retrieval heads" in shown.stdout
-    refused = hpu_duo("--retrieval-parallel", "auto")
+    [left_open] = json.loads(hpu_duo(*eight, "--json").stdout)["capacities"]
+    assert left_open["points"] == context["points"]
+    told = "8 ranks, 8 KV heads: retrieval heads are shared by context, 0 promoted"
+    assert told in left_open["choice"]
+    assert told in " ".join(hpu_duo(*eight).stdout.split())
+    warned = " ".join(hpu_duo(*eight, "--retrieval-parallel", "heads").stdout.split())
+    assert f"{heads['num_promoted']:,} promoted heads take " in warned
+    assert (heads["promoted_bytes"], context["promoted_bytes"]) == (
+        heads["points"][0]["bytes_per_request"] - context["points"][0]["bytes_per_request"],
+        0,
+    )
+    refused = hpu_duo("--retrieval-parallel", "tokens")
     assert refused.exit_code == 2
-    assert "expected --retrieval-parallel heads or context, got 'auto'" in refused.stderr
+    assert "heads, context, auto, got 'tokens'" in refused.stderr

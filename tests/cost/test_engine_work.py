@@ -30,7 +30,7 @@ def test_a_layer_waits_for_the_rank_with_most_retrieval_heads() -> None:
     """Eight ranks of one head each: wherever a layer has a retrieval head, its rank reads the whole text."""
 
     def decode(sparsity: float, num_devices: int) -> tuple[float, float]:
-        serving = Serving(GAUDI3, num_devices=num_devices)
+        serving = Serving(GAUDI3, num_devices=num_devices, retrieval_parallel="heads")
         deployment = Deployment(LLAMA_3_8B, serving, sparsity, Format.BF16, 131_072)
         step = Step(16, 131_071)
         work = deployment.engine_work.of(deployment.shape_of(step))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hpu_duo.config.engine import (
     CacheConfig,
     EngineConfig,
+    GraphConfig,
     HeadConfig,
     ModelConfig,
     ParallelConfig,
@@ -17,7 +19,9 @@ from hpu_duo.config.engine import (
 )
 from hpu_duo.heads import HeadPattern
 from hpu_duo.llm import HPUDuoModel
-from hpu_duo.startup.sharding import settled
+from hpu_duo.planning import GAUDI3, Deployment, Format, Serving
+from hpu_duo.planning.read_model import read_model
+from hpu_duo.startup.sharding import settle
 from tests.modeling.families import Zoo, make_config
 
 EIGHT = {
@@ -51,8 +55,8 @@ def chosen(
             tensor_parallel_size=size, retrieval_parallel="auto", retrieval_parallel_context=context
         ),
     )
-    found = settled(config)
-    assert settled(found) == found
+    found, _ = settle(config)
+    assert settle(found) == (found, ())
     assert found.parallel.deals_blocks == (found.parallel.retrieval_parallel == "context")
     assert found.block_size == config.cache.block_size * (size if found.parallel.deals_blocks else 1)
     return found.parallel.retrieval_parallel
@@ -62,6 +66,58 @@ def test_long_contexts_are_dealt_and_short_ones_are_not_worth_the_exchanges(path
     assert chosen(path, 8, None) == "context"
     assert chosen(path, 8, 100_000) == "context"
     assert chosen(path, 2, 300, streams=False) == "heads"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "length", "sparsity", "expected"),
+    [
+        (8, 1 << 17, 0.5, "context"),
+        (8, 4096, 0.5, "context"),
+        (2, 300, 0.0, "heads"),
+        (8, 1 << 17, 0.0, "context"),
+    ],
+)
+def test_capacity_predicts_what_the_engine_chooses_and_both_say_why(
+    path: Path, num_ranks: int, length: int, sparsity: float, expected: str
+) -> None:
+    scores = np.tile(np.arange(8, dtype=np.float32) / 8, (EIGHT["num_hidden_layers"], 1))
+    pattern = HeadPattern(scores, sink=64, recent=256)
+    config = EngineConfig(
+        model=ModelConfig(path=path, device="cpu"),
+        heads=HeadConfig(pattern=pattern, sparsity=sparsity),
+        scheduler=SchedulerConfig(max_num_seqs=16, max_model_len=length),
+        parallel=ParallelConfig(tensor_parallel_size=num_ranks),
+    )
+    found, (note,) = settle(config)
+    serving = Serving(
+        GAUDI3,
+        num_ranks,
+        max_num_seqs=16,
+        sink=64,
+        recent=256,
+        block_size=config.cache.block_size,
+        max_layer_kinds=None,
+        pattern=pattern,
+        decode_len=config.scheduler.decode_len,
+        max_chunk_rows=config.scheduler.max_chunk_rows,
+    )
+    deployment = Deployment(read_model(path), serving, sparsity, Format.BF16, length)
+    assert found.parallel.retrieval_parallel == deployment.serving.retrieval_parallel == expected
+    assert note == str(deployment.choice)
+    way = "by context" if expected == "context" else "by heads"
+    assert note.startswith(f"{num_ranks} ranks, 8 KV heads: retrieval heads are shared {way}, 0 promoted (")
+
+
+def test_what_keeps_heads_by_head_is_said(path: Path) -> None:
+    config = EngineConfig(
+        model=ModelConfig(path=path, device="cpu"),
+        graph=GraphConfig(backend="compile"),
+        parallel=ParallelConfig(tensor_parallel_size=2),
+    )
+    found, (note,) = settle(config)
+    assert found.parallel.retrieval_parallel == "heads"
+    assert "(torch's compiler for CPUs supports no gathers" in note
+    assert settle(replace(config, parallel=ParallelConfig()))[1] == ()
 
 
 def test_budgets_are_dealt_beside_blocks_but_for_those_that_average_over_heads(path: Path) -> None:
@@ -75,7 +131,7 @@ def test_one_rank_and_models_with_fewer_heads_than_ranks_stay_by_head(path: Path
         model=ModelConfig(path=zoo.load("llama_mqa")[1], device="cpu"),
         parallel=ParallelConfig(tensor_parallel_size=2, retrieval_parallel="auto"),
     )
-    assert settled(config).parallel.retrieval_parallel == "heads"
+    assert settle(config)[0].parallel.retrieval_parallel == "heads"
 
 
 def test_what_cannot_be_dealt_is_refused_before_processes_start(zoo: Zoo) -> None:

@@ -96,7 +96,9 @@ class Case:
             cache=CacheConfig(**{"block_size": BLOCK, "num_blocks": 64, **self.cache}),
             scheduler=SchedulerConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 32, **self.scheduler}),
             graph=GraphConfig(**self.graph),
-            parallel=ParallelConfig(tensor_parallel_size=size, timeout_s=120.0, **self.parallel),
+            parallel=ParallelConfig(
+                tensor_parallel_size=size, timeout_s=120.0, **{"retrieval_parallel": "heads", **self.parallel}
+            ),
         )
 
 

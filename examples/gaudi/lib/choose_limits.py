@@ -69,17 +69,33 @@ def choose(asked: argparse.Namespace) -> list[str]:
     else:
         num_seqs, why_seqs = asked.max_num_seqs, f"as asked for; {fit}"
     blocks, why_blocks = _blocks(deployment, num_seqs, length, asked)
+    shared, why_shared = _sharing(deployment, length)
     speed = deployment.decode_tokens_per_s(min(num_seqs, max(1, fitting)), typical)
     return [
         f"# {size.name} on {title}: {deployment.kv_bytes / _GIB:.1f} GiB for keys and values, computed",
         f"# MAX_MODEL_LEN={length}: {why}",
         f"# MAX_NUM_SEQS={num_seqs}: {why_seqs}",
         f"# NUM_BLOCKS={blocks}: {why_blocks}",
+        *(f"# {why}" for why in why_shared),
         f"# predicted, measured by nobody: {speed.low:,.0f} to {speed.high:,.0f} tokens/s while they decode",
         f"MAX_MODEL_LEN={length}",
         f"MAX_NUM_SEQS={num_seqs}",
         f"NUM_BLOCKS={blocks}",
+        f"RETRIEVAL_PARALLEL={shared}",
     ]
+
+
+def _sharing(deployment: Deployment, length: int) -> tuple[str, list[str]]:
+    """What cards share of retrieval heads, and what to say of it."""
+    choice, chosen = deployment.choice, deployment.serving.retrieval_parallel
+    said = [] if choice is None else [f"RETRIEVAL_PARALLEL={chosen}: {choice}"]
+    if deployment.serving.num_devices > 1 and deployment.num_promoted:
+        said.append(
+            f"warning: {deployment.num_promoted:,} promoted heads take "
+            f"{deployment.promoted_bytes(length) / _GIB:.2f} GiB of each request of {length:,} tokens beyond "
+            "what they would take while they stream; RETRIEVAL_PARALLEL=auto avoids that where it can"
+        )
+    return chosen, said
 
 
 def _longest(served, most: int, asked: argparse.Namespace, title: str) -> tuple[int, str]:
@@ -112,8 +128,9 @@ def _longest(served, most: int, asked: argparse.Namespace, title: str) -> tuple[
 def _blocks(deployment: Deployment, num_seqs: int, length: int, asked: argparse.Namespace) -> tuple[int, str]:
     if asked.num_blocks is not None:
         return asked.num_blocks, "as asked for"
-    fitting, useful = deployment.count_blocks(num_seqs), num_seqs * -(-length // asked.block_size)
-    each = -(-length // asked.block_size)
+    # Where cards share the tokens of retrieval heads, a block has a part on each of them.
+    fitting, each = deployment.count_blocks(num_seqs), -(-length // deployment.serving.engine_block_size)
+    useful = num_seqs * each
     if fitting < each:
         raise ValueError(
             f"{num_seqs} requests leave room for {fitting} blocks, one of {length:,} tokens takes {each}: "

@@ -60,11 +60,14 @@ load_limits() {
 
 take_limits() {
   local name value
+  # Files of earlier versions have no line of it.
+  CHOSEN_RETRIEVAL=$RETRIEVAL_PARALLEL
   while IFS='=' read -r name value; do
     case $name in
       MAX_MODEL_LEN) CHOSEN_MODEL_LEN=$value ;;
       MAX_NUM_SEQS) CHOSEN_NUM_SEQS=$value ;;
       NUM_BLOCKS) CHOSEN_NUM_BLOCKS=$value ;;
+      RETRIEVAL_PARALLEL) CHOSEN_RETRIEVAL=$value ;;
       *) stop "$(limits_file) holds '$name', which is no limit: delete it and run 'launch.sh limits'" ;;
     esac
   done
@@ -82,6 +85,19 @@ need_limits() {
 }
 
 limit_options() {
+  options_of_blocks "$BLOCK_SIZE"
+}
+
+# The same for plan: where cards share the tokens of retrieval heads, a block of the table has a part on each card.
+plan_options() {
+  if [[ $CHOSEN_RETRIEVAL == context ]]; then
+    options_of_blocks $((BLOCK_SIZE * TENSOR_PARALLEL_SIZE))
+  else
+    options_of_blocks "$BLOCK_SIZE"
+  fi
+}
+
+options_of_blocks() {
   printf '%s\n' --max-model-len "$CHOSEN_MODEL_LEN" --max-num-seqs "$CHOSEN_NUM_SEQS" \
-    --max-num-batched-tokens "$MAX_NUM_BATCHED_TOKENS" --block-size "$BLOCK_SIZE" --num-blocks "$CHOSEN_NUM_BLOCKS"
+    --max-num-batched-tokens "$MAX_NUM_BATCHED_TOKENS" --block-size "$1" --num-blocks "$CHOSEN_NUM_BLOCKS"
 }

@@ -10,7 +10,7 @@ readonly DEFAULTS=(
   SERVED_MODEL_NAME=
   DTYPE=auto
   TENSOR_PARALLEL_SIZE=1
-  RETRIEVAL_PARALLEL=heads
+  RETRIEVAL_PARALLEL=auto
   REPLICAS=1
   ROUTER=
   PATTERN=
@@ -117,8 +117,9 @@ check_settings() {
   one_of RECORD_SHAPES 0 1
   one_of PREFIX_CACHING 0 1
   one_of BIND_CORES 0 1
-  # auto would be settled at load, and limits are chosen before.
-  one_of RETRIEVAL_PARALLEL heads context
+  one_of RETRIEVAL_PARALLEL auto heads context
+  # Torch's compiler for CPUs supports no gathers between ranks inside a layer.
+  [[ $DEVICE != cpu || $GRAPHS != compile || $RETRIEVAL_PARALLEL != auto ]] || RETRIEVAL_PARALLEL=heads
   for name in "${WHOLE[@]}"; do
     [[ ${!name} =~ ^[0-9]*$ ]] || stop "expected $name to be a whole number, got '${!name}'"
   done

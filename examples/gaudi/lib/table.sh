@@ -13,7 +13,7 @@ step_plan() {
     return
   fi
   check_state
-  mapfile -t arguments < <(limit_options)
+  mapfile -t arguments < <(plan_options)
   arguments+=(--graphs-budget "$GRAPHS_BUDGET" --max-seconds "$WARMUP_SECONDS")
   [[ -z $WARMUP_GIB ]] || arguments+=(--max-gib "$WARMUP_GIB")
   keep_recording
@@ -50,7 +50,7 @@ recording_inputs() {
 }
 
 table_inputs() {
-  limit_options | paste -d ' ' - -
+  plan_options | paste -d ' ' - -
   printf '%s\n' "GRAPHS_BUDGET=$GRAPHS_BUDGET" "WARMUP_SECONDS=$WARMUP_SECONDS" "WARMUP_GIB=$WARMUP_GIB" \
     "MODEL=$MODEL" "recording=$(planned_recording)"
 }
@@ -102,7 +102,7 @@ engine_options() {
     --device-memory-utilization "$DEVICE_MEMORY_UTILIZATION"
   limit_options
   if ((TENSOR_PARALLEL_SIZE > 1)); then
-    printf '%s\n' --tensor-parallel-size "$TENSOR_PARALLEL_SIZE" --retrieval-parallel "$RETRIEVAL_PARALLEL"
+    printf '%s\n' --tensor-parallel-size "$TENSOR_PARALLEL_SIZE" --retrieval-parallel "$CHOSEN_RETRIEVAL"
   fi
   if [[ $PREFIX_CACHING == 0 ]]; then printf '%s\n' --no-enable-prefix-caching; fi
   if [[ -n $PATTERN ]]; then printf '%s\n' --pattern "$PATTERN"; fi

@@ -119,6 +119,15 @@ class HardwareOptions:
     recent: Annotated[
         int | None, of_setting("recent", panel=HARDWARE, unset=f"the pattern's, or {RECENT}")
     ] = None
+    retrieval_parallel: Annotated[
+        str,
+        typer.Option(
+            help="What devices share of retrieval heads: heads, or the tokens of each of them (context); "
+            "auto is context where heads would have to be promoted, else what is predicted to be faster.",
+            metavar="heads|context|auto",
+            rich_help_panel=HARDWARE,
+        ),
+    ] = "auto"
     attention: Annotated[
         str,
         typer.Option(
@@ -143,13 +152,11 @@ class HardwareOptions:
         scheduler: SchedulerConfig,
         block_size: int,
         kept: EngineOverrides | None = None,
-        retrieval_parallel: str = "heads",
     ) -> Serving:
         """Return the serving on some hardware, with the limits of a scheduler.
 
         Args:
             kept: by heads with a KV budget or a plan.
-            retrieval_parallel: what devices share of retrieval heads.
 
         Raises:
             ValueError: an unknown name, or a value out of range.
@@ -163,7 +170,7 @@ class HardwareOptions:
         return Serving(
             find_hardware(hardware),
             num_devices=self.devices,
-            retrieval_parallel=retrieval_parallel,
+            retrieval_parallel=self.retrieval_parallel,
             weights=Format.parse(self.dtype),
             block_size=block_size,
             max_num_seqs=scheduler.max_num_seqs,
@@ -179,7 +186,7 @@ class HardwareOptions:
             attention=self.attention,
             decode_len=scheduler.decode_len,
             max_chunk_rows=scheduler.max_chunk_rows,
-            kept=self._kept(scheduler, block_size, kept or {}, retrieval_parallel),
+            kept=self._kept(scheduler, block_size, kept or {}),
         )
 
     def compare(self, size: ModelSize, serving: Serving, num_graphs: int = 64) -> list[Capacity]:
@@ -210,9 +217,7 @@ class HardwareOptions:
 
         return Deployment(size, serving, self._shares(serving)[0], self._formats()[0], max_len)
 
-    def _kept(
-        self, scheduler: SchedulerConfig, block_size: int, kept: EngineOverrides, retrieval_parallel: str
-    ) -> KeptByHeads | None:
+    def _kept(self, scheduler: SchedulerConfig, block_size: int, kept: EngineOverrides) -> KeptByHeads | None:
         """Return the heads with a KV budget or a plan; None where neither is asked for."""
         given = changed(kept)
         if not given:
@@ -234,7 +239,7 @@ class HardwareOptions:
             enable_prefix_caching=self.enable_prefix_caching,
             num_prefix_snapshots=self.num_prefix_snapshots,
             tensor_parallel_size=self.devices,
-            retrieval_parallel=retrieval_parallel,
+            retrieval_parallel=self.retrieval_parallel,
         )
         return SizedHeads(replace(config, scheduler=scheduler))
 

@@ -183,13 +183,6 @@ def capacity(
         model_option("Directory with a config.json, or the file; no weights needed.", needs_weights=False),
     ],
     hardware: Annotated[str, typer.Option(help="gaudi2 or gaudi3.")] = "gaudi3",
-    retrieval_parallel: Annotated[
-        str,
-        typer.Option(
-            help="What devices share of retrieval heads: heads, or the tokens of each of them (context).",
-            metavar="heads|context",
-        ),
-    ] = "heads",
     served: HardwareOptions,
     kept: Kept,
     block_size: Annotated[int, of_setting("block_size")] = CacheConfig.block_size,
@@ -211,15 +204,11 @@ def capacity(
     with user_errors():
         if png is not None:
             check_drawing(png)
-        if retrieval_parallel not in ("heads", "context"):
-            # What "auto" takes depends on the length, and every length is shown here.
-            raise ValueError(f"expected --retrieval-parallel heads or context, got {retrieval_parallel!r}")
         serving = served.on(
             hardware,
             SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
             block_size,
             kept,
-            retrieval_parallel,
         )
         # transformers is slow to import: everything that can be refused without it comes first.
         from hpu_duo.planning.read_model import read_model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +134,8 @@ def caveats(serving: Serving, found: Sequence[Capacity]) -> list[str]:
     longest = max(row.input_len + row.output_len for row in held_out)
     num_fp8 = sum(row.format is Format.FP8 for row in rows)
     factors = " and ".join(sorted({f"{each.error_factor:.2g}" for each in found}))
-    lines = [
+    lines = list(_sharing(found))
+    lines += [
         "Computed from public sources; this project has not measured any Gaudi. The model of speed is off by "
         f"{median_error(held_out, FITTED):.0%} in the median of {len(held_out)} published figures it was not "
         f"fitted to, of up to {longest:,} tokens; longer contexts and streaming heads are extrapolated.",
@@ -154,6 +155,20 @@ def caveats(serving: Serving, found: Sequence[Capacity]) -> list[str]:
     if not_served:
         lines.append(f"* priced only: this version does not run {', '.join(not_served)}.")
     return lines
+
+
+def _sharing(found: Sequence[Capacity]) -> Iterator[str]:
+    """How devices share retrieval heads, and what promoted heads cost."""
+    for each in found:
+        name = each.describe()
+        if each.choice:
+            yield f"{name}: {each.choice}"
+        if each.promoted_bytes:
+            longest = max(point.context for point in each.points)
+            yield (
+                f"Warning: {name}: {each.num_promoted:,} promoted heads take "
+                f"{show_bytes(each.promoted_bytes)} of each request of {longest:,} tokens beyond their rings."
+            )
 
 
 def _print(console: Console, title: str, table: Table) -> None:

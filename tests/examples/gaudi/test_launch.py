@@ -9,9 +9,12 @@ import subprocess
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from hpu_duo.heads import HeadPattern
 from tests.examples.gaudi.gaudi_server import GAUDI, GAUDI3, SIMULATED, Server, refusal
+from tests.modeling.families import make_config
 
 ENV = ("--env", SIMULATED)
 QUESTION = {
@@ -110,12 +113,56 @@ def test_replicas_and_ranks_are_asked_of_every_command_that_has_to_know(server: 
     for settings, message in (
         ({"ROUTER": "e2"}, "ROUTER=e2 chooses among replicas: set REPLICAS to 2 or more"),
         (
-            {"RETRIEVAL_PARALLEL": "auto"},
-            "expected RETRIEVAL_PARALLEL to be one of heads context, got 'auto'",
+            {"RETRIEVAL_PARALLEL": "tokens"},
+            "expected RETRIEVAL_PARALLEL to be one of auto heads context, got 'tokens'",
         ),
         ({"REPLICAS": "0"}, "expected REPLICAS to be at least 1"),
     ):
         assert message in refusal(server.launch(*ENV, "--dry-run", "check", **settings))
+
+
+@pytest.mark.slow
+def test_limits_follow_the_choice_of_what_cards_share(server: Server) -> None:
+    """Eight KV heads on eight cards: half of them may stream by context only."""
+    model = server.state.parent / "eight"
+    make_config(
+        "LlamaConfig",
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        num_hidden_layers=2,
+        max_position_embeddings=512,
+    ).save_pretrained(model)
+    HeadPattern(np.tile(np.arange(8, dtype=np.float32) / 8, (2, 1)), sink=4, recent=16).save(
+        model / "pattern"
+    )
+    variables = {
+        "MODEL": str(model),
+        "PATTERN": str(model / "pattern"),
+        "SPARSITY": "0.5",
+        "MIN_FREE_GIB": "0",
+    }
+    chosen = {}
+    for way in ("auto", "context", "heads"):
+        done = server.launch(
+            *ENV,
+            "--dry-run",
+            "limits",
+            "plan",
+            "serve",
+            TENSOR_PARALLEL_SIZE="8",
+            RETRIEVAL_PARALLEL=way,
+            **variables,
+        )
+        assert done.returncode == 0, done.stderr
+        chosen[way] = re.findall(r"would run: (.*)", done.stderr)
+        assert ("warning: 8 promoted heads take " in done.stderr) == (way == "heads")
+        told = "8 ranks, 8 KV heads: retrieval heads are shared by context, 0 promoted"
+        assert (told in done.stderr) == (way == "auto")
+    assert chosen["auto"] == chosen["context"] != chosen["heads"]
+    plan, serve = chosen["auto"]
+    assert "--block-size 1024 " in plan
+    assert "--block-size 128 " in serve
+    assert "--tensor-parallel-size 8 --retrieval-parallel context" in serve
 
 
 @pytest.mark.slow
