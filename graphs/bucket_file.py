@@ -72,6 +72,19 @@ def read_table(path: str | Path, cost: CostFunction | None = None) -> BucketTabl
     return replace(BucketTable.from_strings(shapes, cost), planned_padding=_planned_padding(path))
 
 
+def read_gaudi_buckets(path: str | Path) -> tuple[GaudiBucket, ...]:
+    """Read vllm-gaudi's bucket file, each bucket once.
+
+    Raises:
+        ValueError: the file cannot be read, has no entry, or has a line that is not one; the message names
+            the line.
+    """
+    lines = list(_entries(path))
+    if not lines:
+        raise ValueError(f"expected at least one bucket in {path}, found none")
+    return _gaudi_buckets(path, lines)
+
+
 def write_table(
     path: str | Path,
     buckets: Iterable[BatchShape],

@@ -18,6 +18,7 @@ from hpu_duo.cli.inspection.show_kept import show_kept
 from hpu_duo.cli.inspection.steps import bench_steps, replay
 from hpu_duo.cli.options import ManyValues, refuse_empty_paths
 from hpu_duo.cli.planning.plan import capacity, plan
+from hpu_duo.cli.planning.table import app as table_app
 from hpu_duo.cli.planning.warmup import warmup
 from hpu_duo.cli.serving.bench import bench_app
 from hpu_duo.cli.serving.options import plug_in
@@ -59,6 +60,7 @@ app.command()(train_ranker)
 app.command()(identify)
 app.command()(calibrate)
 app.add_typer(pattern_app, name="pattern")
+app.add_typer(table_app, name="table")
 app.command()(audit)
 app.command()(show_kept)
 app.add_typer(eval_app, name="eval")

@@ -60,7 +60,9 @@ def test_what_was_promoted_is_told_with_its_bytes(
     streaming = len(COUNTS) * NUM_HEADS - sum(COUNTS)
     assert f"{FEWEST} of {streaming} streaming heads retrieve" in caplog.text
     note = served.stats().notes[-1]
-    assert note.startswith(f"warning: {FEWEST} streaming heads are promoted to retrieval heads on this device")
+    assert note.startswith(
+        f"warning: {FEWEST} streaming heads are promoted to retrieval heads on this device"
+    )
     assert f"takes {resolved.promoted_bytes / 2**20:,.1f} MiB of the KV cache" in note
 
 
