@@ -21,6 +21,8 @@ _LAZY_ENVIRONMENT = {"PT_HPU_ENABLE_LAZY_COLLECTIVES": "true"}
 _EAGER_ENVIRONMENT = {
     # Recipes of single operators are cached, for eager steps and operators around compiled ones.
     "PT_HPU_ENABLE_EAGER_CACHE": "true",
+    # int64 results of operators lie as int32 on the device, as in lazy mode: all indices are int32 here.
+    "PT_ENABLE_INT64_SUPPORT": "0",
     # Recipes of a compiled graph are built by several threads.
     "FUSER_ENABLE_MULTI_THREADED_INVOCATIONS": "1",
 }

@@ -216,6 +216,7 @@ def test_recipes_outlive_the_process_and_eager_mode_compiles_in_threads(
     assert values["PT_HPU_RECIPE_CACHE_CONFIG"] == f"{tmp_path}/hpu-duo/recipes,false,16384"
     threads = values.get("FUSER_ENABLE_MULTI_THREADED_INVOCATIONS"), values.get("PT_HPU_ENABLE_EAGER_CACHE")
     assert threads == ((None, None) if lazy else ("1", "true"))
+    assert values.get("PT_ENABLE_INT64_SUPPORT") == (None if lazy else "0")
 
 
 @pytest.mark.usefixtures("vendor")

@@ -47,12 +47,15 @@ readonly DEFAULTS=(
   SERVE_ARGS=
 )
 
-# Variables that an env file may set for others: the vendor's software, the hub, the container runtime.
+# Variables that an env file may set for others: the vendor's software, the hub, the container runtime, the network.
 readonly PASSED_ON=(
   PT_HPU_LAZY_MODE PT_HPU_WEIGHT_SHARING PT_HPU_ENABLE_EAGER_CACHE PT_HPU_ENABLE_LAZY_COLLECTIVES
-  PT_HPU_RECIPE_CACHE_CONFIG FUSER_ENABLE_MULTI_THREADED_INVOCATIONS
+  PT_HPU_RECIPE_CACHE_CONFIG PT_HPU_METRICS_FILE PT_HPU_METRICS_FILE_FORMAT PT_HPU_METRICS_DUMP_TRIGGERS
+  PT_ENABLE_INT64_SUPPORT FUSER_ENABLE_MULTI_THREADED_INVOCATIONS
   HABANA_VISIBLE_DEVICES HABANA_VISIBLE_MODULES HLS_MODULE_ID HABANA_LOGS HABANA_PROFILE LOG_LEVEL_ALL
   OMPI_MCA_btl_vader_single_copy_mechanism OMP_NUM_THREADS HF_HOME HF_TOKEN HF_HUB_OFFLINE
+  HCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME
+  HTTP_PROXY HTTPS_PROXY NO_PROXY http_proxy https_proxy no_proxy
 )
 
 readonly WHOLE=(
@@ -106,6 +109,8 @@ is_known() {
 
 is_passed_on() {
   local name
+  # HCCL has many, and new ones with each release.
+  [[ $1 != HCCL_* ]] || return 0
   for name in "${PASSED_ON[@]}"; do [[ $1 == "$name" ]] && return 0; done
   return 1
 }

@@ -6,13 +6,16 @@ table_file() { printf '%s/table.txt' "$STATE_DIR"; }
 manifest_file() { printf '%s/warm.json' "$STATE_DIR"; }
 shapes_file() { printf '%s/shapes.jsonl' "$STATE_DIR"; }
 
+# The user by name, or by number where it has no name, as in a container with an arbitrary one.
+whose() { id -un 2>/dev/null || printf 'user %s' "$(id -u)"; }
+
 # Makes the directory and looks for room in it.
 check_state() {
   [[ -z ${HAS_ROOM:-} ]] || return 0
   local place=$STATE_DIR free
   if [[ -z $IS_DRY ]]; then
-    mkdir -p "$STATE_DIR" 2>/dev/null || stop "STATE_DIR=$STATE_DIR cannot be made: make it and give it to $(id -un), or name another directory"
-    [[ -w $STATE_DIR ]] || stop "STATE_DIR=$STATE_DIR cannot be written to: give it to $(id -un), or name another directory"
+    mkdir -p "$STATE_DIR" 2>/dev/null || stop "STATE_DIR=$STATE_DIR cannot be made: make it and give it to $(whose), or name another directory"
+    [[ -w $STATE_DIR ]] || stop "STATE_DIR=$STATE_DIR cannot be written to: give it to $(whose), or name another directory"
   fi
   while [[ ! -d $place ]]; do place=$(dirname "$place"); done
   free=$(df -Pk "$place" | awk 'NR == 2 { print int($4 / 1048576) }')

@@ -87,10 +87,11 @@ def _config_map(directory: Path, asked: dict[str, Any]) -> Resource:
 
 
 def _merged(base: Any, patch: Any) -> Any:
-    """A strategic merge; lists of things with names are merged by name."""
+    """A strategic merge; lists of things with names are merged by name, and null takes a field away."""
     if isinstance(base, dict) and isinstance(patch, dict):
         both = {key: _merged(base[key], patch[key]) for key in base.keys() & patch.keys()}
-        return {**copy.deepcopy(base), **copy.deepcopy(patch), **both}
+        merged = {**copy.deepcopy(base), **copy.deepcopy(patch), **both}
+        return {key: value for key, value in merged.items() if value is not None}
     if isinstance(base, list) and isinstance(patch, list) and all("name" in one for one in [*base, *patch]):
         patches = {one["name"]: one for one in patch}
         unknown = set(patches) - {one["name"] for one in base}

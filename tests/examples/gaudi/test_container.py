@@ -54,10 +54,11 @@ def test_the_extras_of_the_image_are_those_of_the_package() -> None:
         assert re.search(rf"^{name} = \[", project, re.MULTILINE), name
 
 
-def test_the_image_runs_as_a_user_who_owns_its_volumes() -> None:
-    assert "\nUSER 10001:10001\n" in DOCKERFILE
+def test_the_image_runs_as_a_user_whose_group_owns_its_volumes() -> None:
+    assert "\nUSER 10001:0\n" in DOCKERFILE
+    assert "\n    && chmod --recursive g=u /home/duo " in DOCKERFILE
     volumes = re.search(r"^VOLUME \[(.*)\]$", DOCKERFILE, re.MULTILINE)
-    made = re.search(r"install --directory --owner duo --group duo (.*)$", DOCKERFILE, re.MULTILINE)
+    made = re.search(r"install --directory --owner duo --group 0 --mode 0775 (.*)$", DOCKERFILE, re.MULTILINE)
     assert volumes is not None
     assert made is not None
     assert volumes[1].replace('"', "").split(", ") == made[1].split()

@@ -130,8 +130,38 @@ def test_the_settings_reach_the_pod_and_name_its_volumes(overlay: Path) -> None:
     claims = {
         one["metadata"]["name"] for one in only(resources, "StatefulSet")["spec"]["volumeClaimTemplates"]
     }
+    claims |= {one["name"] for one in spec["volumes"]}
     assert claims == {one["name"] for one in spec["containers"][0]["volumeMounts"]}
     assert all(one["metadata"]["namespace"] == "hpu-duo" for one in resources)
+
+
+def with_component(overlay: Path, name: str, directory: Path) -> dict[str, Any]:
+    """The pod of an overlay with one more component."""
+    text = yaml.safe_load((overlay / "kustomization.yaml").read_text(encoding="utf-8"))
+    text["resources"] = [str((overlay / one).resolve()) for one in text["resources"]]
+    text["components"] = [str((overlay / one).resolve()) for one in text["components"]]
+    text["components"].append(str(KUBERNETES / "components" / name))
+    (directory / "settings.env").write_text((overlay / "settings.env").read_text(encoding="utf-8"))
+    (directory / "kustomization.yaml").write_text(yaml.safe_dump(text), encoding="utf-8")
+    resources = build(directory)
+    kubernetes_validate.validate(only(resources, "StatefulSet"), "1.31", strict=True)
+    return pod(resources)
+
+
+def test_a_pod_takes_the_hosts_shared_memory_only_if_asked_to(overlay: Path, tmp_path: Path) -> None:
+    assert "hostIPC" not in pod(build(overlay))
+    assert with_component(overlay, "host-ipc", tmp_path)["hostIPC"] is True
+
+
+def test_openshift_may_choose_the_user_and_adds_nothing(overlay: Path, tmp_path: Path) -> None:
+    """By restricted-v2: no user or group of our own, no added capability, nothing of the host."""
+    spec = with_component(overlay, "openshift", tmp_path)
+    assert set(spec["securityContext"]) == {"runAsNonRoot", "fsGroupChangePolicy", "seccompProfile"}
+    for container in (*spec["initContainers"], *spec["containers"]):
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
 
 
 def test_calls_have_time_to_end_before_a_pod_or_service_is_killed(overlay: Path) -> None:

@@ -65,6 +65,30 @@ def test_the_environment_comes_before_the_file_and_says_so(server: Server) -> No
     assert "MODEL=/models/mine of the environment comes before MODEL=builtin" in done.stderr
 
 
+def test_variables_for_the_vendor_and_the_network_are_passed_on(server: Server, tmp_path: Path) -> None:
+    names = (
+        "HCCL_OVER_OFI",
+        "GLOO_SOCKET_IFNAME",
+        "https_proxy",
+        "PT_HPU_METRICS_FILE",
+        "PT_ENABLE_INT64_SUPPORT",
+    )
+    file = tmp_path / "passed.env"
+    settings = Path(SIMULATED).read_text(encoding="utf-8") + "".join(f"{name}=it\n" for name in names)
+    file.write_text(settings, encoding="utf-8")
+    server.has_command("hpu-duo", '#!/bin/sh\nenv > "$STATE_DIR/environment"\nexit 1\n')
+    server.state.mkdir()
+    server.launch("--env", str(file), "limits", "plan")
+    seen = (server.state / "environment").read_text(encoding="utf-8").splitlines()
+    assert {f"{name}=it" for name in names} <= set(seen)
+
+
+def test_a_user_without_a_name_is_named_by_its_number(server: Server) -> None:
+    server.has_command("id", '#!/bin/sh\n[ "$1" = -u ] && echo 1000650000\n')
+    said = refusal(server.launch("--env", SIMULATED, "check", STATE_DIR="/proc/nowhere"))
+    assert "give it to user 1000650000, or name" in said
+
+
 def test_lines_that_end_as_on_windows_are_read(server: Server, tmp_path: Path) -> None:
     file = tmp_path / "dos.env"
     file.write_bytes(b"# a comment\r\n\r\nDEVICE=hpu-sim\r\nMIN_FREE_GIB=0")
