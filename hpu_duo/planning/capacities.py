@@ -221,9 +221,9 @@ class Deployment:
 
     @cached_property
     def choice(self) -> RetrievalChoice | None:
-        """How devices share retrieval heads, and why; None where that was not left open, or with one device.
+        """The choice of "auto" for retrieval heads, with its reason, as an engine with these limits makes it.
 
-        It is what an engine with these limits chooses.
+        None where ``retrieval_parallel`` was not "auto", and with one device.
         """
         serving = self.serving
         if serving.retrieval_parallel != "auto" or serving.num_devices == 1:

@@ -194,7 +194,7 @@ def engine_around(
 
 
 def _promotion_note(resolved: Resolved) -> tuple[str, ...]:
-    """What promoted heads cost; nothing where none is promoted."""
+    """A note with the bytes of promoted heads; nothing where none is promoted."""
     if not resolved.num_promoted_heads:
         return ()
     note = (

@@ -86,7 +86,7 @@ def choose(asked: argparse.Namespace) -> list[str]:
 
 
 def _sharing(deployment: Deployment, length: int) -> tuple[str, list[str]]:
-    """What cards share of retrieval heads, and what to say of it."""
+    """The value of RETRIEVAL_PARALLEL, and the sentences that explain it."""
     choice, chosen = deployment.choice, deployment.serving.retrieval_parallel
     said = [] if choice is None else [f"RETRIEVAL_PARALLEL={chosen}: {choice}"]
     if deployment.serving.num_devices > 1 and deployment.num_promoted:

@@ -131,12 +131,15 @@ def selftest(
     stage_deadline: Annotated[
         float, typer.Option(min=1.0, help="Seconds that a stage may take before it is aborted.")
     ] = 900.0,
+    max_seconds: Annotated[
+        float, typer.Option(min=1.0, help="Seconds of all stages; those that have not begun then are failed.")
+    ] = 1200.0,
 ) -> None:
     """Test a device in stages and write a report: the first thing to do with a new card.
 
     A stage that fails does not end the others, even if it takes its process with it. Attach both files to a
-    report of a problem: they hold versions, variables of the vendor's software and measurements, no prompts.
-    The exit code is 0 if every stage passed, else 1.
+    report of a problem: they hold versions, variables of the vendor's software and measurements, no prompts
+    and no names of the machine or its user. The exit code is 0 if every stage passed, else 1.
     """
     console = Console(stderr=True)
     with user_errors():
@@ -159,6 +162,7 @@ def selftest(
             subject,
             only=tuple(filter(None, (only or "").split(","))),
             stage_deadline_s=stage_deadline,
+            deadline_s=max_seconds,
             progress=lambda title: console.print(f"[dim]{title}[/dim]"),
         )
         paths = report.write(output)

@@ -158,7 +158,7 @@ def caveats(serving: Serving, found: Sequence[Capacity]) -> list[str]:
 
 
 def _sharing(found: Sequence[Capacity]) -> Iterator[str]:
-    """How devices share retrieval heads, and what promoted heads cost."""
+    """Lines on the sharing of retrieval heads, and on the bytes of promoted ones."""
     for each in found:
         name = each.describe()
         if each.choice:

@@ -14,7 +14,9 @@ from hpu_duo.lab.selftest.subject import Subject
 
 _PREFIXES = ("PT_", "HABANA", "HL_", "HLS_", "HCCL", "GC_", "FUSER_", "OMP_", "ENABLE_", "LOG_LEVEL")
 """Beginnings of the names of variables that the vendor's software, torch and OpenMP read."""
-_TOOL_FIELDS = "index,name,driver_version,serial,bus_id,memory.total,memory.used,temperature.aip"
+_ADDRESSES = {"HCCL_COMM_ID"}
+"""Variables with addresses, which a report does not have."""
+_TOOL_FIELDS = "index,name,driver_version,bus_id,memory.total,memory.used,temperature.aip"
 _TOOL = ("hl-smi", "-Q", _TOOL_FIELDS, "-f", "csv")
 _TOOL_DEADLINE_S = 30.0
 _MODULE_VERSION = Path("/sys/module/habanalabs/version")
@@ -31,7 +33,7 @@ def describe_machine(subject: Subject, notes: Notes) -> None:
             notes.fact(name, fact.detail)
     for name, value in sorted(os.environ.items()):
         if name.startswith(_PREFIXES):
-            notes.fact(f"variable: {name}", value)
+            notes.fact(f"variable: {name}", "is set" if name in _ADDRESSES else value)
     if _MODULE_VERSION.exists():
         notes.fact("driver", _MODULE_VERSION.read_text(encoding="utf-8").strip())
     _ask_tool(subject, notes)

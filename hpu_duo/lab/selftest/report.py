@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from hpu_duo.lab.selftest.finding import Finding
+from hpu_duo.lab.selftest.private import hide_names
 from hpu_duo.lab.selftest.subject import SIMULATED, Subject
 from hpu_duo.lab.selftest.timing import ROW
 
@@ -63,6 +64,22 @@ class Report:
         """Measured rows for the cost model."""
         findings = [finding for stage in self.stages for finding in stage.findings]
         return [finding.values[ROW] for finding in findings if ROW in finding.values]
+
+    def without_names(self) -> Report:
+        """The same without names of the machine and its user; measurements stay as they are."""
+        hide = hide_names()
+        return replace(
+            self,
+            subject=replace(self.subject, model=Path(hide(str(self.subject.model)))),
+            stages=tuple(
+                replace(
+                    stage,
+                    error=None if stage.error is None else hide(stage.error),
+                    findings=tuple(replace(each, detail=hide(each.detail)) for each in stage.findings),
+                )
+                for stage in self.stages
+            ),
+        )
 
     def write(self, directory: Path) -> tuple[Path, Path]:
         """Write ``selftest.md`` and ``selftest.json``; returns their paths."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import tempfile
 import threading
 import time
@@ -29,12 +30,14 @@ def run_selftest(
     *,
     only: Sequence[str] = (),
     stage_deadline_s: float = 900.0,
+    deadline_s: float = 1200.0,
     progress: Progress = lambda _: None,
 ) -> Report:
-    """Test a device in stages; see ``run_stages``.
+    """Test a device in stages; see ``run_stages``. The report has no names of the machine and its user.
 
     Args:
         only: names of stages; empty = all.
+        deadline_s: most seconds of all stages.
 
     Raises:
         ValueError: there is no stage of a name.
@@ -46,7 +49,8 @@ def run_selftest(
         raise ValueError(f"expected stages among {known}, got {', '.join(unknown)}")
     chosen = [stage for stage in stages if not only or stage.name in only]
     began = datetime.now(timezone.utc)
-    return Report(subject, began, tuple(run_stages(subject, chosen, stage_deadline_s, progress)))
+    results = run_stages(subject, chosen, stage_deadline_s, progress, deadline_s=deadline_s)
+    return Report(subject, began, tuple(results)).without_names()
 
 
 def run_stages(
@@ -54,6 +58,8 @@ def run_stages(
     stages: Sequence[Stage],
     stage_deadline_s: float,
     progress: Progress = lambda _: None,
+    *,
+    deadline_s: float = math.inf,
 ) -> list[StageResult]:
     """Run stages in processes; returns whatever happens to these.
 
@@ -65,13 +71,19 @@ def run_stages(
         stages: can be pickled.
         stage_deadline_s: most seconds of a stage.
         progress: called with the title of each stage that begins.
+        deadline_s: most seconds of all stages; those that do not begin by then have failed.
     """
+    # Processes of a machine share this clock.
+    ends = time.monotonic() + deadline_s
     results: list[StageResult] = []
     for (is_lazy, _), group in groupby(stages, lambda stage: (stage.is_lazy, stage.holds_device)):
         variables = {} if is_lazy is None else {_LAZY_VARIABLE: str(int(is_lazy))}
         rest = list(group)
         while rest:
-            found = _run_together(subject, rest, variables, stage_deadline_s, progress)
+            if time.monotonic() >= ends:
+                results += [_not_run(stage, deadline_s) for stage in rest]
+                break
+            found = _run_together(subject, rest, variables, (stage_deadline_s, ends), progress)
             results += found
             rest = rest[len(found) :]
     return results
@@ -81,7 +93,7 @@ def _run_together(
     subject: Subject,
     stages: list[Stage],
     variables: Mapping[str, str],
-    stage_deadline_s: float,
+    deadlines: tuple[float, float],
     progress: Progress,
 ) -> list[StageResult]:
     """Run stages in one process; returns their results, up to the stage in which the process died."""
@@ -89,11 +101,16 @@ def _run_together(
         path, end = Path(name) / "notes.jsonl", "without a word"
         with _following(path, {stage.name: stage.title for stage in stages}, progress):
             try:
-                run_processes(_work, (subject, stages, path, stage_deadline_s), [variables])
+                run_processes(_work, (subject, stages, path, deadlines), [variables])
             except WorkerError as error:
                 end = str(error)
         found = read_notes(path) or [StageNotes(stages[0].name)]
     return [_result(stage, notes, end) for stage, notes in zip(stages, found)]
+
+
+def _not_run(stage: Stage, deadline_s: float) -> StageResult:
+    error = f"not run: the {deadline_s:g} seconds of all stages were over"
+    return StageResult(stage.name, stage.title, 0.0, (), error)
 
 
 def _result(stage: Stage, notes: StageNotes, end: str) -> StageResult:
@@ -130,14 +147,23 @@ def _following(path: Path, titles: Mapping[str, str], progress: Progress) -> Ite
         thread.join()
 
 
-def _work(member: Member, subject: Subject, stages: Sequence[Stage], path: Path, deadline_s: float) -> None:
-    """Run stages one after the other, in a process of their own, which ends when one takes too long."""
-    notes = Notes(path)
-    for stage in stages:
+def _work(
+    member: Member, subject: Subject, stages: Sequence[Stage], path: Path, deadlines: tuple[float, float]
+) -> None:
+    """Run stages one after the other, in a process of their own, which ends when one takes too long.
+
+    Args:
+        deadlines: seconds of a stage, and the time by ``time.monotonic`` at which all end.
+    """
+    notes, (stage_deadline_s, ends) = Notes(path), deadlines
+    for number, stage in enumerate(stages):
+        left = ends - time.monotonic()
+        if number and left <= 0:
+            return
         notes.begin_stage(stage.name)
         began, error = time.perf_counter(), None
         # By a thread of its own that needs no interpreter: a device that hangs may hold it.
-        faulthandler.dump_traceback_later(deadline_s, exit=True)
+        faulthandler.dump_traceback_later(min(stage_deadline_s, max(left, 1.0)), exit=True)
         try:
             stage.run(subject, notes)
         except Exception as failure:
