@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from graphs import BucketTable
 from hpu_duo.config.engine import (
     CacheConfig,
     EngineConfig,
@@ -17,6 +19,7 @@ from hpu_duo.config.engine import (
     ParallelConfig,
     SchedulerConfig,
 )
+from hpu_duo.engine.stats import EngineStats
 from hpu_duo.heads import HeadPattern
 from hpu_duo.llm import HPUDuoModel
 from hpu_duo.planning import GAUDI3, Deployment, Format, Serving
@@ -151,3 +154,32 @@ def test_what_cannot_be_dealt_is_refused_before_processes_start(zoo: Zoo) -> Non
         ParallelConfig(retrieval_parallel="tokens")
     with pytest.raises(ValueError, match="retrieval_parallel_context=5 needs retrieval_parallel='auto'"):
         ParallelConfig(retrieval_parallel="context", retrieval_parallel_context=5)
+
+
+def test_a_manifest_is_of_the_chosen_way_and_serves_without_naming_it(zoo: Zoo, tmp_path: Path) -> None:
+    """Two KV heads on two ranks, one of them streaming: by heads it would be promoted."""
+    path, file = zoo.load("llama")[1], tmp_path / "warm.json"
+    scores = np.tile(np.array([0.1, 0.9], np.float32), (len(read_model(path).layers), 1))
+    common: dict[str, Any] = {
+        "tensor_parallel_size": 2,
+        "device": "cpu",
+        "graphs": "replay",
+        "block_size": 16,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 32,
+        "pattern": HeadPattern(scores, sink=4, recent=8),
+        "sparsity": 0.5,
+    }
+
+    def warmed_up() -> EngineStats:
+        table = BucketTable.from_strings(["csu/q32/s4/u8/l2"])
+        limits: dict[str, Any] = {"num_blocks": 8, "max_model_len": 96, "buckets": table}
+        model = HPUDuoModel.from_pretrained(path, **limits, **common)
+        model.prepare_warmup().run(manifest=file)
+        return model.stats()
+
+    told, served = warmed_up(), HPUDuoModel.from_pretrained(path, buckets=file, **common).stats()
+    assert (told.resolved.retrieval_parallel, told.resolved.num_promoted_heads) == ("context", 0)
+    line = "2 ranks, 2 KV heads: retrieval heads are shared by context, 0 promoted"
+    assert any(note.startswith(line) for note in told.notes)
+    assert (served.resolved, served.notes) == (told.resolved, told.notes)
