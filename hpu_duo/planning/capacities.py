@@ -23,6 +23,7 @@ from hpu_duo.planning.retrieval_choice import (
     ChoiceCosts,
     RetrievalChoice,
     SharedHeads,
+    choose_retrieval,
     obstacle_to_context,
 )
 from hpu_duo.planning.roofline import ERROR_FACTORS, FITTED, Prediction
@@ -241,12 +242,14 @@ class Deployment:
             serving.block_size,
             serving.max_num_seqs,
             serving.max_chunk_rows,
+            self.max_len,
         )
         obstacle = obstacle_to_context(
             is_uneven=any(layer.num_kv_heads % serving.num_devices for layer in self.model.layers),
             pools_heads=serving.kept is not None and serving.kept.pools_heads,
         )
-        return costs.choose(shared, self.max_len, obstacle)
+        num_kv_heads = min(layer.num_kv_heads for layer in self.model.layers)
+        return choose_retrieval(serving.num_devices, num_kv_heads, shared, costs.faster, obstacle)
 
     def promoted_bytes(self, context: int) -> int:
         """Bytes of a request of ``context`` tokens that promoted heads take beyond those of their rings."""

@@ -52,6 +52,37 @@ class RetrievalChoice:
         )
 
 
+def choose_retrieval(
+    num_ranks: int,
+    num_kv_heads: int,
+    shared: Callable[[str], SharedHeads],
+    faster: Callable[[SharedHeads, SharedHeads], tuple[str, str]],
+    obstacle: str | None,
+) -> RetrievalChoice:
+    """Choose context where sharing by heads would promote heads, else the faster way.
+
+    Args:
+        num_kv_heads: the fewest of a layer.
+        shared: heads under ``"heads"`` or ``"context"``.
+        faster: the faster of both, by heads and by context, with the reason.
+        obstacle: why blocks cannot be context-parallel; None where they can.
+
+    Raises:
+        ValueError: the heads do not fit the model.
+    """
+    ways = {"heads": shared("heads")}
+    if obstacle is not None:
+        chosen, reason = "heads", obstacle
+    else:
+        ways["context"] = shared("context")
+        num_promoted = ways["heads"].num_promoted
+        if num_promoted > ways["context"].num_promoted:
+            chosen, reason = "context", f"by heads {num_promoted} would be promoted"
+        else:
+            chosen, reason = faster(ways["heads"], ways["context"])
+    return RetrievalChoice(chosen, num_ranks, num_kv_heads, ways[chosen].num_promoted, reason)
+
+
 @dataclass(frozen=True)
 class ChoiceCosts:
     """Predicts decodes of a model on several devices, to choose what they share.
@@ -61,6 +92,7 @@ class ChoiceCosts:
         kv_bytes: of the KV cache on all devices together; 0 where weights alone do not fit.
         block_size: tokens of a block on one device.
         max_num_seqs, max_chunk_rows: limits of steps.
+        context: tokens of each request of the predicted decodes.
     """
 
     size: ModelSize
@@ -70,51 +102,25 @@ class ChoiceCosts:
     block_size: int
     max_num_seqs: int
     max_chunk_rows: int
+    context: int
 
-    def choose(
-        self, shared: Callable[[str], SharedHeads], context: int, obstacle: str | None
-    ) -> RetrievalChoice:
-        """Choose context where sharing by heads would promote heads, else the faster way.
-
-        Args:
-            shared: heads under ``"heads"`` or ``"context"``.
-            context: tokens of each request of the predicted decodes.
-            obstacle: why blocks cannot be context-parallel; None where they can.
-
-        Raises:
-            ValueError: the heads do not fit the model.
-        """
-        by_heads = shared("heads")
-        if obstacle is not None:
-            return self._chosen("heads", by_heads, obstacle)
-        by_context = shared("context")
-        if by_heads.num_promoted > by_context.num_promoted:
-            return self._chosen("context", by_context, f"by heads {by_heads.num_promoted} would be promoted")
-        num_requests = self._count_requests(by_heads.kv_layers, context)
-        seconds = {
-            name: self._decode_s(each.kv_layers, name == "context", num_requests, context)
-            for name, each in (("heads", by_heads), ("context", by_context))
-        }
-        best = min(seconds, key=seconds.__getitem__)
-        reason = (
-            f"a decode of {num_requests} requests of {context:,} tokens is predicted to take "
-            f"{1e3 * seconds['heads']:.1f} ms by heads and {1e3 * seconds['context']:.1f} ms by context on "
+    def faster(self, by_heads: SharedHeads, by_context: SharedHeads) -> tuple[str, str]:
+        """Return ``"heads"`` or ``"context"``, and the reason."""
+        num_requests = self._count_requests(by_heads.kv_layers)
+        heads_s = self._decode_s(by_heads.kv_layers, False, num_requests)
+        context_s = self._decode_s(by_context.kv_layers, True, num_requests)
+        return "heads" if heads_s <= context_s else "context", (
+            f"a decode of {num_requests} requests of {self.context:,} tokens is predicted to take "
+            f"{1e3 * heads_s:.1f} ms by heads and {1e3 * context_s:.1f} ms by context on "
             f"{self.hardware.title}, not measured"
         )
-        return self._chosen(best, by_heads if best == "heads" else by_context, reason)
 
-    def _chosen(self, name: str, shared: SharedHeads, reason: str) -> RetrievalChoice:
-        num_kv_heads = min(layer.num_kv_heads for layer in self.size.layers)
-        return RetrievalChoice(name, self.num_devices, num_kv_heads, shared.num_promoted, reason)
-
-    def _count_requests(self, kv_layers: tuple[LayerKV, ...], context: int) -> int:
+    def _count_requests(self, kv_layers: tuple[LayerKV, ...]) -> int:
         """Requests that run at a time: 1 or more, as many as fit on the devices."""
         plan = MemoryPlan(kv_layers, Format.BF16.num_bytes, self.block_size, 1, 1)
-        return max(1, min(self.max_num_seqs, self.kv_bytes // max(1, plan.bytes_per_request(context))))
+        return max(1, min(self.max_num_seqs, self.kv_bytes // max(1, plan.bytes_per_request(self.context))))
 
-    def _decode_s(
-        self, kv_layers: tuple[LayerKV, ...], deals_blocks: bool, num_requests: int, context: int
-    ) -> float:
+    def _decode_s(self, kv_layers: tuple[LayerKV, ...], deals_blocks: bool, num_requests: int) -> float:
         """Predicted seconds of a decode."""
         work = EngineWork(
             self.size,
@@ -129,7 +135,7 @@ class ChoiceCosts:
             on_chip_bytes=self.hardware.on_chip_bytes,
         )
         block_size = self.block_size * (self.num_devices if deals_blocks else 1)
-        num_blocks = num_requests * (context // block_size)
+        num_blocks = num_requests * (self.context // block_size)
         bucket = BatchShape(Phase(unique=True), num_requests, 0, num_blocks, num_requests)
         return predict_seconds(work.of(bucket).fused, self.hardware, self.num_devices, FITTED).total
 

@@ -42,6 +42,7 @@ from hpu_duo.planning.retrieval_choice import (
     ChoiceCosts,
     RetrievalChoice,
     SharedHeads,
+    choose_retrieval,
     obstacle_to_context,
 )
 from hpu_duo.startup.blueprint import fix_served_len, request_len
@@ -106,18 +107,19 @@ def _chosen(config: EngineConfig) -> RetrievalChoice:
         num_promoted = 0 if chosen.pattern is None else chosen.pattern.num_promoted
         return SharedHeads(kv_layers(layers, chosen.heads), num_promoted)
 
-    size, hardware = read_model(path), _hardware(config)
-    costs = ChoiceCosts(
-        size,
-        hardware,
-        num_ranks,
-        _kv_bytes(size, Serving(hardware, num_ranks)),
-        config.cache.block_size,
-        scheduler.max_num_seqs,
-        scheduler.max_chunk_rows,
-    )
-    context = min(config.parallel.retrieval_parallel_context or max_len, max_len)
-    return costs.choose(shared, context, obstacle)
+    def faster(by_heads: SharedHeads, by_context: SharedHeads) -> tuple[str, str]:
+        try:
+            size = read_model(path)
+        except ValueError as error:
+            return "heads", f"nothing is predicted: {error}"
+        hardware, most = _hardware(config), config.parallel.retrieval_parallel_context or max_len
+        kv_bytes = _kv_bytes(size, Serving(hardware, num_ranks))
+        limits = scheduler.max_num_seqs, scheduler.max_chunk_rows, min(most, max_len)
+        costs = ChoiceCosts(size, hardware, num_ranks, kv_bytes, config.cache.block_size, *limits)
+        return costs.faster(by_heads, by_context)
+
+    num_kv_heads = min(layer.call.num_kv_heads for layer in layers)
+    return choose_retrieval(num_ranks, num_kv_heads, shared, faster, obstacle)
 
 
 def _kv_bytes(size: ModelSize, serving: Serving) -> int:

@@ -123,6 +123,21 @@ def test_what_keeps_heads_by_head_is_said(path: Path) -> None:
     assert settle(replace(config, parallel=ParallelConfig()))[1] == ()
 
 
+def test_a_model_without_predictions_is_served_by_heads_unless_some_were_promoted(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Path) -> None:
+        raise ValueError("'strange' has state layers, which the cost model does not cover")
+
+    monkeypatch.setattr("hpu_duo.startup.sharding.read_model", refuse)
+    assert chosen(path, 8, None, streams=False) == "heads"
+    assert chosen(path, 8, None) == "context"
+    config = EngineConfig(
+        model=ModelConfig(path=path, device="cpu"), parallel=ParallelConfig(tensor_parallel_size=2)
+    )
+    assert "(nothing is predicted: 'strange' has state layers" in settle(config)[1][0]
+
+
 def test_budgets_are_dealt_beside_blocks_but_for_those_that_average_over_heads(path: Path) -> None:
     assert chosen(path, 8, 100_000, policy="h2o") == "context"
     assert chosen(path, 8, 100_000, policy="tova") == "heads"
