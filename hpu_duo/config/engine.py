@@ -291,7 +291,8 @@ class ParallelConfig:
         retrieval_parallel: "heads": each rank stores all tokens of equally many heads. "context": each stores
             a part of the tokens of all of them, so that ranks are balanced in every layer, at four exchanges
             a layer instead of two. "auto": by context where heads would be promoted otherwise, else the one
-            with faster predicted decodes (``hpu_duo.planning.retrieval_choice``).
+            with faster predicted decodes on HPU, and "heads" on other devices
+            (``hpu_duo.planning.retrieval_choice``).
         timeout_s: of a rank that sends no heartbeat before all ranks end, of a step, what it compiles
             included, and, with 5 more, of an exchange inside a step.
         launcher: "own": rank 0, all on its machine. "torchrun": torchrun, on one machine or several; this
@@ -316,9 +317,9 @@ class ParallelConfig:
     )
     retrieval_parallel_context: int | None = option(
         None,
-        "Tokens of a request for which auto predicts the faster of both.",
+        "Tokens of a request for which auto predicts the faster of both, as on a Gaudi.",
         ENGINE,
-        unset="the longest request",
+        unset="the longest request on HPU, no prediction elsewhere",
     )
     timeout_s: float = option(
         300.0,

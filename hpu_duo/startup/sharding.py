@@ -90,7 +90,11 @@ def _with(config: EngineConfig, chosen: str) -> EngineConfig:
 
 
 def _chosen(config: EngineConfig) -> RetrievalChoice:
-    """The choice for the Gaudi at hand, or a Gaudi 3 on other devices."""
+    """The choice for the Gaudi at hand, or a Gaudi 3 on the simulated one.
+
+    Other devices are predicted as a Gaudi 3 only for a stated length: by default they would pay for further
+    exchanges on the word of a model of another device.
+    """
     path, num_ranks, scheduler = config.model.path, config.parallel.tensor_parallel_size, config.scheduler
     hf_config = read_config(path, needs_weights=False)
     layers = read_layers(build_without_weights(path, hf_config, torch.float32))
@@ -108,6 +112,9 @@ def _chosen(config: EngineConfig) -> RetrievalChoice:
         return SharedHeads(kv_layers(layers, chosen.heads), num_promoted)
 
     def faster(by_heads: SharedHeads, by_context: SharedHeads) -> tuple[str, str]:
+        kind = resolve_device(config.model.device).type
+        if kind in ("cpu", "cuda") and config.parallel.retrieval_parallel_context is None:
+            return "heads", f"nothing is predicted for {kind} without retrieval_parallel_context"
         try:
             size = read_model(path)
         except ValueError as error:

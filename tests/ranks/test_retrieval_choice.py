@@ -89,7 +89,7 @@ def test_capacity_predicts_what_the_engine_chooses_and_both_say_why(
         model=ModelConfig(path=path, device="cpu"),
         heads=HeadConfig(pattern=pattern, sparsity=sparsity),
         scheduler=SchedulerConfig(max_num_seqs=16, max_model_len=length),
-        parallel=ParallelConfig(tensor_parallel_size=num_ranks),
+        parallel=ParallelConfig(tensor_parallel_size=num_ranks, retrieval_parallel_context=length),
     )
     found, (note,) = settle(config)
     serving = Serving(
@@ -132,10 +132,15 @@ def test_a_model_without_predictions_is_served_by_heads_unless_some_were_promote
     monkeypatch.setattr("hpu_duo.startup.sharding.read_model", refuse)
     assert chosen(path, 8, None, streams=False) == "heads"
     assert chosen(path, 8, None) == "context"
-    config = EngineConfig(
-        model=ModelConfig(path=path, device="cpu"), parallel=ParallelConfig(tensor_parallel_size=2)
-    )
-    assert "(nothing is predicted: 'strange' has state layers" in settle(config)[1][0]
+    for length, reason in (
+        (300, "nothing is predicted: 'strange' has state layers"),
+        (None, "nothing is predicted for cpu without retrieval_parallel_context"),
+    ):
+        config = EngineConfig(
+            model=ModelConfig(path=path, device="cpu"),
+            parallel=ParallelConfig(tensor_parallel_size=2, retrieval_parallel_context=length),
+        )
+        assert f"({reason}" in settle(config)[1][0]
 
 
 def test_budgets_are_dealt_beside_blocks_but_for_those_that_average_over_heads(path: Path) -> None:
