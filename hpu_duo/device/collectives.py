@@ -115,10 +115,10 @@ def check_exchanges(
         trials += step_trials(ranks, membership.group, device, each, sends_to_each=sends_to_each)
     # A rank that stopped at its first fault would leave the others in the middle of the next exchange.
     faults = [fault for trial in trials if (fault := trial.fault()) is not None]
-    for rank, told in enumerate(membership.collect(faults)):
-        if told:
+    for rank, found in enumerate(membership.collect(faults)):
+        if found:
             raise RankError(
-                f"expected ranks to exchange data correctly, got a fault on rank {rank}: {told[0]} "
+                f"expected ranks to exchange data correctly, got a fault on rank {rank}: {found[0]} "
                 f"(hpu-duo doctor --collectives {ranks.size} tries exchanges alone)"
             )
 

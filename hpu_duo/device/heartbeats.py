@@ -98,11 +98,11 @@ class Blamed(NamedTuple):
 
     Attributes:
         rank: number of the rank.
-        told: its error, or why it is considered hung; None if its process has ended without a word.
+        report: its error, or why it is considered hung; None if its process has ended without a word.
     """
 
     rank: int
-    told: str | None
+    report: str | None
 
 
 def blamed(signs: Signs, timeout_s: float, *, is_all: bool) -> Blamed | None:
@@ -175,7 +175,7 @@ class Lateness:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._limited: set[int] = set()
-        self._num_told = 0
+        self._num_reported = 0
         self._num_done: dict[int, int] = {}
         self._late_s: dict[int, float] = {}
 
@@ -183,8 +183,8 @@ class Lateness:
         """Note that the next order is sent."""
         with self._lock:
             if is_limited:
-                self._limited.add(self._num_told)
-            self._num_told += 1
+                self._limited.add(self._num_reported)
+            self._num_reported += 1
 
     def look(self, num_done: Mapping[int, int], passed_s: float) -> dict[int, float]:
         """Return the seconds of each rank that is at an order with a limit.
@@ -340,23 +340,23 @@ class Heartbeats:
     def _take(self, line: _Line, text: bytes) -> bool:
         """Process one line; returns False for one of another peer."""
         try:
-            told = json.loads(text)
+            message = json.loads(text)
         except ValueError:
             return False
-        if not isinstance(told, dict):
+        if not isinstance(message, dict):
             return False
         if line.rank is None:
-            rank = told.get("rank")
-            if told.get("token") != self._token or rank not in self.missing:
+            rank = message.get("rank")
+            if message.get("token") != self._token or rank not in self.missing:
                 return False
             line.rank = rank
             self._lines[rank] = line
-        elif "error" in told:
-            self._reports.append(Report(line.rank, told["error"], told["trace"], told["may_follow"]))
-        elif "ended" in told:
+        elif "error" in message:
+            self._reports.append(Report(line.rank, message["error"], message["trace"], message["may_follow"]))
+        elif "ended" in message:
             self._ended.add(line.rank)
         else:
-            line.num_done, line.is_waiting = told["done"], bool(told.get("waits"))
+            line.num_done, line.is_waiting = message["done"], bool(message.get("waits"))
         return True
 
 

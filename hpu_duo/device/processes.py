@@ -496,16 +496,16 @@ def _join(family: Family, directory: Path, deadline_s: float | None) -> None:
             raise first_failure(directory, rank, f"process {rank} ended before its work was done")
 
 
-def first_failure(directory: Path, rank: int, told: str) -> Exception:
+def first_failure(directory: Path, rank: int, end: str) -> Exception:
     """Return the error that a process has reported first.
 
     Args:
         directory: of the processes' results and errors.
-        rank, told: the process and its end, if none has reported an error.
+        rank, end: the process and its end, if none has reported an error.
     """
     failures = [read(path) for path in directory.glob("*.failure")]
     if not failures:
-        return WorkerError(rank, told)
+        return WorkerError(rank, end)
     first = min(failures, key=lambda failure: failure.when_ns)
     if first.is_refusal:
         return Refused(first.message)

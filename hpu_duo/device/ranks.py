@@ -79,7 +79,7 @@ class WorkerRanks(Protocol):
         """Record that an order failed here, so that no more orders are sent; returns the error to raise."""
         ...
 
-    def when_lost(self, told: Callable[[RankError], None]) -> None:
+    def when_lost(self, callback: Callable[[RankError], None]) -> None:
         """Register a callback, called in any thread, for the loss of worker ranks, before or after this call.
 
         They may be lost between two orders, or while an order waits for one of them and does not end.

@@ -234,14 +234,14 @@ class Engine(NotPicklable):
                 self._output_queue.put_back(outputs)
             raise
 
-    def when_ranks_are_lost(self, told: Callable[[RankError], None]) -> None:
+    def when_ranks_are_lost(self, callback: Callable[[RankError], None]) -> None:
         """Register a callback, called in any thread, for the loss of another rank of the model.
 
         A rank may be lost between steps, or in a step, which then may not end. Nothing can be computed after.
         """
         followers = self.runner.executor.followers
         if followers is not None:
-            followers.when_lost(told)
+            followers.when_lost(callback)
 
     def kill_ranks(self) -> bool:
         """End the other ranks of the model at once, if there are any; says whether there are.

@@ -86,7 +86,7 @@ class EventSender:
         extensions: dict[str, Any] = scope.get("extensions") or {}
         self._write: Write | None = extensions.get(WRITE)
         self._unsent = b""
-        self._told_at = time.monotonic()
+        self._last_event_at = time.monotonic()
 
     def take(self, batch: list[ChoiceOutput]) -> bool:
         """Send the events of outputs synchronously; if the connection is not writable, ``add`` sends them."""
@@ -104,16 +104,16 @@ class EventSender:
 
     async def tell(self, data: bytes, *, is_last: bool = False) -> None:
         """Send a piece of the body."""
-        self._told_at = time.monotonic()
+        self._last_event_at = time.monotonic()
         await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
     def _events(self, batch: list[ChoiceOutput]) -> bytes:
         now = time.monotonic()
         events = self._answer.events(batch)
-        if not events and now - self._told_at >= self._quiet_s:
+        if not events and now - self._last_event_at >= self._quiet_s:
             events = KEEP_ALIVE
         if events:
-            self._told_at = now
+            self._last_event_at = now
         return events
 
 

@@ -43,11 +43,11 @@ class EarlyEnd(NamedTuple):
 
     Attributes:
         rank: number of the rank.
-        told: its report.
+        report: what it reported.
     """
 
     rank: int
-    told: str
+    report: str
 
 
 class Launch(Protocol):
@@ -261,7 +261,7 @@ class LedRanks:
         self.size, self._launch, self._timeout_s = size, launch, timeout_s
         self._broken: RankError | None = None
         self._own: Report | None = None
-        self._told: list[Callable[[RankError], None]] = []
+        self._callbacks: list[Callable[[RankError], None]] = []
         self._lock = threading.Lock()
         self._is_stopped = self._is_over = False
         self._stack = ExitStack()
@@ -328,13 +328,13 @@ class LedRanks:
             until(lambda: self._broken is not None, 2 * _NAMING_S)
         return self._break(f"rank 0 failed: {words}")
 
-    def when_lost(self, told: Callable[[RankError], None]) -> None:
+    def when_lost(self, callback: Callable[[RankError], None]) -> None:
         """See ``WorkerRanks``."""
         with self._lock:
             if self._broken is None:
-                self._told.append(told)
+                self._callbacks.append(callback)
                 return
-        told(self._broken)
+        callback(self._broken)
 
     def cause(self, error: BaseException) -> BaseException:
         """Return the error of the rank that failed first, if an error of this one follows from it."""
@@ -343,7 +343,7 @@ class LedRanks:
     def kill(self) -> None:
         """See ``WorkerRanks``."""
         with self._lock:
-            self._told = []
+            self._callbacks = []
         self._break("other ranks were killed")
 
     def stop(self) -> None:
@@ -370,9 +370,9 @@ class LedRanks:
             if self._broken is not None:
                 return self._broken
             self._broken = RankError(f"{message}; all ranks have ended, start the process again")
-            told, self._told = self._told, []
+            callbacks, self._callbacks = self._callbacks, []
         self._launch.kill()
-        for each in told:
+        for each in callbacks:
             each(self._broken)
         return self._broken
 
@@ -386,7 +386,7 @@ class LedRanks:
                     continue
                 early = self._launch.early_end() if self._heartbeats.missing else None
                 if early is not None:
-                    self._break(f"rank {early.rank} {early.told}")
+                    self._break(f"rank {early.rank} {early.report}")
                     return
                 signs = self._heartbeats.signs().with_report(self._own)
                 if not signs.are_bad(self._timeout_s):
@@ -404,8 +404,8 @@ class LedRanks:
             return
         found = blamed(signs, self._timeout_s, is_all=seconds > _NAMING_S)
         if found is not None:
-            told = self._launch.end_of(found.rank) if found.told is None else found.told
-            self._break(f"rank {found.rank} {told}")
+            report = self._launch.end_of(found.rank) if found.report is None else found.report
+            self._break(f"rank {found.rank} {report}")
 
 
 @contextmanager

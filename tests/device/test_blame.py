@@ -25,7 +25,7 @@ def test_an_error_of_a_ranks_own_is_named_whoever_else_has_told_of_one_before() 
     signs = Signs(4, (follows(0), follows(3), own(2)), frozenset({1}), {1: 9.0})
     found = blamed(signs, TIMEOUT_S, is_all=False)
     assert found is not None
-    assert (found.rank, found.told) == (2, "failed: ValueError: no such file\nTraceback")
+    assert (found.rank, found.report) == (2, "failed: ValueError: no such file\nTraceback")
 
 
 def test_a_process_that_ends_without_a_word_is_named_before_those_that_saw_it_end() -> None:
@@ -46,8 +46,8 @@ def test_a_rank_that_lives_and_takes_part_in_nothing_is_named_once_all_others_ha
     found = blamed(signs, TIMEOUT_S, is_all=True)
     assert found is not None
     assert found.rank == 2
-    assert found.told is not None
-    assert found.told.startswith("hangs: rank 0 waited for it in vain")
+    assert found.report is not None
+    assert found.report.startswith("hangs: rank 0 waited for it in vain")
 
 
 def test_of_ranks_that_wait_for_orders_and_one_that_carries_one_out_the_latter_hangs() -> None:
@@ -118,7 +118,7 @@ def test_late_ranks_of_which_the_first_is_not_known_have_some_seconds_to_tell_mo
 def test_where_all_have_told_of_the_same_the_first_is_named() -> None:
     found = blamed(Signs(2, (follows(1), follows(0))), TIMEOUT_S, is_all=True)
     assert found is not None
-    assert (found.rank, found.told) == (1, "failed: RuntimeError: Connection closed by peer")
+    assert (found.rank, found.report) == (1, "failed: RuntimeError: Connection closed by peer")
 
 
 @given(

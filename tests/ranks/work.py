@@ -226,7 +226,7 @@ class Told:
         """End the test."""
         raise error
 
-    def when_lost(self, told: Callable[[RankError], None]) -> None:
+    def when_lost(self, callback: Callable[[RankError], None]) -> None:
         """Do nothing: the test ends with an error of its own."""
 
     def kill(self) -> None:

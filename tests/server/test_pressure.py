@@ -169,13 +169,13 @@ def test_an_engine_that_dies_ends_everything_and_the_server(
         raise SystemExit("out")
 
     monkeypatch.setattr(server.model.engine, "step", die)
-    server.server.failure_told_s = 1e9
+    server.server.failure_visible_s = 1e9
     with pytest.raises((openai.APIStatusError, openai.APIConnectionError)):
         server.client().completions.create(**_plain(LONG))
     wait_until(lambda: server.server._failed_at is not None)
     # It still listens: a probe is told, and is not refused a connection.
     assert [httpx.get(f"{server.url}{path}").status_code for path in ("/health", "/live")] == [503, 503]
-    server.server.failure_told_s = 0.0
+    server.server.failure_visible_s = 0.0
     assert server.join()
     assert server.server.ending.signal_number is None
 

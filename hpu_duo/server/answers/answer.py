@@ -210,12 +210,12 @@ class Answer(ABC):
                 fresh[index].add(output)
             else:
                 fresh[index] = Choice.of(output)
-        told = []
+        events = []
         for index, choice in fresh.items():
             self.choices[index].finish_reason = choice.finish_reason
             if not choice.is_empty or self._returns_token_ids:
-                told += [self._event([part]) for part in self._parts(index, choice)]
-        return b"".join(told)
+                events += [self._event([part]) for part in self._parts(index, choice)]
+        return b"".join(events)
 
     def ending(self) -> bytes:
         """Events after the last output, except ``[DONE]``."""

@@ -110,7 +110,7 @@ class ChatAnswer(Answer):
     ) -> None:
         super().__init__(head, usage, num_choices, **options)
         self._names, self._echo = names, echo
-        self._has_told_prompt = False
+        self._has_sent_prompt = False
         self._readers = [
             _Reader(None if make_parser is None else make_parser(), only_first_call, only_calls)
             for _ in range(num_choices)
@@ -132,8 +132,8 @@ class ChatAnswer(Answer):
         return b"".join(self._event([_part(index, delta)]) for index in range(len(self._readers)))
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        first = {} if self._has_told_prompt else self._own_fields()
-        self._has_told_prompt = True
+        first = {} if self._has_sent_prompt else self._own_fields()
+        self._has_sent_prompt = True
         return super()._event(choices, **first, **more)
 
     def _own_fields(self) -> dict[str, Any]:
@@ -237,7 +237,7 @@ class CompletionAnswer(Answer):
     ) -> None:
         super().__init__(head, usage, num_choices, **options)
         self._echoes, self._generates, self._has_special = echoes, generates, has_special
-        self._untold_prompts = set(range(num_choices)) if self._returns_token_ids else set()
+        self._unsent_prompts = set(range(num_choices)) if self._returns_token_ids else set()
         self._logprobs = None if names is None else [CompletionLogprobs(names) for _ in range(num_choices)]
         if not generates:
             for choice in self.choices:
@@ -264,14 +264,14 @@ class CompletionAnswer(Answer):
 
     def beginning(self) -> bytes:
         """The echoed prompts, and the ends of choices without generation."""
-        told = bytearray()
+        events = bytearray()
         has_nothing = self._generates and (self._returned_prompts is None or self.is_short)
         nothing = () if has_nothing else (EchoedPrompt(""),) * len(self.choices)
         for index, echo in enumerate(self._echoes or nothing):
             logprobs = self._fields(index, echo.entries, echo.has_special)
             part = self._with_prompt(index, _text_part(index, echo.text, logprobs, self.choices[index]))
-            told += self._event([self._with_token_ids(part, Choice())])
-        return bytes(told)
+            events += self._event([self._with_token_ids(part, Choice())])
+        return bytes(events)
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         echo = self._echoes[index] if self._echoes else EchoedPrompt("")
@@ -290,9 +290,9 @@ class CompletionAnswer(Answer):
 
     def _with_prompt(self, index: int, part: dict[str, Any]) -> dict[str, Any]:
         """The first part of a choice with the token ids of its prompt."""
-        if self._returned_prompts is None or index not in self._untold_prompts:
+        if self._returned_prompts is None or index not in self._unsent_prompts:
             return part
-        self._untold_prompts.discard(index)
+        self._unsent_prompts.discard(index)
         prompt = self._returned_prompts[index * len(self._returned_prompts) // len(self.choices)]
         return {**part, "prompt_token_ids": prompt}
 

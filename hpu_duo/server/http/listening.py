@@ -24,7 +24,7 @@ from hpu_duo.server.running.admission import Stage
 _BACKLOG = 4096
 _UNREAD_S = 300
 """TCP user timeout in seconds: a peer that acknowledges nothing for this long is disconnected."""
-_FAILURE_TOLD_S = 1.0
+_FAILURE_VISIBLE_S = 1.0
 """Seconds for which a failed server responds with 503 before it exits."""
 
 
@@ -165,7 +165,7 @@ class DrainingServer(uvicorn.Server):
         self._signal_number: int | None = None
         self._draining: asyncio.Task[bool] | None = None
         self._failed_at: float | None = None
-        self.failure_told_s = _FAILURE_TOLD_S
+        self.failure_visible_s = _FAILURE_VISIBLE_S
         self._collector = IdleCollector()
 
     @property
@@ -185,17 +185,17 @@ class DrainingServer(uvicorn.Server):
         if self._signal_number is not None and self._draining is None:
             self._draining = asyncio.create_task(self._service.drain())
         if self._service.stage is Stage.FAILED:
-            return self._is_failure_told() or await super().on_tick(counter)
+            return self._is_failure_seen() or await super().on_tick(counter)
         if self._draining is not None and self._draining.done():
             return True
         return await super().on_tick(counter)
 
-    def _is_failure_told(self) -> bool:
+    def _is_failure_seen(self) -> bool:
         """Whether callers and probes have had the time to hear of a failure."""
         if self._failed_at is None:
             self._failed_at = time.monotonic()
             self.config.timeout_graceful_shutdown = 0
-        return time.monotonic() - self._failed_at >= self.failure_told_s
+        return time.monotonic() - self._failed_at >= self.failure_visible_s
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal."""

@@ -404,9 +404,9 @@ class AsyncEngine:
 
 def _died(died: WeakMethod[Callable[[BaseException], None]], error: BaseException) -> None:
     """Abort requests if the engine still exists."""
-    if (told := died()) is not None:
+    if (callback := died()) is not None:
         _log.critical("%s", error)
-        told(error)
+        callback(error)
 
 
 def _abort(request_id: str, engine: Engine) -> None:

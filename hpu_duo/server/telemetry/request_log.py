@@ -98,10 +98,10 @@ class RequestLog:
 
     def _run(self) -> None:
         opened: IO[str] | None = None
-        while (told := self._lines.get()) is not None:
+        while (record := self._lines.get()) is not None:
             try:
                 opened = opened or self._open()
-                opened.write(_line(*told))
+                opened.write(_line(*record))
                 opened.flush()
             except (OSError, ValueError) as error:
                 self._lose(error)
