@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hpu_duo.sampling.batch import SamplingBatch, SamplingRoute
 from hpu_duo.sampling.rows import FORBIDDEN, RowTensors, forbid
-from kernels_ref.x86 import largest
+from kernels_ref.x86 import library as x86
 
 
 def take_column(matrix_NK: Tensor, column_N: Tensor) -> Tensor:
@@ -182,8 +182,8 @@ def sample_tokens(
 
 def most_likely(scores_NV: Tensor) -> Tensor:
     """The lowest id among the largest scores of each row, int32 [N]."""
-    if largest.fits(scores_NV):
-        return largest.place_of_largest(scores_NV)
+    if x86.fits_logits(scores_NV):
+        return x86.place_of_largest(scores_NV)
     width = _ARGMAX_WIDTH
     vocab_size = scores_NV.shape[1]
     if scores_NV.device.type != "cpu" or vocab_size < 2 * width:

@@ -23,8 +23,7 @@ from kernels_ref.sdpa.operators import define, register, write_kv
 from kernels_ref.sparse import TileStep
 from kernels_ref.step import BlockStep, PartInputs, RingStep, StepTensors
 from kernels_ref.units import floats
-from kernels_ref.x86 import attention as x86_sums
-from kernels_ref.x86 import rows, slots
+from kernels_ref.x86 import library as x86
 
 __all__ = [
     "causal",
@@ -157,8 +156,8 @@ def unique_blocks(inputs: PartInputs, blocks: BlockStep) -> Partial:
         numbers = (t.owner, t.owner_start, *tails, blocks.end, *sizes)
         return Partial(*_sparse_unique(q_NKHD, k, v, *numbers))
     plan = (t.owner, t.tail_block, blocks.tails.visible)
-    if scoring.softcap is None and rows.fits(q_NKHD, k):
-        return rows.attend_blocks(q_NKHD, k, v, *plan)
+    if scoring.softcap is None and x86.fits_rows(q_NKHD, k):
+        return x86.attend_blocks(q_NKHD, k, v, *plan)
     if decode.is_short(q_NKHD, blocks.tails, (t.owner.shape[0] + 1) * units.layout.num_slots):
         return decode.short_blocks(inputs, blocks)
     if t.owner.shape[0] <= scoring.slices.short_blocks:
@@ -171,13 +170,13 @@ def unique_rings(inputs: PartInputs, ring: RingStep) -> Partial:
     """Decode rows against their rings."""
     q_NKHD, units, scoring = inputs.q, inputs.units, inputs.scoring
     k, v = floats(units)
-    seen, is_ours = ring.seen, scoring.softcap is None and rows.fits(q_NKHD, k)
+    seen, is_ours = ring.seen, scoring.softcap is None and x86.fits_rows(q_NKHD, k)
     if isinstance(seen, Held):
-        run = rows.attend_held if is_ours else _held_rings
+        run = x86.attend_held if is_ours else _held_rings
         cap = () if is_ours else (scoring.softcap or 0.0,)
         return Partial(*run(q_NKHD, k, v, *seen, *cap))
     if is_ours:
-        return rows.attend_rings(q_NKHD, k, v, seen.visible)
+        return x86.attend_rings(q_NKHD, k, v, seen.visible)
     if decode.is_short(q_NKHD, seen, units.layout.num_slots):
         visible = seen_mask(seen, units.layout.num_slots)[:, 0, 0]
         return decode.attend_units(q_NKHD, k[:1], v[:1], visible, scoring)
@@ -189,8 +188,8 @@ def unique_with_weights(inputs: PartInputs, ring: RingStep) -> tuple[Partial, to
     assert isinstance(ring.seen, Leading), "expected leading slots of a budget to be visible"
     q_NKGD, _, units, _, scoring, _, sinks_KG = inputs
     visible, (k, v) = ring.seen.visible, floats(units)
-    if scoring.softcap is None and rows.fits(q_NKGD, k):
-        return rows.attend_with_weights(q_NKGD, k, v, visible, sinks_KG)
+    if scoring.softcap is None and x86.fits_rows(q_NKGD, k):
+        return x86.attend_with_weights(q_NKGD, k, v, visible, sinks_KG)
     *partial, mass = _rings_with_weights(q_NKGD, k, v, visible, sinks_KG, scoring.softcap or 0.0)
     return Partial(*partial), mass
 
@@ -204,7 +203,7 @@ def column_sums(
 ) -> torch.Tensor:
     """Sums of the weights of prompt rows by slot and new key."""
     q_QKGD, k_QKD = inputs.q, inputs.new.k
-    if inputs.scoring.softcap is not None or not x86_sums.fits(q_QKGD, k_QKD):
+    if inputs.scoring.softcap is not None or not x86.fits_tiles(q_QKGD, k_QKD):
         return reference.column_sums(inputs, lse_QKG, slots_PKCD, chunk, num_observed)
     plan = chunk.start, chunk.num_new, chunk.token
     total: torch.Tensor = _column_sums(q_QKGD, lse_QKG, k_QKD, slots_PKCD, *plan, num_observed)
@@ -215,7 +214,7 @@ def eviction_victims(
     score_NKC: torch.Tensor | None, position_NKC: torch.Tensor, is_protected: torch.Tensor | None
 ) -> torch.Tensor:
     """The eviction victim of each head."""
-    run = slots.eviction_victims if slots.fits(position_NKC) else reference.eviction_victims
+    run = x86.eviction_victims if x86.fits_slots(position_NKC) else reference.eviction_victims
     return run(score_NKC, position_NKC, is_protected)
 
 

@@ -12,8 +12,7 @@ import torch
 
 from bias_builders import Window, leading_visible, sees_streaming
 from kernels_ref.partial import FLOOR, Partial, empty, merge
-from kernels_ref.x86 import attention
-from kernels_ref.x86 import attention as tiled
+from kernels_ref.x86 import library as x86
 
 
 def flash(
@@ -77,7 +76,7 @@ def causal(
     """Row by row, causal or in slices of ``band_queries`` of the streaming band."""
     window = Window(sink, recent) if recent else None
     rows = list(prompt_rows(row_start, row_num_new, row_query_start, causal_row))
-    is_tiled = tiled.fits(q_QKGD, k_QKD)
+    is_tiled = x86.fits_tiles(q_QKGD, k_QKD)
     fills_step = len(rows) == 1 and (rows[0].begin, rows[0].end) == (0, len(q_QKGD))
     if fills_step and not is_tiled and (window is None or len(q_QKGD) <= window.recent):
         # One prompt without padding, the usual long prefill: its result is the whole result.
@@ -88,7 +87,7 @@ def causal(
         if is_tiled:
             # Sinks are the first tokens of the request; here keys begin with its first new token.
             band = window and Window(max(0, window.sink - row.start), window.recent)
-            tiled.attend(_of_row(total, row), q, k, v, is_causal=True, window=band)
+            x86.attend(_of_row(total, row), q, k, v, is_causal=True, window=band)
         elif window is None or len(q) <= window.recent:
             _put(total, row.begin, flash(q, k, v, is_causal=True))
         else:
@@ -142,8 +141,8 @@ def shared_rings(
         k, v = (x[place, :, :used].transpose(0, 1) for x in (k_CKWD, v_CKWD))
         if row.start + len(q) <= window.recent and int(held.max()) < row.start:
             # No token is out of reach for any query.
-            if tiled.fits(q, k):
-                tiled.attend(_of_row(total, row), q, k, v)
+            if x86.fits_tiles(q, k):
+                x86.attend(_of_row(total, row), q, k, v)
             else:
                 _put(total, row.begin, flash(q, k, v))
             continue
@@ -213,8 +212,8 @@ def shared_blocks(
         for part in block.split(context_blocks):
             # Gathered copies of one part are freed before those of the next one.
             k, v = (_slots(x, part, readers.num_slots) for x in (k_XKBD, v_XKBD))
-            if tiled.fits(q, k):
-                tiled.attend(seen, q, k, v)
+            if x86.fits_tiles(q, k):
+                x86.attend(seen, q, k, v)
             else:
                 for whole, merged in zip(seen, merge(seen, flash(q, k, v))):
                     whole.copy_(merged)
@@ -302,9 +301,9 @@ def column_sums(
         stored = min(num_before, num_slots)
         if slots_PKCD is not None and stored:
             held = slots_PKCD[row, :, :stored].transpose(0, 1)
-            total[row, :, :stored] = attention.column_sums(q, held, lse)
+            total[row, :, :stored] = x86.column_sums(q, held, lse)
         if new:
-            own = attention.column_sums(q, k_QKD[begin:end], lse, offset=new - counted)
+            own = x86.column_sums(q, k_QKD[begin:end], lse, offset=new - counted)
             total[row, :, num_slots : num_slots + new] = own
     return total
 

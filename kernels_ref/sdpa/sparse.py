@@ -15,7 +15,7 @@ from kernels_ref.partial import Partial, Scoring, empty, merge, soften
 from kernels_ref.reference import merge_by_owner, own_units, side_by_side
 from kernels_ref.sdpa.prefill import flash, prompt_rows
 from kernels_ref.sparse import estimate, picked, slot_positions, tails_visible, whole_visible
-from kernels_ref.x86 import attention as tiled
+from kernels_ref.x86 import library as x86
 
 KEY_TILE = 128
 """Number of new keys that are read or skipped together."""
@@ -212,8 +212,8 @@ def _attend_tiles(
         for begin in range(0, len(tiles), num_together):
             k, v, key_position = keys_of(tiles[begin : begin + num_together])
             visible = None
-            if not masked and tiled.fits(q_SKGD, k):
-                tiled.attend(seen, q_SKGD, k, v)
+            if not masked and x86.fits_tiles(q_SKGD, k):
+                x86.attend(seen, q_SKGD, k, v)
                 continue
             if masked:
                 visible = rule.sees(position_S[:, None], key_position[None]) & (key_position >= 0)[None]
@@ -308,8 +308,8 @@ def _attend_chosen(
 def _merge_into(
     seen: Partial, q_SKGD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, *, is_causal: bool = False
 ) -> None:
-    if tiled.fits(q_SKGD, k_TKD):
-        tiled.attend(seen, q_SKGD, k_TKD, v_TKD, is_causal=is_causal)
+    if x86.fits_tiles(q_SKGD, k_TKD):
+        x86.attend(seen, q_SKGD, k_TKD, v_TKD, is_causal=is_causal)
         return
     for whole, merged in zip(seen, merge(seen, flash(q_SKGD, k_TKD, v_TKD, is_causal=is_causal))):
         whole.copy_(merged)

@@ -1,4 +1,13 @@
-"""The kernels of this folder as operators ``torch.ops.hpu_duo_x86``, built at their first use."""
+"""The kernels of this folder: built as operators ``torch.ops.hpu_duo_x86`` at their first use, and called.
+
+Decode rows, of a few bfloat16 query tokens each, attend to the units of a store: every visible key and value
+is read once for a few query heads, in place; slots after the last one that some token of a row sees are not
+read, so their content does not matter. Many queries multiply packed tiles. Scores, weights and sums are
+float32.
+
+Shapes: N rows of up to M tokens and T tails, K heads, H query heads of a row and head, those of each token
+contiguous, X units of S slots, D head size; of prompts, S queries of G heads and T keys; V logits.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +20,9 @@ from typing import Literal
 
 import torch
 
+from bias_builders import Window
 from kernels_ref.native import BuildError, build
+from kernels_ref.partial import Partial
 
 Instructions = Literal["best", "vectors", "tiles", "model"]
 """Instructions for products: the best for the work, AVX512-BF16, AMX, or a slow model of AMX for tests."""
@@ -22,6 +33,8 @@ SWITCH = "HPU_DUO_X86_KERNELS"
 _VECTORS = ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16")
 _TILES = ("amx-tile", "amx-bf16")
 _Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_PAIRS, _LANES, _MAX_DIM = 32, 16, 256
+"""Head sizes are multiples of the first two numbers, for rows and for tiles, and at most the third one."""
 _lock = Lock()
 
 
@@ -149,3 +162,201 @@ def _linears(
 def _triple(q: torch.Tensor, *_: object) -> _Triple:
     attn = q.new_empty(q.shape, dtype=torch.float32)
     return attn, attn.new_empty(attn.shape[:-1]), attn.new_empty(attn.shape[:-1])
+
+
+def fits_rows(q_NKHD: torch.Tensor, k_XKSD: torch.Tensor) -> bool:
+    """Whether these queries and keys of rows are supported on this machine; a constant for compiled code."""
+    dim = q_NKHD.shape[3]
+    is_cpu_bfloat16 = q_NKHD.dtype == torch.bfloat16 == k_XKSD.dtype and q_NKHD.device.type == "cpu"
+    return is_cpu_bfloat16 and dim % _PAIRS == 0 and dim <= _MAX_DIM and is_available()
+
+
+def attend_blocks(
+    q_NKHD: torch.Tensor,
+    k_XKSD: torch.Tensor,
+    v_XKSD: torch.Tensor,
+    owner: torch.Tensor,
+    tail_block: torch.Tensor,
+    tail_visible: torch.Tensor,
+) -> Partial:
+    """Scaled queries over whole units that their rows own, and the leading slots of a few more.
+
+    Args:
+        owner: which row sees all of unit ``x``, int32 ``[<= X]``; numbers that are no row = none.
+        tail_block: further units of each row, int32 ``[N, T]``.
+        tail_visible: how many of their slots each token sees, int32 ``[N, T, M]``.
+
+    Raises:
+        ValueError: stores that do not go with the queries.
+    """
+    operator = torch.ops.hpu_duo_x86.attend_blocks.default
+    return Partial(*operator(q_NKHD, k_XKSD, v_XKSD, owner, tail_block, tail_visible))
+
+
+def attend_rings(
+    q_NKHD: torch.Tensor, k_XKSD: torch.Tensor, v_XKSD: torch.Tensor, visible: torch.Tensor
+) -> Partial:
+    """Scaled queries over the leading slots of a unit each.
+
+    Args:
+        visible: slots of unit ``n`` that each token of row ``n`` sees, int32 ``[N, 1, M]``.
+
+    Raises:
+        ValueError: as for ``attend_blocks``.
+    """
+    return Partial(*torch.ops.hpu_duo_x86.attend_rings.default(q_NKHD, k_XKSD, v_XKSD, visible))
+
+
+def attend_with_weights(
+    q_NKHD: torch.Tensor,
+    k_XKSD: torch.Tensor,
+    v_XKSD: torch.Tensor,
+    visible: torch.Tensor,
+    sinks_KH: torch.Tensor | None,
+) -> tuple[Partial, torch.Tensor]:
+    """Scaled queries of one token a row over the leading slots of a unit each, with the weight of each slot.
+
+    Args:
+        visible: slots of unit ``n`` that row ``n`` sees, int32 ``[N, 1, 1]``.
+        sinks_KH: logits that count in the weights, or None; the partial is without them.
+
+    Returns:
+        The partial, and the weights of each slot summed over query heads, float32 ``[N, K, S]``.
+
+    Raises:
+        ValueError: as for ``attend_blocks``.
+    """
+    operator = torch.ops.hpu_duo_x86.attend_with_weights.default
+    *partial, mass = operator(q_NKHD, k_XKSD, v_XKSD, visible, sinks_KH)
+    return Partial(*partial), mass
+
+
+def attend_held(
+    q_NKHD: torch.Tensor,
+    k_XKSD: torch.Tensor,
+    v_XKSD: torch.Tensor,
+    position: torch.Tensor,
+    begin: torch.Tensor,
+    end: torch.Tensor,
+    sink: int,
+) -> Partial:
+    """Scaled queries over the slots of a unit each whose positions lie in an interval; see ``Held``.
+
+    Slots before the last used one must be finite.
+
+    Args:
+        position: positions in the slots of unit ``n``, int32 ``[N, K, S]`` or ``[N, 1, S]``.
+        begin, end: what each token sees, int32 ``[N, M]``.
+        sink: positions that every token sees.
+
+    Raises:
+        ValueError: as for ``attend_blocks``.
+    """
+    operator = torch.ops.hpu_duo_x86.attend_held.default
+    return Partial(*operator(q_NKHD, k_XKSD, v_XKSD, position, begin, end, sink))
+
+
+def fits_tiles(q_SKGD: torch.Tensor, k_TKD: torch.Tensor) -> bool:
+    """Whether ``attend`` supports these queries and keys on this machine."""
+    dim = q_SKGD.shape[3]
+    return (
+        q_SKGD.dtype == torch.bfloat16
+        and dim % _LANES == 0
+        and dim <= _MAX_DIM
+        and k_TKD.shape[2] == dim
+        and is_available()
+    )
+
+
+def attend(
+    total: Partial,
+    q_SKGD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    window: Window | None = None,
+    instructions: Instructions = "best",
+) -> None:
+    """Merge attention of scaled queries over some keys into ``total``, in place.
+
+    Args:
+        total: partial of the queries so far, contiguous ``[S, K, G, D]`` and ``[S, K, G]``.
+        is_causal: query ``s`` sees keys ``0..s`` only; there are as many keys as queries.
+        window: with ``is_causal``, only the first ``sink`` and the last ``recent`` of those.
+
+    Raises:
+        ValueError: queries, keys and flags that do not go together, or no such kernel here.
+    """
+    num_queries, num_kv, _, dim = q_SKGD.shape
+    num_keys = k_TKD.shape[0]
+    if k_TKD.shape != (num_keys, num_kv, dim) or v_TKD.shape != k_TKD.shape:
+        raise ValueError(
+            f"expected keys and values [T, {num_kv}, {dim}], got {[*k_TKD.shape]} and {[*v_TKD.shape]}"
+        )
+    if (is_causal and num_keys != num_queries) or (window is not None and not is_causal):
+        raise ValueError(
+            f"expected a window only with is_causal, and then as many keys as queries, "
+            f"got {window=}, {is_causal=}, {num_queries} queries and {num_keys} keys"
+        )
+    if not all(part.is_contiguous() for part in total):
+        raise ValueError("expected a contiguous partial to merge into")
+    require()
+    sink, recent = window or (0, 0)
+    torch.ops.hpu_duo_x86.attend.default(*total, q_SKGD, k_TKD, v_TKD, is_causal, sink, recent, instructions)
+
+
+def column_sums(
+    q_SKGD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    lse_SKG: torch.Tensor,
+    *,
+    offset: int | None = None,
+    instructions: Instructions = "best",
+) -> torch.Tensor:
+    """Weights that scaled queries put on each key, float32 ``[K, T]``, summed over queries and query heads.
+
+    Args:
+        lse_SKG: log-sum-exp of the scores of each query, float32.
+        offset: query ``s`` sees keys up to ``s + offset``; None = all keys.
+
+    Raises:
+        ValueError: tensors that do not go together, or no such kernel here.
+    """
+    require()
+    return torch.ops.hpu_duo_x86.column_sums.default(q_SKGD, k_TKD, lse_SKG, offset, instructions)
+
+
+def fits_slots(position_NKC: torch.Tensor) -> bool:
+    """Whether the kernel can read the slots; a constant for compiled code."""
+    return position_NKC.device.type == "cpu" and is_available()
+
+
+def eviction_victims(
+    score_NKC: torch.Tensor | None, position_NKC: torch.Tensor, is_protected: torch.Tensor | None
+) -> torch.Tensor:
+    """See ``kernels_ref.groups.budget_slots``.
+
+    Raises:
+        ValueError: shapes that differ, other dtypes, or no such kernel here.
+    """
+    require()
+    return torch.ops.hpu_duo_x86.eviction_victims.default(score_NKC, position_NKC, is_protected)
+
+
+def fits_logits(rows_NV: torch.Tensor) -> bool:
+    """Whether these are rows that the kernel reads, here."""
+    return rows_NV.dtype == torch.bfloat16 and rows_NV.device.type == "cpu" and is_available()
+
+
+def place_of_largest(rows_NV: torch.Tensor) -> torch.Tensor:
+    """The place of the first of the largest items of each row, int32 ``[N]``.
+
+    An item that is not a number is larger than any, as for ``torch.argmax``.
+
+    Raises:
+        ValueError: there are no two dimensions or no items, the dtype is another one, or there is no such
+            kernel here.
+    """
+    require()
+    return torch.ops.hpu_duo_x86.place_of_largest.default(rows_NV)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from kernels_ref import Implementation
 from kernels_ref.impl import kernels
-from kernels_ref.x86 import slots
-from kernels_ref.x86.library import is_supported
+from kernels_ref.x86 import library as x86
 
 K = 3
 
@@ -54,12 +53,12 @@ def test_the_lowest_score_goes_and_the_lowest_position_of_equal_ones(
             assert int(found[row, head]) == min(candidates)[2]
 
 
-@pytest.mark.skipif(not is_supported(), reason="needs a CPU with AVX512-BF16")
+@pytest.mark.skipif(not x86.is_supported(), reason="needs a CPU with AVX512-BF16")
 def test_arguments_that_do_not_fit_are_refused() -> None:
     position = torch.zeros(2, K, 5, dtype=torch.int32)
     with pytest.raises(ValueError, match="expected score to have shape"):
-        slots.eviction_victims(torch.zeros(2, K, 4), position, None)
+        x86.eviction_victims(torch.zeros(2, K, 4), position, None)
     with pytest.raises(ValueError, match="expected Int, got Long"):
-        slots.eviction_victims(None, position.long(), None)
+        x86.eviction_victims(None, position.long(), None)
     with pytest.raises(ValueError, match=r"expected position \[N, K, C\]"):
-        slots.eviction_victims(None, position[0], None)
+        x86.eviction_victims(None, position[0], None)

@@ -12,7 +12,7 @@ from kernels_ref import Implementation, of_stores
 from kernels_ref.groups import RingStep
 from kernels_ref.impl import kernels
 from kernels_ref.partial import normalise
-from kernels_ref.x86 import rows
+from kernels_ref.x86 import library as x86
 from tests.kernels_ref.parts import inputs_of
 
 K, D, NUM_SLOTS = 3, 64, 300
@@ -71,14 +71,14 @@ def test_slots_receive_what_softmax_gives_them(
         torch.testing.assert_close(found.sum(dim=-1), wanted[:, None].expand(-1, K), atol=1e-3, rtol=0)
 
 
-@pytest.mark.skipif(not rows.is_available(), reason="needs AVX512-BF16 and a compiler")
+@pytest.mark.skipif(not x86.is_available(), reason="needs AVX512-BF16 and a compiler")
 def test_the_kernel_and_the_portable_part_agree_on_equal_numbers() -> None:
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, K, n, D, generator=generator).bfloat16() for n in (2, NUM_SLOTS, NUM_SLOTS))
     seen = torch.tensor([NUM_SLOTS, 77], dtype=torch.int32)[:, None, None]
     nothing = torch.zeros(0, dtype=torch.int32)
     ring = RingStep(nothing, Leading(seen), nothing)
-    ours, mass = rows.attend_with_weights(q, k, v, seen, None)
+    ours, mass = x86.attend_with_weights(q, k, v, seen, None)
     portable, wanted = kernels(Implementation.REFERENCE).unique_with_weights(
         inputs_of(q, units=of_stores(k, v)), ring
     )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bias_builders import Window
 from kernels_ref.partial import Partial, empty
-from kernels_ref.x86 import attention as tiled
+from kernels_ref.x86 import library as x86
 from kernels_ref.x86.library import Instructions, has_tiles, is_supported, variants
 
 here = pytest.mark.skipif(not is_supported(), reason="needs a CPU with AVX512-BF16")
@@ -65,7 +65,7 @@ def test_causal_and_streaming_queries_see_exactly_their_keys(
     length = data.draw(st.one_of(st.integers(1, 40), st.integers(40, longest)))
     q, k, v = draw_inputs(length, length, *heads, dim, seed)
     total = empty(q)
-    tiled.attend(total, q, k, v, is_causal=True, window=window, instructions=instructions)
+    x86.attend(total, q, k, v, is_causal=True, window=window, instructions=instructions)
     query, key = torch.arange(length)[:, None], torch.arange(length)
     seen = key <= query
     if window is not None:
@@ -92,7 +92,7 @@ def test_keys_that_come_in_parts_merge_into_attention_over_all_of_them(
     k = torch.cat([part * growth**number for number, part in enumerate(k.split(cuts))])
     total = empty(q)
     for k_part, v_part in zip(k.split(cuts), v.split(cuts)):
-        tiled.attend(total, q, k_part, v_part, instructions=instructions)
+        x86.attend(total, q, k_part, v_part, instructions=instructions)
     assert_close(result(total), exact(q, k, v, torch.ones(num_queries, sum(cuts), dtype=torch.bool)))
 
 
@@ -101,8 +101,8 @@ def test_keys_that_come_in_parts_merge_into_attention_over_all_of_them(
 def test_tiles_give_the_bits_of_their_model(dim: int) -> None:
     q, k, v = draw_inputs(100, 100, 2, 3, dim, 6)
     tiles, model = empty(q), empty(q)
-    tiled.attend(tiles, q, k, v, is_causal=True, instructions="tiles")
-    tiled.attend(model, q, k, v, is_causal=True, instructions="model")
+    x86.attend(tiles, q, k, v, is_causal=True, instructions="tiles")
+    x86.attend(model, q, k, v, is_causal=True, instructions="model")
     assert all(map(torch.equal, tiles, model))
 
 
@@ -112,7 +112,7 @@ def test_strided_inputs_and_slices_of_a_partial_are_read_and_written_in_place() 
     total = empty(q)
     part = Partial(*(x[20:50] for x in total))
     flipped = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
-    tiled.attend(part, *(x[20:50] for x in flipped), is_causal=True)
+    x86.attend(part, *(x[20:50] for x in flipped), is_causal=True)
     assert_close(result(part), exact(q[20:50], k[20:50], v[20:50], torch.ones(30, 30).tril().bool()))
     assert (total.sum[:20] == 0).all()
     assert (total.sum[50:] == 0).all()
@@ -128,7 +128,7 @@ def test_several_threads_give_the_bits_of_one(instructions: Instructions) -> Non
         for threads in (1, 2):
             torch.set_num_threads(threads)
             outputs.append(empty(q))
-            tiled.attend(outputs[-1], q, k, v, is_causal=True, instructions=instructions)
+            x86.attend(outputs[-1], q, k, v, is_causal=True, instructions=instructions)
     finally:
         torch.set_num_threads(before)
     for one, two in zip(*outputs):
@@ -142,7 +142,7 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(instructions: Instructio
     for factor in (1e-30, 300.0, 1e5):
         large = (q * factor).bfloat16()
         total = empty(large)
-        tiled.attend(total, large, k, v, is_causal=True, instructions=instructions)
+        x86.attend(total, large, k, v, is_causal=True, instructions=instructions)
         assert_close(result(total), exact(large, k, v, torch.ones(64, 64).tril().bool()))
 
 
@@ -150,17 +150,17 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(instructions: Instructio
 def test_inputs_that_do_not_go_together_are_refused() -> None:
     q, k, v = draw_inputs(8, 8, 1, 2, 16, 4)
     with pytest.raises(ValueError, match="as many keys as queries"):
-        tiled.attend(empty(q), q, k[:4], v[:4], is_causal=True)
+        x86.attend(empty(q), q, k[:4], v[:4], is_causal=True)
     with pytest.raises(ValueError, match="a window only with is_causal"):
-        tiled.attend(empty(q), q, k, v, window=Window(0, 2))
+        x86.attend(empty(q), q, k, v, window=Window(0, 2))
     with pytest.raises(ValueError, match=r"keys and values \[T, 1, 16\]"):
-        tiled.attend(empty(q), q, k, v[:4])
+        x86.attend(empty(q), q, k, v[:4])
     with pytest.raises(ValueError, match="contiguous partial"):
-        tiled.attend(Partial(*(x[::2] for x in empty(q))), q[::2], k, v)
+        x86.attend(Partial(*(x[::2] for x in empty(q))), q[::2], k, v)
 
 
 def test_other_dtypes_and_head_sizes_are_left_to_torch() -> None:
     q, k, _ = draw_inputs(8, 8, 1, 1, 20, 5)
-    assert tiled.fits(q, k) is False
+    assert x86.fits_tiles(q, k) is False
     q, k, _ = draw_inputs(8, 8, 1, 1, 16, 5)
-    assert tiled.fits(q.float(), k.float()) is False
+    assert x86.fits_tiles(q.float(), k.float()) is False

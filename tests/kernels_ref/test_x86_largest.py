@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels_ref.x86 import largest
-from kernels_ref.x86.library import is_supported
+from kernels_ref.x86 import library as x86
 
-pytestmark = pytest.mark.skipif(not is_supported(), reason="needs a CPU with AVX512-BF16")
+pytestmark = pytest.mark.skipif(not x86.is_supported(), reason="needs a CPU with AVX512-BF16")
 
 
 @settings(deadline=None, max_examples=150)
@@ -31,12 +30,12 @@ def test_places_are_those_of_argmax(
     rows = torch.randint(-num_values, num_values, (num_rows, width), generator=draw).bfloat16() / 8
     if special is not None:
         rows[torch.rand(rows.shape, generator=draw) < 3 / width] = special
-    assert torch.equal(largest.place_of_largest(rows), rows.argmax(dim=-1).int())
+    assert torch.equal(x86.place_of_largest(rows), rows.argmax(dim=-1).int())
 
 
 def test_rows_below_every_number_have_their_first_place() -> None:
     rows = torch.full((2, 3000), -math.inf).bfloat16()
-    assert largest.place_of_largest(rows).tolist() == [0, 0]
+    assert x86.place_of_largest(rows).tolist() == [0, 0]
 
 
 def test_rows_may_be_strided_and_threads_share_them() -> None:
@@ -44,7 +43,7 @@ def test_rows_may_be_strided_and_threads_share_them() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        got = largest.place_of_largest(rows)
+        got = x86.place_of_largest(rows)
     finally:
         torch.set_num_threads(before)
     # Of equal items the first one, which argmax of strided rows may not give.
@@ -54,7 +53,7 @@ def test_rows_may_be_strided_and_threads_share_them() -> None:
 def test_what_has_no_largest_item_is_refused() -> None:
     for rows in (torch.empty(3, 0).bfloat16(), torch.empty(3).bfloat16()):
         with pytest.raises(ValueError, match=r"expected rows \[N, V\] of at least one item, got \[3"):
-            largest.place_of_largest(rows)
+            x86.place_of_largest(rows)
     with pytest.raises(ValueError, match="expected BFloat16, got Float"):
-        largest.place_of_largest(torch.zeros(2, 5))
-    assert not largest.fits(torch.zeros(2, 5))
+        x86.place_of_largest(torch.zeros(2, 5))
+    assert not x86.fits_logits(torch.zeros(2, 5))

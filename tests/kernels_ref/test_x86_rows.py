@@ -7,10 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels_ref.x86 import rows
-from kernels_ref.x86.library import is_supported
+from kernels_ref.x86 import library as x86
 
-here = pytest.mark.skipif(not is_supported(), reason="needs a CPU with AVX512-BF16")
+here = pytest.mark.skipif(not x86.is_supported(), reason="needs a CPU with AVX512-BF16")
 
 
 def plan_of(owner: list[int], last: list[int], visible: list[int]) -> list[torch.Tensor]:
@@ -51,7 +50,7 @@ def test_each_row_sees_its_units_and_the_head_of_its_tail_although_other_slots_h
         for row in range(num_rows):
             store[len(owner) + row, :, visible[row] :] = torch.nan
     last = [len(owner) + row for row in range(num_rows)]
-    partial = rows.attend_blocks(q, k, v, *plan_of(owner, last, visible))
+    partial = x86.attend_blocks(q, k, v, *plan_of(owner, last, visible))
     for row in range(num_rows):
         units = [unit for unit, number in enumerate(owner) if number == row]
         keys, values = (
@@ -74,7 +73,7 @@ def test_several_threads_give_the_bits_of_one() -> None:
         outputs = []
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            outputs.append(rows.attend_blocks(q, k, v, *plan))
+            outputs.append(x86.attend_blocks(q, k, v, *plan))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, two) for one, two in zip(*outputs))
@@ -87,23 +86,23 @@ def test_stores_and_plans_that_do_not_go_with_the_queries_are_refused() -> None:
     none, tail = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     seen = tail[..., None]
     with pytest.raises(ValueError, match=r"expected stores \[X, 1, S, 32\]"):
-        rows.attend_blocks(q, store, store, none, tail, seen)
+        x86.attend_blocks(q, store, store, none, tail, seen)
     store = store[..., :32].contiguous()
     with pytest.raises(ValueError, match="expected BFloat16, got Float"):
-        rows.attend_blocks(q, store.float(), store.float(), none, tail, seen)
+        x86.attend_blocks(q, store.float(), store.float(), none, tail, seen)
     with pytest.raises(ValueError, match="expected Int, got Long"):
-        rows.attend_rings(q, store, store, seen.long())
+        x86.attend_rings(q, store, store, seen.long())
     with pytest.raises(ValueError, match="expected at most 1 units, got 2"):
-        rows.attend_blocks(q, store, store, none.repeat(2), tail, seen)
+        x86.attend_blocks(q, store, store, none.repeat(2), tail, seen)
     with pytest.raises(ValueError, match=r"expected visible to have shape \[1, 1, 1\], got \[2, 1, 1\]"):
-        rows.attend_rings(q, store, store, seen.repeat(2, 1, 1))
+        x86.attend_rings(q, store, store, seen.repeat(2, 1, 1))
     with pytest.raises(ValueError, match=r"expected a number of tokens that divides the 1 query heads"):
-        rows.attend_rings(q, store, store, seen.repeat(1, 1, 2))
+        x86.attend_rings(q, store, store, seen.repeat(1, 1, 2))
     with pytest.raises(ValueError, match=r"expected position to have shape \[1, 1, 4\], got \[1, 1, 3\]"):
-        rows.attend_held(q, store, store, seen.repeat(1, 1, 3), tail, tail, 0)
-    whole = rows.attend_rings(q, store, store, seen + 4)
-    assert all(map(torch.equal, rows.attend_rings(q, store, store, seen + 10**9), whole)), "no more than all"
-    assert rows.fits(q.float(), store.float()) is False
+        x86.attend_held(q, store, store, seen.repeat(1, 1, 3), tail, tail, 0)
+    whole = x86.attend_rings(q, store, store, seen + 4)
+    assert all(map(torch.equal, x86.attend_rings(q, store, store, seen + 10**9), whole)), "no more than all"
+    assert x86.fits_rows(q.float(), store.float()) is False
 
 
 @here
@@ -131,7 +130,7 @@ def test_each_token_of_a_row_sees_its_own_part_of_the_tails(
             for store in (k, v):
                 store[tail_block[row, tail], :, visible[row, tail].max() :] = torch.nan
     owners = torch.tensor(owner, dtype=torch.int32)
-    partial = rows.attend_blocks(q.flatten(2, 3), k, v, owners, tail_block, visible)
+    partial = x86.attend_blocks(q.flatten(2, 3), k, v, owners, tail_block, visible)
     out = (partial.attn / partial.sum.clamp(min=1e-30)[..., None]).unflatten(2, (tokens, group))
     for row in range(num_rows):
         for token in range(tokens):
@@ -163,7 +162,7 @@ def test_each_token_sees_the_positions_of_its_interval_wherever_they_lie(
     shape = (num_rows, num_kv if is_per_head else 1, slots)
     position = torch.randint(-1, 200, shape, generator=gen, dtype=torch.int32)
     begin, end = torch.randint(0, 220, (2, num_rows, tokens), generator=gen, dtype=torch.int32)
-    partial = rows.attend_held(q.flatten(2, 3), k, v, position, begin, end, sink)
+    partial = x86.attend_held(q.flatten(2, 3), k, v, position, begin, end, sink)
     out = (partial.attn / partial.sum.clamp(min=1e-30)[..., None]).unflatten(2, (tokens, group))
     for row in range(num_rows):
         for token in range(tokens):
@@ -186,8 +185,8 @@ def test_a_ring_is_the_last_unit_of_its_row(visible: list[int], seed: int) -> No
     q = torch.randn(num_rows, 2, 3, 64, generator=gen).bfloat16()
     k, v = (torch.randn(num_rows + 1, 2, 40, 64, generator=gen).bfloat16() for _ in range(2))
     none, own, seen = plan_of([], list(range(num_rows)), visible)
-    expected = rows.attend_blocks(q, k, v, none, own, seen)
-    assert all(map(torch.equal, rows.attend_rings(q, k, v, seen), expected))
+    expected = x86.attend_blocks(q, k, v, none, own, seen)
+    assert all(map(torch.equal, x86.attend_rings(q, k, v, seen), expected))
 
 
 @here
@@ -196,13 +195,13 @@ def test_compiled_code_calls_the_operators_and_they_promise_what_they_return() -
     store = torch.randn(4, 1, 8, 32).bfloat16()
     plan = plan_of([0, 1], [2, 3], [3, 8])
     held = (torch.arange(8, dtype=torch.int32).expand(2, 1, 8), plan[1], plan[2][..., 0], 1)
-    rows.attend_blocks(q, store, store, *plan)
+    x86.attend_blocks(q, store, store, *plan)
     operators = torch.ops.hpu_duo_x86
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(operators.attend_blocks.default, (q, store, store, *plan), test_utils=checks)
     torch.library.opcheck(operators.attend_rings.default, (q, store, store, plan[2]), test_utils=checks)
     torch.library.opcheck(operators.attend_held.default, (q, store, store, *held), test_utils=checks)
     compiled = torch.compile(
-        lambda x: rows.attend_rings(x * 2, store, store, plan[2]).attn + 1, fullgraph=True
+        lambda x: x86.attend_rings(x * 2, store, store, plan[2]).attn + 1, fullgraph=True
     )
-    torch.testing.assert_close(compiled(q), rows.attend_rings(q * 2, store, store, plan[2]).attn + 1)
+    torch.testing.assert_close(compiled(q), x86.attend_rings(q * 2, store, store, plan[2]).attn + 1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kernels_ref import Implementation
 from kernels_ref.impl import kernels
-from kernels_ref.x86 import attention
+from kernels_ref.x86 import library as x86
 from kernels_ref.x86.library import Instructions, is_supported, variants
 from tests.kernels_ref.budget_cases import some_chunks
 
@@ -54,7 +54,7 @@ def test_keys_receive_what_softmax_gives_them(
     k = torch.randn(num_keys, heads[0] + 1, dim, generator=generator).bfloat16()[:, 1:]
     k = k.transpose(0, 1).contiguous().transpose(0, 1) if seed % 2 else k
     lse, expected = exact(q, k, offset)
-    found = attention.column_sums(q, k, lse, offset=offset, instructions=instructions)
+    found = x86.column_sums(q, k, lse, offset=offset, instructions=instructions)
     torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -67,7 +67,7 @@ def test_several_threads_give_the_bits_of_one(instructions: Instructions) -> Non
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.append(attention.column_sums(q, k, lse, offset=200, instructions=instructions))
+            found.append(x86.column_sums(q, k, lse, offset=200, instructions=instructions))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*found)
@@ -95,10 +95,10 @@ def test_rows_with_slots_that_hold_anything_give_the_sums_of_their_queries(
 def test_what_does_not_go_together_is_refused() -> None:
     q, k, lse = torch.randn(4, 2, 3, 32).bfloat16(), torch.randn(5, 2, 32).bfloat16(), torch.zeros(4, 2, 3)
     with pytest.raises(ValueError, match=r"expected queries \[S, K, G, D\] and keys \[T, K, D\]"):
-        attention.column_sums(q, k[:, :1], lse)
+        x86.column_sums(q, k[:, :1], lse)
     with pytest.raises(ValueError, match="a multiple of 16"):
-        attention.column_sums(q[..., :8], k[..., :8], lse)
+        x86.column_sums(q[..., :8], k[..., :8], lse)
     with pytest.raises(ValueError, match="expected lse to have shape"):
-        attention.column_sums(q, k, lse[:3])
+        x86.column_sums(q, k, lse[:3])
     with pytest.raises(ValueError, match="got Float"):
-        attention.column_sums(q.float(), k.float(), lse)
+        x86.column_sums(q.float(), k.float(), lse)
