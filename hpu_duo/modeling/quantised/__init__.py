@@ -1,0 +1,1 @@
+"""Checkpoints with quantised weights: their encodings, their configurations, and how they are read."""

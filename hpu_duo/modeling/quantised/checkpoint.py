@@ -1,0 +1,237 @@
+"""The tensors of a checkpoint by name: plain ones as in the files, others dequantised when read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from hpu_duo.modeling.quantised.config import Quantisation, find_quantisation
+from hpu_duo.modeling.quantised.format import Header, LinearFormat
+from hpu_duo.modeling.quantised.int4 import AWQInt, GPTQInt
+
+_UNUSED = (
+    "input_scale",
+    "input_zero_point",
+    "output_scale",
+    "output_zero_point",
+    "activation_scale",
+    "k_scale",
+    "v_scale",
+    "q_scale",
+    "k_zero_point",
+    "v_zero_point",
+    "kv_scale",
+    "prob_scale",
+)
+"""Ends of tensors about activations, keys and values, which stay in the model's dtype."""
+
+_WRITERS = {
+    "qweight": "gptq or awq",
+    "weight_packed": "compressed-tensors",
+    "weight_scale_2": "modelopt in nvfp4",
+    "_blocks": "mxfp4",
+    "absmax": "bitsandbytes",
+    "SCB": "bitsandbytes",
+    "W_q": "hqq",
+    "codebooks": "aqlm",
+    "bitmask": "compressed-tensors of sparse weights",
+    "qzeros": "gptq or awq",
+    "weight_zero_point": "compressed-tensors",
+    "weight_scale_inv": "fp8",
+    "weight_scale": "compressed-tensors, fp8 or modelopt",
+    "weight_shape": "compressed-tensors",
+    "weight_g_idx": "compressed-tensors",
+    "g_idx": "gptq",
+}
+"""Ends of tensors of quantised weights, and who writes them."""
+
+_CODES = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E4M3FN", "F8_E5M2FNUZ", "F8_E4M3FNUZ")
+"""Data types that a plain ``weight`` never has."""
+
+
+@dataclass(frozen=True)
+class DequantisedTensor:
+    """A weight that is dequantised each time it is read, by ``[...]``.
+
+    Attributes:
+        format: its encoding.
+        headers: of its tensors, by their ends.
+        shape: of the weight.
+        dtype: of the weight.
+    """
+
+    format: LinearFormat
+    headers: Mapping[str, Header]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def source(self) -> torch.Tensor:
+        """Return the whole weight."""
+        tensors = {end: header.read() for end, header in self.headers.items()}
+        return self.format.dequantised(tensors, self.headers, self.dtype)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.source()[index]
+
+
+StoredTensor = Header | DequantisedTensor
+
+
+def quantisation_of(path: str | Path) -> Quantisation | None:
+    """Return what a checkpoint says of quantised weights; None for plain ones.
+
+    Raises:
+        ValueError: they are of a producer or an encoding that is not served.
+    """
+    file = Path(path) / "config.json"
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"cannot read {file}: {error}") from error
+    return find_quantisation(file, fields if isinstance(fields, dict) else {})
+
+
+def stored_tensors(path: str | Path, dtype: torch.dtype) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint by name; none is read yet.
+
+    Args:
+        path: directory of the checkpoint.
+        dtype: of weights that are dequantised.
+
+    Raises:
+        ValueError: a file is damaged, or its tensors are not what the configuration says of their encoding.
+    """
+    headers = _headers(Path(path))
+    found = quantisation_of(path)
+    return dict(headers) if found is None else dequantised(headers, found, dtype)
+
+
+def _headers(path: Path) -> dict[str, Header]:
+    headers = {}
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            tensors = safe_open(file, framework="pt")
+            for name in list(tensors.keys()):
+                part = tensors.get_slice(name)
+                headers[name] = Header(name, file, part.get_dtype(), tuple(part.get_shape()), tensors)
+        except SafetensorError as error:
+            raise ValueError(f"expected whole *.safetensors files in {path}, got: {error}") from error
+    return headers
+
+
+def dequantised(
+    headers: Mapping[str, Header], found: Quantisation, dtype: torch.dtype
+) -> dict[str, StoredTensor]:
+    """Return the tensors of a model with quantised weights, after a check of all of them.
+
+    Args:
+        headers: of the files.
+        found: what the configuration says.
+        dtype: of weights that are dequantised.
+
+    Raises:
+        ValueError: tensors are not what the configuration says, or do not fit each other.
+    """
+    ends = {next(iter(group.format.leaves)) for group in found.groups}
+    left, state = dict(headers), dict[str, StoredTensor]()
+    for name, header in headers.items():
+        end = _end_of(name, ends)
+        if end is None or (end == "weight" and header.dtype not in _CODES):
+            continue
+        layer = _without(name, end)
+        encoding = _encoding(found, layer, header, end)
+        parts = _parts(encoding, layer, left, header, found)
+        shape = _shape(encoding, parts, header, found)
+        weight = layer if end.startswith("_") else f"{layer}.weight"
+        state[weight] = DequantisedTensor(encoding, parts, shape, dtype)
+    wanted = " or ".join(f"*{_joined('', end)}" for end in sorted(ends))
+    _check_rest(left, found, wanted)
+    if not state:
+        raise ValueError(
+            f"expected tensors of {found.method} such as {wanted}, as the {found.where} says, got none in "
+            f"{', '.join(sorted({str(header.file) for header in headers.values()}))}"
+        )
+    return {**{name: header for name, header in left.items() if _end_of(name, _UNUSED) is None}, **state}
+
+
+def _joined(layer: str, end: str) -> str:
+    return f"{layer}{end}" if end.startswith("_") else f"{layer}.{end}"
+
+
+def _without(name: str, end: str) -> str:
+    return name[: len(name) - len(_joined("", end))]
+
+
+def _end_of(name: str, ends: Iterable[str]) -> str | None:
+    return next((end for end in ends if name.endswith(_joined("", end))), None)
+
+
+def _encoding(found: Quantisation, layer: str, header: Header, end: str) -> LinearFormat:
+    if found.is_ignored(layer):
+        raise header.refused(f"to be a plain weight, as the {found.where} says", f"{header.dtype} codes")
+    encoding = found.format_of(layer)
+    if encoding is None:
+        raise header.refused(f"to be of a group in the {found.where}", "a layer that no target names")
+    codes = next(iter(encoding.leaves))
+    if codes != end:
+        raise header.refused(f"to be {_joined(layer, codes)}, as the {found.where} says", header.name)
+    return encoding
+
+
+def _parts(
+    encoding: LinearFormat, layer: str, left: dict[str, Header], codes: Header, found: Quantisation
+) -> dict[str, Header]:
+    parts = {}
+    for end, is_needed in encoding.leaves.items():
+        name = _joined(layer, end)
+        if name in left:
+            parts[end] = left.pop(name)
+        elif is_needed:
+            raise codes.refused(f"with {name} beside it, as the {found.where} says", "none")
+    return parts
+
+
+def _shape(
+    encoding: LinearFormat, parts: Mapping[str, Header], codes: Header, found: Quantisation
+) -> tuple[int, ...]:
+    try:
+        return encoding.shape(parts)
+    except ValueError as error:
+        other = _other(encoding)
+        try:
+            fits = other is not None and bool(other.shape(parts))
+        except ValueError:
+            fits = False
+        if not fits or other is None:
+            raise
+        laid_out = f"in the layout of {found.method}, as the {found.where} says"
+        raise codes.refused(laid_out, f"that of {other.name}") from error
+
+
+def _other(encoding: LinearFormat) -> LinearFormat | None:
+    """The encoding whose tensors have the same names."""
+    match encoding:
+        case GPTQInt():
+            return AWQInt(encoding.group)
+        case AWQInt():
+            return GPTQInt(4, encoding.group, is_symmetric=False, is_sorted=True, is_less_one=True)
+    return None
+
+
+def _check_rest(left: Mapping[str, Header], found: Quantisation, wanted: str) -> None:
+    for name, header in left.items():
+        end = _end_of(name, _WRITERS)
+        is_code = header.dtype in _CODES and name.endswith(".weight")
+        if end is None and not is_code:
+            continue
+        writer = "a quantised weight" if end is None else f"what {_WRITERS[end]} writes"
+        raise header.refused(
+            f"to be of {found.method}, with {wanted}, as the {found.where} says",
+            f"{writer} ({header.dtype} {list(header.shape)})",
+        )

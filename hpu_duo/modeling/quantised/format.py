@@ -1,0 +1,141 @@
+"""What an encoding of a weight is, and the headers of the tensors that it is checked against.
+
+Encodings import no torch: plans read configurations without it. Shapes: N outputs, K inputs, G groups of
+inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+FLOATS = ("F32", "BF16", "F16")
+"""Data types of scales, by their names in safetensors files."""
+
+_SLAB = 1 << 22
+"""Elements that are computed in float32 at a time."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """A tensor in a safetensors file, which is not read yet.
+
+    Attributes:
+        name: in the file.
+        file: it is in.
+        dtype: by its name in safetensors files.
+        shape: of the stored tensor.
+        tensors: the open file.
+    """
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    tensors: Any = field(repr=False, compare=False)
+
+    def read(self) -> torch.Tensor:
+        """Return a copy."""
+        tensor: torch.Tensor = self.tensors.get_tensor(self.name)
+        return tensor
+
+    def source(self) -> Any:
+        """Return what parts are read from by a subscript."""
+        # A slice of a tensor without dimensions cannot be read by one.
+        return self.tensors.get_slice(self.name) if self.shape else self.read()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.read()[index]
+
+    def need_dtype(self, *dtypes: str) -> None:
+        """Raise ValueError for another data type."""
+        if self.dtype not in dtypes:
+            raise self.refused(f"of dtype {' or '.join(dtypes)}", self.dtype)
+
+    def need_shape(self, *shapes: tuple[int, ...], why: str = "") -> None:
+        """Raise ValueError for another shape.
+
+        Args:
+            shapes: that are accepted.
+            why: the reason, as a clause.
+        """
+        if self.shape not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            raise self.refused(f"of shape {wanted}{why and f' ({why})'}", list(self.shape))
+
+    def need_dims(self, num_dims: int) -> None:
+        """Raise ValueError unless it has so many dimensions, none of them empty."""
+        if len(self.shape) != num_dims or not all(self.shape):
+            raise self.refused(f"with {num_dims} dimensions of at least 1", list(self.shape))
+
+    def refused(self, expected: str, got: object) -> ValueError:
+        """Return an error with the tensor and its file."""
+        return ValueError(f"expected {self.name} {expected}, got {got} in {self.file}")
+
+
+class LinearFormat(Protocol):
+    """An encoding of the weight of a linear layer, or of all experts of a layer."""
+
+    @property
+    def name(self) -> str:
+        """Name in messages."""
+        ...
+
+    @property
+    def leaves(self) -> Mapping[str, bool]:
+        """Ends of the names of the tensors of a weight, codes first, and whether they must be there."""
+        ...
+
+    def shape(self, headers: Mapping[str, Header]) -> tuple[int, ...]:
+        """Return the shape of the weight.
+
+        Args:
+            headers: of its tensors, by their ends; all that must be there are.
+
+        Raises:
+            ValueError: their shapes or data types do not fit the encoding, or each other.
+        """
+        ...
+
+    def dequantised(
+        self, tensors: Mapping[str, torch.Tensor], headers: Mapping[str, Header], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the weight, computed in float32 and rounded once.
+
+        Args:
+            tensors: of the weight, by their ends.
+            headers: the same before they were read, for messages.
+            dtype: of the result.
+
+        Raises:
+            ValueError: values that the encoding does not have.
+        """
+        ...
+
+
+def in_slabs(
+    like: torch.Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    rows: Callable[[slice], torch.Tensor],
+) -> torch.Tensor:
+    """Return a tensor that is computed some rows at a time, so that float32 is there for those only.
+
+    Args:
+        like: a tensor on the device of the result.
+        shape: of the result.
+        dtype: of the result.
+        rows: some of them, in float32.
+    """
+    whole = like.new_empty(shape, dtype=dtype)
+    step = max(1, _SLAB // prod(shape[1:]))
+    for begin in range(0, shape[0], step):
+        some = slice(begin, begin + step)
+        whole[some] = rows(some)
+    return whole

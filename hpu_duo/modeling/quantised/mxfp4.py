@@ -1,0 +1,62 @@
+"""Experts in mxfp4: codes of four bits, and an exponent for each 32 inputs (gpt-oss)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from hpu_duo.modeling.quantised.format import Header
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK = 32
+"""Inputs that share an exponent."""
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))
+"""What each code stands for."""
+_BIAS = 127
+_NAN = 255
+
+
+@dataclass(frozen=True)
+class MXFP4:
+    """Weights ``[E, K, N]`` of E experts from codes ``[E, N, K / 32, 16]``, low halves of bytes first."""
+
+    name = "mxfp4"
+    leaves = MappingProxyType({"_blocks": True, "_scales": True})
+
+    def shape(self, headers: Mapping[str, Header]) -> tuple[int, ...]:
+        """Return the shape of the weights."""
+        codes, scales = headers["_blocks"], headers["_scales"]
+        codes.need_dtype("U8")
+        codes.need_dims(4)
+        num_experts, num_outputs, num_blocks = codes.shape[:3]
+        codes.need_shape((num_experts, num_outputs, num_blocks, BLOCK // 2), why="two codes in a byte")
+        scales.need_dtype("U8", "F8_E8M0")
+        scales.need_shape(codes.shape[:-1], why="an exponent for each block")
+        return num_experts, num_blocks * BLOCK, num_outputs
+
+    def dequantised(
+        self, tensors: Mapping[str, torch.Tensor], headers: Mapping[str, Header], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the weights."""
+        import torch  # Slow to import, and not needed by plans.
+
+        shape = self.shape(headers)
+        codes, scales = tensors["_blocks"], tensors["_scales"]
+        if headers["_scales"].dtype != "U8":
+            scales = scales.view(torch.uint8)
+        whole = codes.new_empty(shape, dtype=dtype)
+        values = codes.new_tensor(VALUES, dtype=torch.float32)
+        # Expert by expert, so that float32 is there for one only.
+        for expert, (halves, exponents) in enumerate(zip(codes, scales, strict=True)):
+            index = halves.new_empty(*halves.shape, 2)
+            index[..., 0], index[..., 1] = halves & 15, halves >> 4
+            exponent = exponents.int() - _BIAS
+            weight = values[index.flatten(-2).int()].ldexp_(exponent[..., None])
+            weight[exponents == _NAN] = float("nan")
+            whole[expert] = weight.flatten(1).t()
+        return whole
