@@ -39,11 +39,13 @@ class GraphRecord:
         shape: the bucket.
         seconds: from the first operator to the end of the first run.
         num_bytes: growth of the process's device memory meanwhile.
+        cache: identifier of the compiler's cache on disk that has its code; None without one.
     """
 
     shape: BatchShape
     seconds: float | None = None
     num_bytes: int | None = None
+    cache: str | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,21 @@ class Manifest:
         Raises:
             ValueError: it differs; the message names each differing entry with both values.
         """
+        differing = self.differing(running, known_only=known_only)
+        if not differing:
+            return
+        others = "; ".join(self.differing_versions(versions))
+        raise ValueError(
+            f"the manifest is {differing}"
+            + (f" (it was written by other software: {others})" if others else "")
+        )
+
+    def differing(self, running: Configuration, *, known_only: bool = False) -> str:
+        """Describe how a configuration differs from the manifest's; empty if it does not.
+
+        Args:
+            running, known_only: see ``check``.
+        """
         names = sorted(running if known_only else {*running, *self.configuration})
         differing = [
             f"{name}: expected {self.configuration.get(name, _ABSENT)}, got {running.get(name, _ABSENT)}"
@@ -109,14 +126,10 @@ class Manifest:
             if self.configuration.get(name, _ABSENT) != running.get(name, _ABSENT)
         ]
         if not differing:
-            return
+            return ""
         more = len(differing) - _MOST_NAMED
         listed = "; ".join(differing[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
-        others = "; ".join(self.differing_versions(versions))
-        raise ValueError(
-            f"the manifest is for another configuration, {len(differing)} of its entries differ: {listed}"
-            + (f" (it was written by other software: {others})" if others else "")
-        )
+        return f"for another configuration, {len(differing)} of its entries differ: {listed}"
 
     def differing_versions(self, running: Mapping[str, str]) -> list[str]:
         """Describe each piece of ``running`` software whose version differs from the manifest's."""
@@ -143,7 +156,12 @@ def write_manifest(path: str | Path, manifest: Manifest) -> None:
         "phases": manifest.phases,
         "promise": None if manifest.planned_padding is None else str(manifest.planned_padding),
         "graphs": [
-            {"shape": str(record.shape), "seconds": record.seconds, "bytes": record.num_bytes}
+            {
+                "shape": str(record.shape),
+                "seconds": record.seconds,
+                "bytes": record.num_bytes,
+                "cache": record.cache,
+            }
             for record in manifest.graphs
         ],
     }
@@ -235,11 +253,13 @@ def _record(name: str, item: Any) -> GraphRecord:
     _expect(seconds is None or is_time, f"{name}.seconds", "0 or more, or null", seconds)
     is_size = type(num_bytes) is int and abs(num_bytes) < _UNBELIEVABLE
     _expect(num_bytes is None or is_size, f"{name}.bytes", "an integer or null", num_bytes)
+    cache = item.get("cache")
+    _expect(cache is None or isinstance(cache, str), f"{name}.cache", "a text or null", cache)
     try:
         shape = BatchShape.parse(item["shape"])
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    return GraphRecord(shape, None if seconds is None else float(seconds), num_bytes)
+    return GraphRecord(shape, None if seconds is None else float(seconds), num_bytes, cache)
 
 
 def _expect(is_so: bool, name: str, expected: str, got: Any) -> None:

@@ -99,6 +99,7 @@ class HPUDuoModel(ContextModel, NotPicklable):
         replay: str | Path | None = None,
         compile_only: bool = False,
         dry_run: bool = False,
+        resume: bool = False,
     ) -> WarmUpReport:
         """Capture the buckets of the table now, the most expensive first.
 
@@ -113,6 +114,9 @@ class HPUDuoModel(ContextModel, NotPicklable):
             replay: manifest whose table is warmed up, exactly; it must be of this configuration.
             compile_only: build graphs without launching them, on HPU.
             dry_run: estimate and check only.
+            resume: skip buckets that were captured by the warm-up of ``manifest`` or ``replay``, if the
+                compiler's cache on disk still has their code. For a process that fills the cache and ends:
+                skipped buckets are captured when they are needed, and counted as late.
 
         Raises:
             ValueError: see ``startup.warm_up``; or a manifest cannot be read or written, or a file that
@@ -125,6 +129,7 @@ class HPUDuoModel(ContextModel, NotPicklable):
             manifest=manifest,
             replay=replay,
             compile_only=compile_only,
+            resume=resume,
         )
         return prepared.dry_run() if dry_run else prepared.run(progress, manifest)
 
@@ -137,6 +142,7 @@ class HPUDuoModel(ContextModel, NotPicklable):
         manifest: str | Path | None = None,
         replay: str | Path | None = None,
         compile_only: bool = False,
+        resume: bool = False,
     ) -> WarmUp:
         """Check and estimate a warm-up without doing it; its ``run`` does it. See ``warmup``.
 
@@ -145,15 +151,15 @@ class HPUDuoModel(ContextModel, NotPicklable):
         """
         if table is not None and replay is not None:
             raise ValueError("expected a table or a manifest to replay, got both")
-        earlier = None
+        earlier, differing = None, ""
         if replay is not None:
             earlier = read_manifest(replay)
             table = earlier.table(self.engine.runner.graphs.table.cost)
         elif manifest is not None and Path(manifest).exists():
             earlier = read_manifest(manifest)
-            if earlier.configuration != configuration_of(self.engine):
-                earlier = None
-        return WarmUp(
+            differing = earlier.differing(configuration_of(self.engine))
+            earlier = None if differing else earlier
+        prepared = WarmUp(
             self.engine,
             table=table,
             on_miss=self.engine_config.graph.on_miss,
@@ -161,7 +167,11 @@ class HPUDuoModel(ContextModel, NotPicklable):
             phases=None if phases is None else parse_phases(phases),
             earlier=earlier,
             compile_only=compile_only,
+            resume=resume,
         )
+        if differing:
+            prepared.note(f"{manifest} is {differing}; it is replaced, and nothing of it is used")
+        return prepared
 
     def score(
         self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[Sequence[int]]]

@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx.passes.split_module import split_module
 
 from graphs.backends.base import Inputs, Outputs, Region
-from graphs.backends.inductor import DirectCode, compile_graph, find_compiler, on_bytecode
+from graphs.backends.inductor import DirectCode, cache_directory, compile_graph, find_compiler, on_bytecode
 from graphs.backends.replay import TracedStep, untraced
 from graphs.interrupts import interrupts_deferred
 from graphs.shape import BatchShape
@@ -153,6 +153,10 @@ class CompileBackend:
     def keys(self) -> tuple[tuple[BatchShape, Hashable], ...]:
         """Buckets and keys of the regions so far."""
         return tuple(self._regions)
+
+    def cache_directory(self) -> Path | None:
+        """Inductor's cache on disk; None of other compilers, and if it is turned off."""
+        return cache_directory() if self._compiler == "inductor" else None
 
     def problem(self, device: torch.device) -> str | None:
         """Why the compiler cannot build code for ``device``, or None."""

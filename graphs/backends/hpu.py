@@ -7,8 +7,10 @@ tests use a fake ``habana_frameworks``.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Generic
 
 import torch
@@ -19,7 +21,20 @@ from graphs.cache import RecompileError
 from graphs.shape import BatchShape
 
 _MODES = {False: "eager mode (PT_HPU_LAZY_MODE=0)", True: "lazy mode (PT_HPU_LAZY_MODE=1)"}
+_RECIPES = "PT_HPU_RECIPE_CACHE_CONFIG"
 _UNSAFE_STANCE = "skip_guard_eval_unsafe"
+
+
+def recipe_directory() -> Path | None:
+    """The bridge's recipe cache (``PT_HPU_RECIPE_CACHE_CONFIG``); None if it does not outlive a process.
+
+    The bridge clears the directory at its start if the second value is true, unless the fourth one is true:
+    a cache that is shared over a network file system is never cleared.
+    """
+    parts = [part.strip().lower() for part in os.environ.get(_RECIPES, "").split(",")]
+    is_shared, is_cleared = parts[3:] == ["true"], parts[1:2] == ["true"]
+    place = os.environ.get(_RECIPES, "").partition(",")[0].strip()
+    return Path(place) if place and (is_shared or not is_cleared) else None
 
 
 def _problem(what: str, device: torch.device, needs_lazy: bool) -> str | None:
@@ -51,6 +66,10 @@ class HpuCompileBackend(CompileBackend):
     def __init__(self, guards: bool = False) -> None:
         super().__init__("hpu_backend", guards=True)
         self._trusts_guards = not guards
+
+    def cache_directory(self) -> Path | None:
+        """The vendor's recipe cache on disk, if there is one."""
+        return recipe_directory()
 
     def problem(self, device: torch.device) -> str | None:
         """Return why the vendor's compiler cannot be used on ``device``; None if it can."""
@@ -136,3 +155,7 @@ class HpuGraphBackend(WholeStepBackend):
 
     def __init__(self, max_operators: int = MOST_OPERATORS) -> None:
         super().__init__("hpu-graph", HpuGraphRecorder(), max_operators)
+
+    def cache_directory(self) -> Path | None:
+        """The vendor's recipe cache on disk, if there is one."""
+        return recipe_directory()

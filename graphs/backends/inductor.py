@@ -9,6 +9,7 @@ import gc
 import operator
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from threading import Lock
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Protocol, cast
@@ -32,6 +33,14 @@ class Handle(Protocol):
 def is_loaded() -> bool:
     """Whether this process has imported the compiler."""
     return "torch._dynamo" in sys.modules
+
+
+def cache_directory() -> Path | None:
+    """The directory of inductor's cache; None if it is turned off."""
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) if config.fx_graph_cache and not config.force_disable_caches else None
 
 
 def find_compiler(name: str) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from graphs import BatchShape, BucketTable, Miss, MissPolicy, Phase, StepCost, StepLimits
 from graphs.bucket_file import read_shapes, read_table
+from graphs.compile_cache import CompileCache
 from graphs.manifest import GraphRecord, Manifest, is_manifest, read_manifest, write_manifest
 from graphs.planner import GraphBudget
 from hpu_duo.config.engine import EngineConfig
@@ -229,6 +230,7 @@ class WarmUpReport:
         seconds: of the whole warm-up, tables and sampling included.
         is_dry_run: whether only the estimate was computed.
         notes: sentences for the user.
+        num_skipped: graphs whose code was in the compiler's cache on disk, and which were left out.
     """
 
     estimate: Estimate
@@ -237,6 +239,7 @@ class WarmUpReport:
     seconds: float
     is_dry_run: bool
     notes: tuple[str, ...] = ()
+    num_skipped: int = 0
 
 
 class WarmUp:
@@ -252,6 +255,16 @@ class WarmUp:
             configuration, and its measurements count only if they are of the same software.
         compile_only: build graphs without launching them, on devices that can. Steps of padding are launched
             before, one for each phase, to fill tables that are filled at their first use.
+        resume: skip buckets whose code ``earlier`` has left in the compiler's cache on disk. They are not
+            captured in this process, which is for one that only fills the cache.
+
+    Attributes:
+        buckets: to capture, the most expensive first.
+        skipped: buckets that ``resume`` leaves out.
+        cache: the compiler's cache on disk; None of backends without one.
+        notes: sentences for the user.
+        backend: name of the capture backend.
+        estimate: of ``buckets``.
 
     Raises:
         ValueError: the table lacks a reachable shape and a miss would be an error, a phase has no bucket,
@@ -268,6 +281,7 @@ class WarmUp:
         phases: Collection[Phase] | None = None,
         earlier: Manifest | None = None,
         compile_only: bool = False,
+        resume: bool = False,
     ) -> None:
         self._engine, self._runner = engine, engine.runner
         self._budget = budget or WarmUpBudget()
@@ -283,7 +297,10 @@ class WarmUp:
         self._on_miss = graphs.policy if on_miss is None else on_miss
         if len(self._table):
             self._check_table()
-        self.buckets = select(self._table, phases)
+        self.cache = CompileCache.of(graphs.backend)
+        chosen = select(self._table, phases)
+        self.skipped = self._in_cache(chosen, measured) if resume else ()
+        self.buckets = tuple(bucket for bucket in chosen if bucket not in set(self.skipped))
         if compile_only:
             self._runner.runtime.compile_only()
         self.estimate = estimate_of(self.buckets, GraphCosts.of(engine), self._count_routes(), measured)
@@ -336,9 +353,12 @@ class WarmUp:
                 progress(done, len(self.buckets), record)
         if self._compile_only:
             check_unchanged(before, digest_tables(self._runner.model.model))
-        self._runner.warmup.finish(self.buckets)
+        self._runner.warmup.finish((*self.skipped, *self.buckets))
         seconds = time.perf_counter() - began
-        return WarmUpReport(self.estimate, tuple(records), num_captured, seconds, False, self.notes)
+        num_skipped = len(self.skipped)
+        return WarmUpReport(
+            self.estimate, tuple(records), num_captured, seconds, False, self.notes, num_skipped
+        )
 
     def dry_run(self) -> WarmUpReport:
         """Return the estimate, and do nothing else.
@@ -347,7 +367,7 @@ class WarmUp:
             ValueError: the budget may be exceeded.
         """
         self._budget.check(self.estimate)
-        return WarmUpReport(self.estimate, (), 0, 0.0, True, self.notes)
+        return WarmUpReport(self.estimate, (), 0, 0.0, True, self.notes, len(self.skipped))
 
     def _checked(self, earlier: Manifest | None) -> Manifest | None:
         """Return the earlier manifest if its costs apply here."""
@@ -356,9 +376,26 @@ class WarmUp:
         earlier.check(self._configuration, self._versions)
         others = earlier.differing_versions(self._versions)
         if others:
-            self._note(f"the manifest's costs are of other software and are not used: {'; '.join(others)}")
+            self.note(f"the manifest's costs are of other software and are not used: {'; '.join(others)}")
             return None
         return earlier
+
+    def _in_cache(self, chosen: Sequence[BatchShape], measured: Manifest | None) -> tuple[BatchShape, ...]:
+        """Return the buckets whose code is in the compiler's cache by a manifest; say why if none is."""
+        records = () if measured is None else measured.graphs
+        known = [record for record in records if record.seconds is not None]
+        if not known:
+            return ()
+        if self.cache is None:
+            self.note(f"graphs of {self.backend} end with their process: the manifest's are captured again")
+            return ()
+        found = {record.shape for record in known if record.cache == self.cache.identifier}
+        if not found:
+            self.note(
+                f"the manifest's graphs are captured again: the compiler's cache {self.cache.directory} is "
+                "another one than theirs, or was emptied"
+            )
+        return tuple(bucket for bucket in chosen if bucket in found)
 
     def _check_table(self) -> None:
         try:
@@ -366,9 +403,10 @@ class WarmUp:
         except ValueError as error:
             if self._on_miss is MissPolicy.ERROR:
                 raise
-            self._note(str(error))
+            self.note(str(error))
 
-    def _note(self, sentence: str) -> None:
+    def note(self, sentence: str) -> None:
+        """Add a sentence for the user."""
         self.notes = (*self.notes, sentence)
 
     def _count_routes(self) -> int:
@@ -399,7 +437,8 @@ class WarmUp:
         seconds = time.perf_counter() - began
         if not is_new:
             return self._costs.get(bucket, GraphRecord(bucket)), False
-        return GraphRecord(bucket, seconds, runtime.used_bytes() - held), True
+        cache = None if self.cache is None else self.cache.identifier
+        return GraphRecord(bucket, seconds, runtime.used_bytes() - held, cache), True
 
     def _check_spent(self, elapsed: float, grown: int, num_done: int) -> None:
         """Stop between two graphs once the budget is used up, although the estimate was within it."""

@@ -27,7 +27,11 @@ check_state() {
 
 # Whether a file was made from the same inputs; $1 is the file, the rest are the inputs.
 is_current() {
-  [[ -z $IS_AGAIN && -s $1 && -f $1.inputs && $(<"$1.inputs") == "$(printf '%s\n' "${@:2}")" ]]
+  [[ -s $1 ]] && has_inputs "$@"
+}
+
+has_inputs() {
+  [[ -z $IS_AGAIN && -f $1.inputs && $(<"$1.inputs") == "$(printf '%s\n' "${@:2}")" ]]
 }
 
 note_inputs() {

@@ -78,11 +78,14 @@ step_warmup() {
   arguments+=(--buckets "$(table_file)" --max-seconds "$WARMUP_SECONDS" --manifest "$(manifest_file)")
   [[ -z $WARMUP_GIB ]] || arguments+=(--max-gib "$WARMUP_GIB")
   # A manifest of other settings would be refused, and its costs are of no use.
-  if [[ -z $IS_DRY && -f $(manifest_file) ]]; then
+  if has_inputs "$(manifest_file).begun" "${inputs[@]}" && [[ -s $(manifest_file) ]]; then
+    say "goes on with the warm-up of $(manifest_file), which did not end"
+  elif [[ -z $IS_DRY && -f $(manifest_file) ]]; then
     say "replaces $(manifest_file) (changed: $(changed_inputs "$(manifest_file)" "${inputs[@]}"))"
     mv "$(manifest_file)" "$(manifest_file).old"
     rm -f "$(manifest_file).inputs"
   fi
+  note_inputs "$(manifest_file).begun" "${inputs[@]}"
   run hpu-duo warmup "${arguments[@]}" ||
     stop "the warm-up has not ended well, for the reason above: raise WARMUP_SECONDS or WARMUP_GIB, lower GRAPHS_BUDGET, or make room in $STATE_DIR"
   note_inputs "$(manifest_file)" "${inputs[@]}"

@@ -113,6 +113,17 @@ def warmup(
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume/--no-resume",
+            help=(
+                "Skip shapes that an earlier warm-up with the same --manifest or --replay has left in the "
+                "compiler's cache on disk, such as one that was killed."
+            ),
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = True,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Estimate and check; capture and write nothing."),
@@ -167,6 +178,7 @@ def warmup(
             manifest=manifest,
             replay=replay,
             compile_only=compile_only,
+            resume=resume,
         )
         console = Console(stderr=True)
         for note in loaded.engine.notes:
@@ -253,6 +265,8 @@ def print_estimate(console: Console, prepared: WarmUp) -> None:
         f"{show_bytes(estimate.kept_bytes)} kept by graphs, {_source(estimate, _SIZES)}; "
         f"{show_bytes(estimate.transient_bytes)} while the largest step runs, {_SIZES}",
     )
+    if prepared.skipped:
+        table.add_row("skipped", _skipped(prepared))
     console.print(table)
     for note in prepared.notes:
         console.print(f"note: {note}", highlight=False)
@@ -272,7 +286,10 @@ def print_report(console: Console, report: WarmUpReport) -> None:
         table.add_row(str(record.shape), f"{record.seconds:.2f}", show_bytes(max(0, record.num_bytes or 0)))
     if measured:
         console.print(table)
-    console.print(f"{report.num_captured} graphs captured in {report.seconds:.1f} s", highlight=False)
+    skipped = f", {report.num_skipped} skipped" if report.num_skipped else ""
+    console.print(
+        f"{report.num_captured} graphs captured{skipped} in {report.seconds:.1f} s", highlight=False
+    )
 
 
 def report_fields(report: WarmUpReport) -> dict[str, Any]:
@@ -300,6 +317,7 @@ def report_fields(report: WarmUpReport) -> dict[str, Any]:
             ],
         },
         "num_captured": report.num_captured,
+        "num_skipped": report.num_skipped,
         "seconds": report.seconds,
         "graphs": [
             {"shape": str(record.shape), "seconds": record.seconds, "bytes": record.num_bytes}
@@ -307,6 +325,12 @@ def report_fields(report: WarmUpReport) -> dict[str, Any]:
         ],
         "notes": list(report.notes),
     }
+
+
+def _skipped(prepared: WarmUp) -> str:
+    place = "" if prepared.cache is None else f" {prepared.cache.directory}"
+    total = len(prepared.skipped) + len(prepared.buckets)
+    return f"{len(prepared.skipped)} of {total} graphs, which are in the compiler's cache{place} already"
 
 
 def _described(record: GraphRecord) -> str:

@@ -295,3 +295,22 @@ def test_a_recording_that_cannot_be_planned_for_is_named(server: Server) -> None
     assert server.launch(*ENV, "limits").returncode == 0
     (server.state / "shapes.jsonl").write_text("no steps\n")
     assert f"remove {server.state / 'shapes.jsonl'}" in refusal(server.launch(*ENV, "plan"))
+
+
+def test_a_warm_up_that_did_not_end_keeps_its_manifest(server: Server) -> None:
+    """It is resumed by the same settings, and replaced by others."""
+    server.has_command(
+        "hpu-duo",
+        '#!/bin/sh\ncase "$1" in\nplan) echo "--u/q1/s0/u1/l1" >"$STATE_DIR/table.txt" ;;\n'
+        'warmup) echo "$1" >>"$STATE_DIR/warm.json"; exit "${FAILS:-0}" ;;\nesac\n',
+    )
+    manifest = server.state / "warm.json"
+    ended = server.launch(*ENV, "limits", "plan", "warmup", FAILS="137")
+    assert "the warm-up has not ended well" in refusal(ended)
+    other = server.launch(*ENV, "warmup", DTYPE="bfloat16", FAILS="137")
+    assert f"replaces {manifest}" in other.stderr
+    resumed = server.launch(*ENV, "warmup", DTYPE="bfloat16")
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"goes on with the warm-up of {manifest}, which did not end" in resumed.stderr
+    assert manifest.read_text() == "warmup\nwarmup\n"
+    assert "warm already" in server.launch(*ENV, "warmup", DTYPE="bfloat16").stderr
