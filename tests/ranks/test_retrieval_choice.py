@@ -24,6 +24,7 @@ from hpu_duo.heads import HeadPattern
 from hpu_duo.llm import HPUDuoModel
 from hpu_duo.planning import GAUDI3, Deployment, Format, Serving
 from hpu_duo.planning.read_model import read_model
+from hpu_duo.planning.retrieval_choice import SharedHeads, choose_retrieval
 from hpu_duo.startup.sharding import settle
 from tests.modeling.families import Zoo, make_config
 
@@ -77,7 +78,7 @@ def test_long_contexts_are_dealt_and_short_ones_are_not_worth_the_exchanges(path
         (8, 1 << 17, 0.5, "context"),
         (8, 4096, 0.5, "context"),
         (2, 300, 0.0, "heads"),
-        (8, 1 << 17, 0.0, "context"),
+        (8, 1 << 17, 0.0, "heads"),
     ],
 )
 def test_capacity_predicts_what_the_engine_chooses_and_both_say_why(
@@ -109,6 +110,21 @@ def test_capacity_predicts_what_the_engine_chooses_and_both_say_why(
     assert note == str(deployment.choice)
     way = "by context" if expected == "context" else "by heads"
     assert note.startswith(f"{num_ranks} ranks, 8 KV heads: retrieval heads are shared {way}, 0 promoted (")
+
+
+def test_context_is_chosen_where_it_is_predicted_to_be_faster() -> None:
+    """No model of today is: without promoted heads both ways read equally many bytes."""
+    shared, asked = SharedHeads((), 3), []
+
+    def faster(by_heads: SharedHeads, by_context: SharedHeads) -> tuple[str, str]:
+        asked.append((by_heads, by_context))
+        return "context", "faster"
+
+    choice = choose_retrieval(4, 8, lambda _: shared, faster, None)
+    assert asked == [(shared, shared)]
+    assert str(choice) == "4 ranks, 8 KV heads: retrieval heads are shared by context, 3 promoted (faster)"
+    assert choose_retrieval(4, 8, lambda _: shared, faster, "an obstacle").chosen == "heads"
+    assert len(asked) == 1
 
 
 def test_what_keeps_heads_by_head_is_said(path: Path) -> None:

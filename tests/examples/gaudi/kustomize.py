@@ -1,5 +1,6 @@
-"""Build a kustomization by the rules that examples/gaudi uses; no wheel has kustomize itself.
+"""Build a kustomization by the rules that examples/gaudi uses, where kustomize itself is not installed.
 
+``test_kustomize.py`` compares both.
 Resources, components, strategic merges, images, namespace and config maps from files of variables; anything
 else in a kustomization is refused, so that no rule is left out in silence.
 Source: the reference of kustomization.yaml, kubectl.docs.kubernetes.io.
