@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpu_duo.sampling import SamplingBatch, SamplingParams, SamplingRow, derive_seed, uniform
 from tests.engine.tiny import Tiny, serve
 from tests.modeling.families import prompts_of
+
+pytestmark = pytest.mark.instruction_set
 
 SEEDS = (7, 7, 8, None)
 PROMPTS = prompts_of([30, 9, 1, 22])

@@ -19,6 +19,8 @@ from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import Tiny, assert_holds_nothing, text_of
 from tests.modeling.families import VOCAB, greedy, prompts_of
 
+pytestmark = pytest.mark.instruction_set
+
 PAD = 0
 LENGTHS = [12, 3, 9, 1]
 

@@ -18,6 +18,8 @@ from kernels_ref.x86.library import is_supported
 from tests.engine.tiny import PATTERN, serve, tokens_of
 from tests.modeling.families import BASE, BLOCK, prompts_of, save_random
 
+pytestmark = pytest.mark.instruction_set
+
 WHOLE = Phase(causal=True, shared=True, unique=True)
 TABLE = BucketTable(
     tuple(BatchShape(WHOLE, query_len, 64, 64, 8) for query_len in (8, 64, 80)),

@@ -7,6 +7,8 @@ from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import greedy, prompts_of
 
+pytestmark = pytest.mark.instruction_set
+
 LENGTHS = (13, 5, 22, 9)
 GREEDY = SamplingParams(temperature=0, max_tokens=30)
 SAMPLED = [

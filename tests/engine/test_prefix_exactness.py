@@ -16,6 +16,8 @@ from hpu_duo.startup.recorded_steps import options_of, read_log
 from tests.engine.tiny import PATTERN, Tiny, tokens_of
 from tests.modeling.families import BLOCK, prompts_of
 
+pytestmark = pytest.mark.instruction_set
+
 TEXT = prompts_of((5 * BLOCK + 1,), seed=5)[0]
 PROMPTS = [[*TEXT, *tail] for tail in ([1, 2, 3], [4, 5, 6, 7, 8], [1, 2, 9])]
 PATTERNS = pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])

@@ -18,6 +18,8 @@ from tests.engine.tiny import MAX_LEN, PATTERN, Tiny, serve, tokens_of
 from tests.engine.token_counter import TokenCounter, counting, registered
 from tests.modeling.families import BLOCK, prompts_of
 
+pytestmark = pytest.mark.instruction_set
+
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PATTERNS = pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
 ROW_BYTES = 4 + 3 * 2 * 4

@@ -9,6 +9,8 @@ from hpu_duo.sampling import SamplingParams, derive_seed
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import VOCAB, greedy, prompts_of
 
+pytestmark = pytest.mark.instruction_set
+
 HOT: dict[str, Any] = {"temperature": 1.3, "top_k": 40, "top_p": 0.97, "min_p": 0.001, "max_tokens": 12}
 PATTERNS = pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
 

@@ -13,6 +13,8 @@ from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing, serve
 from tests.modeling.families import VOCAB, greedy, prompts_of
 
+pytestmark = pytest.mark.instruction_set
+
 TOLERANCE = 1e-4
 ROOM = {"max_num_batched_tokens": 64}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,8 @@ from kernels_ref.groups.budget_slots import assign_slots, kept_tokens, slot_to_w
 from kernels_ref.groups.column_sums import ChunkStep, column_sums, log_sum_exp, summed_queries
 from tests.kernels_ref.budget_cases import some_chunks
 from tests.kernels_ref.parts import inputs_of
+
+pytestmark = pytest.mark.instruction_set
 
 POLICIES: list[KVPolicy] = [Local(), StreamingLLM(2), HeavyHitters(0.5), HeavyHitters(0.0), TOVA(2)]
 SIZES = st.tuples(st.integers(3, 9), st.integers(1, 12), st.integers(0, 1 << 30))

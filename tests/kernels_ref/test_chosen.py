@@ -15,6 +15,8 @@ from kernels_ref.chunks import ChunkBounds, Slices
 from tests.kernels_ref.choices import CHOICES
 from tests.kernels_ref.scenario import RowSpec, Scenario, World
 
+pytestmark = pytest.mark.instruction_set
+
 QUICK = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 

@@ -11,6 +11,8 @@ from kernels_ref import Implementation
 from kernels_ref.impl import kernels
 from kernels_ref.x86 import library as x86
 
+pytestmark = pytest.mark.instruction_set
+
 K = 3
 
 

@@ -25,6 +25,8 @@ from tests.kernels_ref.choices import PORTABLE, Choice
 from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
 from tests.kernels_ref.test_unified import QUICK
 
+pytestmark = pytest.mark.instruction_set
+
 ON_HPU = pytest.mark.parametrize("choice", PORTABLE.values(), ids=PORTABLE)
 SLICES = Slices(8, 8)
 LOOPED = ChunkBounds(score_bytes=4096, mask_bytes=2048, unique_bytes=1000, key_slots=12, most_inline=1)

@@ -18,6 +18,8 @@ import kernels_ref
 from kernels_ref.native import BuildError, build
 from kernels_ref.x86 import library, linear
 
+pytestmark = pytest.mark.instruction_set
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from kernels_ref.partial import FLOOR, Partial, attend, empty, merge, normalise, select, sink_logits
 
+pytestmark = pytest.mark.instruction_set
+
 SETTINGS = settings(deadline=None, max_examples=60)
 
 

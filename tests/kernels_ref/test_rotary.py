@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_ref.groups.budget_chunks import Turn, composed, future_queries, turned, turned_by_rank, turns
 from kernels_ref.groups.column_sums import ChunkStep
+
+pytestmark = pytest.mark.instruction_set
 
 FREQUENCIES = (1.0, 0.3, 0.01)
 PLACES = st.integers(-3000, 3000)

@@ -12,7 +12,10 @@ import torch
 from kernels_ref.rowwise import Builder, Code, RowProgram, Rows, is_available
 from tests.kernels_ref.row_cases import random, rows_of, run
 
-pytestmark = pytest.mark.skipif(not is_available(), reason="the interpreter cannot be built here")
+pytestmark = [
+    pytest.mark.skipif(not is_available(), reason="the interpreter cannot be built here"),
+    pytest.mark.instruction_set,
+]
 
 TASKS = Path("/proc/self/task")
 

@@ -18,7 +18,7 @@ from kernels_ref.rowwise import Builder, Code, Index, Rows, is_available
 from tests.kernels_ref.row_cases import random, rows_of, run
 
 needs_compiler = pytest.mark.skipif(not is_available(), reason="the interpreter cannot be built here")
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.instruction_set]
 
 FLOATS = (torch.float32, torch.bfloat16)
 LEAST_NORMAL = torch.finfo(torch.bfloat16).tiny

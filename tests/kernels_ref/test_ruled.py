@@ -22,6 +22,8 @@ from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
 from tests.kernels_ref.test_unified import QUICK
 from tests.triton_interpreter import replacing_once
 
+pytestmark = pytest.mark.instruction_set
+
 SMALL = {
     "slices": Slices(queries=4, masked_queries=4, band_queries=3, context_blocks=2, decode_slots=8),
     "chunks": ChunkBounds(key_bytes=256, key_slots=8, unique_bytes=256),

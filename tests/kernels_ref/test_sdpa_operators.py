@@ -12,6 +12,8 @@ from kernels_ref import Implementation, unified_attention
 from kernels_ref.sdpa import prefill
 from tests.kernels_ref.scenario import RowSpec, Scenario, World
 
+pytestmark = pytest.mark.instruction_set
+
 
 def layout(tensor: torch.Tensor) -> tuple[torch.dtype, list[tuple[int, int]]]:
     """Size and stride of each dimension; a single entry may have any stride."""

@@ -16,6 +16,8 @@ from kernels_ref.sdpa import decode
 from tests.kernels_ref.choices import ALL, CHOICES, ON_HPU, Choice
 from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
 
+pytestmark = pytest.mark.instruction_set
+
 QUICK = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 

@@ -15,6 +15,8 @@ from kernels_ref.partial import normalise
 from kernels_ref.x86 import library as x86
 from tests.kernels_ref.parts import inputs_of
 
+pytestmark = pytest.mark.instruction_set
+
 K, D, NUM_SLOTS = 3, 64, 300
 
 

@@ -14,6 +14,8 @@ from tests.modeling.dense_oracle import oracle_logits
 from tests.modeling.driving import greedy_logits, teacher_forced
 from tests.modeling.families import BLOCK, VOCAB, prompts_of, save_random
 
+pytestmark = pytest.mark.instruction_set
+
 NUM_NEW = 12
 SLACK = 1.5
 
