@@ -58,7 +58,7 @@ NEEDED = {
     ("doctor",): (),
     ("replay",): ("{tmp}/steps",),
     ("selftest",): ("--output", "{tmp}/report"),
-    ("serve",): (),
+    ("serve",): ("--port", "0"),
     ("simulate",): ("--num-requests", "2"),
     ("bench", "steps"): ("--out", "{tmp}/steps.json"),
     ("train-ranker",): ("{tmp}/trace.csv", "--output", "{tmp}/ranker"),
