@@ -34,6 +34,11 @@ class Implementation(str, Enum):
         """Whether its kernels read keys and values by pointer, hence plain floats only."""
         return self in (Implementation.SDPA, Implementation.TRITON)
 
+    @property
+    def reads_masks(self) -> bool:
+        """Whether its kernels for decode rows read masks of slots, which a step derives once."""
+        return not self.reads_floats
+
 
 class Kernels(Protocol):
     """The parts; see ``kernels_ref.reference`` for what each one computes.
@@ -65,6 +70,10 @@ class Kernels(Protocol):
 
     def unique_rings(self, inputs: PartInputs, ring: RingStep) -> Partial:
         """Decode rows against their own ring."""
+        ...
+
+    def rows_in_rings(self, inputs: PartInputs, ring: RingStep) -> torch.Tensor:
+        """Attention of decode rows whose ring is all that they see: ``[N, K, M * G, D]``, by masks."""
         ...
 
     def unique_with_weights(self, inputs: PartInputs, ring: RingStep) -> tuple[Partial, torch.Tensor]:

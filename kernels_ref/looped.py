@@ -132,6 +132,10 @@ class LoopedKernels:
         """Decode rows against their own ring."""
         return self.inner.unique_rings(inputs, ring)
 
+    def rows_in_rings(self, inputs: PartInputs, ring: RingStep) -> torch.Tensor:
+        """Attention of decode rows whose ring is all that they see."""
+        return self.inner.rows_in_rings(inputs, ring)
+
     def unique_with_weights(self, inputs: PartInputs, ring: RingStep) -> tuple[Partial, torch.Tensor]:
         """Decode rows against their own slots, with the weight of each slot."""
         return self.inner.unique_with_weights(inputs, ring)

@@ -20,6 +20,11 @@ SEEN = FLOOR / 2
 """Bound that the largest score of a query is above if the query sees a key."""
 
 
+def hiding(dtype: torch.dtype) -> float:
+    """A number that hides a key when it is added to its score: finite, and so is the sum."""
+    return max(FLOOR, torch.finfo(dtype).min / 2)
+
+
 class Partial(NamedTuple):
     """Attention over one set of keys, before division by the sum of its weights.
 
@@ -135,13 +140,24 @@ def select(partial: Partial, index: torch.Tensor) -> Partial:
         partial: of one row at least.
     """
     num_rows = partial.max.shape[0]
-    attn, largest, total = (part.index_select(0, index.clamp(max=num_rows - 1)) for part in partial)
+    place = index.clamp(max=num_rows - 1)
+    attn, largest, total = (part.index_select(0, place) for part in partial)
     exists = (index < num_rows)[:, None, None]
     return Partial(
         torch.where(exists[..., None], attn, 0.0),
         torch.where(exists, largest, FLOOR),
         torch.where(exists, total, 0.0),
     )
+
+
+def placed(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Rows of a tensor by index; index ``L`` (one past the end) returns zeros.
+
+    Args:
+        rows: ``[L, K, G, D]``.
+        index: ``[Q]``.
+    """
+    return torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, 0, 0, 1)).index_select(0, index)
 
 
 def fold(q_LKGD: torch.Tensor, decode_len: int) -> torch.Tensor:
@@ -153,10 +169,14 @@ def fold(q_LKGD: torch.Tensor, decode_len: int) -> torch.Tensor:
 
 def unfold(partial: Partial, decode_len: int) -> Partial:
     """The partial of each token from that of its row: ``[N, K, M * G, ...]`` to ``[N * M, K, G, ...]``."""
+    return partial if decode_len == 1 else Partial(*(unfold_rows(x, decode_len) for x in partial))
+
+
+def unfold_rows(rows: torch.Tensor, decode_len: int) -> torch.Tensor:
+    """One tensor of ``unfold``."""
     if decode_len == 1:
-        return partial
-    tokens = (x.unflatten(2, (decode_len, -1)).transpose(1, 2).flatten(0, 1) for x in partial)
-    return Partial(*(x.contiguous() for x in tokens))
+        return rows
+    return rows.unflatten(2, (decode_len, -1)).transpose(1, 2).flatten(0, 1).contiguous()
 
 
 def finish(
@@ -178,6 +198,8 @@ def finish(
         ``[Q, K, G, D]``, zero for a token that sees no key.
     """
     if of_rows is not None:
+        if not of_tokens:
+            return placed(finish_rows(of_rows, sinks_KG, q_QKGD.dtype), decode_slot)
         of_tokens = [*of_tokens, select(of_rows, decode_slot)]
     total = of_tokens[0] if of_tokens else empty(q_QKGD)
     for partial in of_tokens[1:]:
@@ -185,6 +207,11 @@ def finish(
     if sinks_KG is not None:
         total = sink_logits(sinks_KG, total)
     return normalise(total, q_QKGD.dtype)
+
+
+def finish_rows(of_rows: Partial, sinks_KG: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Add sink logits to the partial of decode rows and normalise: ``[L, K, G, D]`` in ``dtype``."""
+    return normalise(of_rows if sinks_KG is None else sink_logits(sinks_KG, of_rows), dtype)
 
 
 class Softmax(str, Enum):

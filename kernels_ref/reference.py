@@ -121,6 +121,7 @@ __all__ = [
     "column_sums",
     "eviction_victims",
     "finish",
+    "rows_in_rings",
     "shared_blocks",
     "shared_rings",
     "unique_blocks",
@@ -295,10 +296,10 @@ def tails(inputs: PartInputs, blocks: BlockStep, attend: Attend = attend) -> Par
     num_tails = t.tail_block.shape[1]
     k_NKSD, v_NKSD = side_by_side(k, num_tails), side_by_side(v, num_tails)
     num_slots = units.layout.num_slots
-    visible = seen_mask(blocks.tails, num_slots)
+    visible, unused, _ = blocks.masks or (seen_mask(blocks.tails, num_slots), None, None)
     if rule is not None:
         visible = visible & tails_visible(rule, blocks.end, t.tail_start, num_slots)
-    return own_units(q_NKHD, k_NKSD, v_NKSD, visible, scoring, attend)
+    return own_units(q_NKHD, k_NKSD, v_NKSD, visible, scoring, attend, unused)
 
 
 def side_by_side(x_XKSD: torch.Tensor, num: int) -> torch.Tensor:
@@ -309,8 +310,29 @@ def side_by_side(x_XKSD: torch.Tensor, num: int) -> torch.Tensor:
 def unique_rings(inputs: PartInputs, ring: RingStep, attend: Attend = attend) -> Partial:
     """Decode rows against their ring, which is the contiguous slice ``[0, N)`` of the store."""
     units, num_rows = inputs.units, inputs.q.shape[0]
-    visible = seen_mask(ring.seen, units.layout.num_slots)
-    return own_units(inputs.q, *units.tile(slice(0, num_rows)), visible, inputs.scoring, attend)
+    visible, unused, _ = ring.masks or (seen_mask(ring.seen, units.layout.num_slots), None, None)
+    tiles = units.tile(slice(0, num_rows))
+    return own_units(inputs.q, *tiles, visible, inputs.scoring, attend, unused)
+
+
+def rows_in_rings(inputs: PartInputs, ring: RingStep) -> torch.Tensor:
+    """Attention of decode rows whose ring is all that they see: ``[N, K, M * G, D]``.
+
+    No partial is made, since nothing is merged. A token that sees no slot gets any finite result: no decode
+    row has one.
+    """
+    assert ring.masks is not None, "expected masks of rings"
+    q_NKHD, (visible_NKMS, unused_NKS1, _) = inputs.q, ring.masks
+    k_NKSD, v_NKSD = inputs.units.tile(slice(0, q_NKHD.shape[0]))
+    scores = soften(torch.matmul(q_NKHD, k_NKSD.transpose(2, 3)), inputs.scoring)
+    decode_len = visible_NKMS.shape[2]
+    if decode_len == 1:
+        scores = scores.masked_fill(unused_NKS1.transpose(2, 3), FLOOR)
+    else:
+        visible = visible_NKMS.repeat_interleave(q_NKHD.shape[2] // decode_len, dim=2)
+        scores = torch.where(visible, scores, FLOOR)
+    weights = torch.softmax(scores, dim=-1).to(v_NKSD.dtype)
+    return torch.matmul(weights, v_NKSD.masked_fill(unused_NKS1, 0))
 
 
 def own_units(
@@ -320,11 +342,21 @@ def own_units(
     visible_NKMS: torch.Tensor,
     scoring: Scoring,
     attend: Attend = attend,
+    unused_NKS1: torch.Tensor | None = None,
 ) -> Partial:
-    """The tokens of row ``n`` against the slots of unit ``n`` that each of them sees."""
+    """The tokens of row ``n`` against the slots of unit ``n`` that each of them sees.
+
+    Args:
+        unused_NKS1: slots that no token of the row sees; None = derived.
+    """
     decode_len = visible_NKMS.shape[2]
     scores = soften(torch.matmul(q_NKHD, k_NKSD.transpose(2, 3)), scoring)
-    if decode_len == 1:
-        return attend(scores, visible_NKMS, torch.where(visible_NKMS[:, :, 0, :, None], v_NKSD, 0))
-    values = torch.where(visible_NKMS.any(dim=2)[..., None], v_NKSD, 0)
-    return attend(scores, visible_NKMS.repeat_interleave(q_NKHD.shape[2] // decode_len, dim=2), values)
+    if unused_NKS1 is not None:
+        values = v_NKSD.masked_fill(unused_NKS1, 0)
+    elif decode_len == 1:
+        values = torch.where(visible_NKMS[:, :, 0, :, None], v_NKSD, 0)
+    else:
+        values = torch.where(visible_NKMS.any(dim=2)[..., None], v_NKSD, 0)
+    if decode_len > 1:
+        visible_NKMS = visible_NKMS.repeat_interleave(q_NKHD.shape[2] // decode_len, dim=2)
+    return attend(scores, visible_NKMS, values)

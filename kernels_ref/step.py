@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from bias_builders import Leading, Rule, Seen, Window
-from kernels_ref.partial import Scoring, fold
+from bias_builders import Leading, Rule, Seen, Window, seen_mask
+from kernels_ref.partial import Scoring, fold, hiding
 from kernels_ref.units import KVUnits, NewKV, Scratch, UnitLayout, gather
 
 PlanKey: TypeAlias = tuple[tuple[Hashable, ...], UnitLayout]
@@ -86,6 +86,8 @@ class Step(NamedTuple):
         row_token: flat index of each token of the N rows, any valid index where there is none, ``[N * M]``.
         decode_slot: place of each token among those, ``N * M`` for tokens of other rows, ``[Q]``.
         plans: tensors derived for each kind of head group, by kind and layout of the store.
+        keeps_rows: whether groups return the results of decode rows in the order of their tokens,
+            ``[N * M, K, G, D]``, in a step that has no others; the layer places them once.
     """
 
     parts: StepParts
@@ -94,6 +96,7 @@ class Step(NamedTuple):
     row_token: torch.Tensor
     decode_slot: torch.Tensor
     plans: dict[PlanKey, Any]
+    keeps_rows: bool = False
 
 
 SEES_ALL = Window(0, 1 << 30)
@@ -135,7 +138,8 @@ class PartInputs(NamedTuple):
 
     def of_rows(self, step: Step) -> PartInputs:
         """The same inputs with the queries of decode rows, all tokens of a row in its heads."""
-        q_LKGD = self.q.index_select(0, step.row_token)
+        is_alone = self.q.shape[0] == step.row_token.shape[0] == 1
+        q_LKGD = self.q if is_alone else self.q.index_select(0, step.row_token)
         return self._replace(q=q_LKGD if step.decode_len == 1 else fold(q_LKGD, step.decode_len))
 
 
@@ -170,6 +174,37 @@ class DecodeRows(NamedTuple):
         return cls(row, torch.where(row < no_row, place, no_row * decode_len), token, end)
 
 
+class SlotMasks(NamedTuple):
+    """Visibility of slots to decode rows as masks, for kernels that read masks from memory.
+
+    Attributes:
+        visible: slots that each token sees, bool ``[N, K, M, S]``; K may be 1 for all heads.
+        unused: slots that no token of the row sees, bool ``[N, K, S, 1]``.
+        bias: 0 where a token sees a slot, else a number that hides it when it is added to its score,
+            ``[N, K, M, S]`` in the type of the queries; None where no kernel adds one.
+    """
+
+    visible: torch.Tensor
+    unused: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, seen: Seen, num_slots: int, bias_dtype: torch.dtype | None = None) -> SlotMasks:
+        """Expand the visibility of units with ``num_slots`` slots.
+
+        Args:
+            bias_dtype: type of the bias; None = without.
+        """
+        visible = seen_mask(seen, num_slots)
+        used = visible if visible.shape[2] == 1 else visible.any(dim=2, keepdim=True)
+        bias = None
+        if bias_dtype is not None:
+            hidden = torch.logical_not(visible)
+            bias = torch.zeros(visible.shape, dtype=bias_dtype, device=visible.device)
+            bias = bias.masked_fill(hidden, hiding(bias_dtype))
+        return cls(visible, torch.logical_not(used.transpose(2, 3)), bias)
+
+
 class BlockStep(NamedTuple):
     """Tensors that a step derives once for all stores of blocks of one layout.
 
@@ -179,11 +214,13 @@ class BlockStep(NamedTuple):
         write_index: places of the new tokens, ``[Q * K]``.
         tails: visibility of a row's tails to its tokens, ``[N, T, M]``.
         end: position after each token of the decode rows, 0 where there is none, ``[N, M]``.
+        masks: those of ``tails``; None where kernels derive them.
     """
 
     write_index: torch.Tensor
     tails: Leading
     end: torch.Tensor
+    masks: SlotMasks | None = None
 
 
 class RingStep(NamedTuple):
@@ -196,8 +233,10 @@ class RingStep(NamedTuple):
             store, ``[Q * K]``.
         seen: visibility of the rings of decode rows to their tokens.
         chunk_position: positions in the rings of the scratch, -1 = empty, ``[C, W]``.
+        masks: those of ``seen``; None where kernels derive them.
     """
 
     write_index: torch.Tensor
     seen: Seen
     chunk_position: torch.Tensor
+    masks: SlotMasks | None = None

@@ -17,7 +17,7 @@ from kernels_ref.groups import GroupKind, HeadGroup
 from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators
 from kernels_ref.impl import Implementation, Kernels, kernels
 from kernels_ref.looped import looped
-from kernels_ref.partial import Scoring, Softmax
+from kernels_ref.partial import Partial, Scoring, Softmax, finish_rows, placed
 from kernels_ref.rows import RowKind
 from kernels_ref.step import PartInputs, Step
 from kernels_ref.units import KVUnits, NewKV, UnitLayout
@@ -111,6 +111,33 @@ class ReadOnlyKernels:
         return getattr(self.inner, name)
 
 
+@dataclass(frozen=True)
+class RowKernels:
+    """Kernels of a layer in a step of decodes only, with results in the order of the rows' tokens.
+
+    Args:
+        inner: all kernels but ``finish``.
+    """
+
+    inner: Kernels
+
+    def finish(
+        self,
+        q_QKGD: torch.Tensor,
+        of_tokens: list[Partial],
+        of_rows: Partial | None,
+        decode_slot: torch.Tensor,
+        sinks_KG: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Add sink logits and normalise: ``[L, K, G, D]``."""
+        assert of_rows is not None, "a step of decodes has the unique part"
+        return finish_rows(of_rows, sinks_KG, q_QKGD.dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a kernel of ``inner``."""
+        return getattr(self.inner, name)
+
+
 def unified_attention(
     q_QHD: torch.Tensor,
     k_QKD: torch.Tensor,
@@ -133,6 +160,9 @@ def unified_attention(
     run = looped(kernels(spec.impl, spec.operators), scoring, spec.operators, step.parts)
     if not spec.writes:
         run = cast("Kernels", ReadOnlyKernels(run))
+    parts = step.parts
+    if spec.impl.reads_masks and parts.unique and not (parts.causal or parts.shared):
+        run, step = cast("Kernels", RowKernels(run)), step._replace(keeps_rows=True)
     q_QKGD = (q_QHD * spec.scale).unflatten(1, (-1, spec.group_size))
     sinks_KG = None if sinks_H is None else sinks_H.view(-1, spec.group_size)
     outputs, end = [], 0
@@ -141,6 +171,11 @@ def unified_attention(
         new = NewKV(k_QKD[:, begin:end], v_QKD[:, begin:end])
         sinks = None if sinks_KG is None else sinks_KG[begin:end]
         inputs = PartInputs(q_QKGD[:, begin:end], new, units, step.tensors, scoring, sinks=sinks)
-        outputs.append(group.kind.attend(run, inputs, step))
+        output = group.kind.attend(run, inputs, step)
+        # A group that only stores heads of other ranks has no result.
+        if group.num_heads or len(spec.groups) == 1:
+            outputs.append(output)
     out_QKGD = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    if step.keeps_rows:
+        out_QKGD = placed(out_QKGD, step.decode_slot)
     return out_QKGD.flatten(1, 2)

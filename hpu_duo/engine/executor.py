@@ -153,7 +153,7 @@ def _preparing(
     """Return a function of the staging buffer."""
     places = tuple((name, slot.offset, slot.stop, slot.shape) for name, slot in layout.slots.items())
     wanted = ("token_ids", "logit_index", *StepTensors._fields)
-    decode_len, stores = geometry.decode_len, model.stores
+    decode_len, stores, mask_dtype = geometry.decode_len, model.stores, model.mask_dtype
 
     def prepare(staged: torch.Tensor) -> Prepared:
         # Copies: a view of the buffer would be an input of every layer.
@@ -163,7 +163,7 @@ def _preparing(
             if name in wanted
         }
         tensors = StepTensors(**{name: fields[name] for name in StepTensors._fields})
-        step = prepare_step(parts, tensors, decode_len=decode_len, stores=stores)
+        step = prepare_step(parts, tensors, decode_len=decode_len, stores=stores, mask_dtype=mask_dtype)
         plans = tuple(step.plans.values())
         return fields["token_ids"], fields["logit_index"], tensors, step.row_token, step.decode_slot, plans
 
@@ -426,7 +426,13 @@ def bucket_step(
         tensors = StepTensors(**{name: inputs[name] for name in StepTensors._fields})
         if parts.causal and parts.shared:
             model.copy_to_scratch(tensors.chunk_row)
-        prepared = prepare_step(parts, tensors, decode_len=geometry.decode_len, stores=model.stores)
+        prepared = prepare_step(
+            parts,
+            tensors,
+            decode_len=geometry.decode_len,
+            stores=model.stores,
+            mask_dtype=model.mask_dtype,
+        )
         with nullcontext() if region_of is None else in_regions(region_of):
             return model.logits(inputs["token_ids"], prepared, inputs["logit_index"], runners)
 

@@ -59,6 +59,7 @@ class StepModel(NotPicklable):
     Attributes:
         specs: attention of each layer.
         stores: the kinds of head groups of all layers, with the distinct layouts of their stores.
+        mask_dtype: of ``prepare_step``.
         live: tells linears on a CPU which rows of a step are padding.
         kinds: distinct kinds of layers; layers of one kind run the same compiled region.
     """
@@ -91,6 +92,7 @@ class StepModel(NotPicklable):
             layer.module.forward = ServedLayer(self._runners, kind, layer.module)
         self.kinds = tuple(kinds)
         self.stores = stores_of(specs, caches)
+        self.mask_dtype = caches[0][0].encoding.dtype if specs[0].impl.reads_masks else None
 
     @property
     def stores_flat(self) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ Bytes exchanged in a step follow from a formula: what runs in a captured step ca
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -216,6 +216,13 @@ class ContextParallelBlocks(GroupKind):
             layout: ContextParallelStep(BlockStep(index[layout], Leading(tails), rows.end), start)
             for layout in layouts
         }
+
+    def masked(
+        self, plans: Mapping[UnitLayout, ContextParallelStep], dtype: torch.dtype
+    ) -> dict[UnitLayout, ContextParallelStep]:
+        """Return the plans with masks of tails."""
+        own = Blocks().masked({layout: plan.own for layout, plan in plans.items()}, dtype)
+        return {layout: plan._replace(own=own[layout]) for layout, plan in plans.items()}
 
     def attend(self, run: Kernels, inputs: PartInputs, step: Step) -> torch.Tensor:
         """Writes first: decode rows read their new keys from their blocks, on the rank that stores them."""

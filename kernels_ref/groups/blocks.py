@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -21,7 +21,7 @@ from kernels_ref.groups.kind import (
 )
 from kernels_ref.partial import Partial, unfold
 from kernels_ref.sparse import MASK_BYTES, TileStep, num_tiles, tile_step
-from kernels_ref.step import BlockStep, DecodeRows, PartInputs, Step, StepParts, StepTensors
+from kernels_ref.step import BlockStep, DecodeRows, PartInputs, SlotMasks, Step, StepParts, StepTensors
 from kernels_ref.units import UnitLayout, write_indices
 
 if TYPE_CHECKING:
@@ -81,6 +81,14 @@ class Blocks(GroupKind):
             tails = leading_visible(t.tail_start[:, :, None], rows.end[:, None], num_slots)
         index = write_indices(t.write_block, t.write_offset, layouts)
         return {layout: BlockStep(index[layout], Leading(tails), rows.end) for layout in layouts}
+
+    def masked(
+        self, plans: Mapping[UnitLayout, BlockStep], dtype: torch.dtype
+    ) -> dict[UnitLayout, BlockStep]:
+        """Return the plans with masks of tails."""
+        layout, first = next(iter(plans.items()))
+        masks = SlotMasks.of(first.tails, layout.num_slots)
+        return {layout: plan._replace(masks=masks) for layout, plan in plans.items()}
 
     def attend(self, run: Kernels, inputs: PartInputs, step: Step) -> torch.Tensor:
         """Writes first: decode rows read their new keys from their blocks."""
@@ -228,6 +236,13 @@ class ChosenBlocks(GroupKind):
         tiles = tile_step(tensors, next(iter(layouts)).num_slots) if parts.causal else None
         blocks = _KEPT.prepare(parts, tensors, rows, layouts)
         return {layout: ChosenStep(plan, tiles) for layout, plan in blocks.items()}
+
+    def masked(
+        self, plans: Mapping[UnitLayout, ChosenStep], dtype: torch.dtype
+    ) -> dict[UnitLayout, ChosenStep]:
+        """Return the plans with masks of tails."""
+        blocks = _KEPT.masked({layout: plan.blocks for layout, plan in plans.items()}, dtype)
+        return {layout: plan._replace(blocks=blocks[layout]) for layout, plan in plans.items()}
 
     def attend(self, run: Kernels, inputs: PartInputs, step: Step) -> torch.Tensor:
         """Writes first: decode rows, and prompts on a CPU, read new keys from their blocks."""

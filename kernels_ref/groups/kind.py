@@ -19,7 +19,7 @@ import torch
 
 from kernels_ref.chunks import DEFAULT_BOUNDS, QUERY_SLICE, ChunkBounds
 from kernels_ref.formats import PLAIN, KVFormat
-from kernels_ref.step import DecodeRows, PartInputs, Step, StepParts, StepTensors
+from kernels_ref.step import DecodeRows, PartInputs, PlanKey, Step, StepParts, StepTensors
 from kernels_ref.units import UnitLayout
 
 if TYPE_CHECKING:
@@ -164,6 +164,16 @@ class GroupKind(ABC):
             layouts: of all stores of this kind, distinct; one or more.
         """
 
+    def masked(self, plans: Mapping[UnitLayout, Any], dtype: torch.dtype) -> Mapping[UnitLayout, Any]:
+        """Return the tensors of ``prepare`` with masks of the slots that decode rows see.
+
+        Masks are the same for all layouts. The default is a kind without them.
+
+        Args:
+            dtype: of queries.
+        """
+        return plans
+
     @abstractmethod
     def attend(self, run: Kernels, inputs: PartInputs, step: Step) -> torch.Tensor:
         """Store the new keys and values, run the parts of the step and merge them.
@@ -174,7 +184,7 @@ class GroupKind(ABC):
             step: the tensors of ``prepare`` are at ``step.plans[self.key, inputs.units.layout]``.
 
         Returns:
-            ``[Q, K, G, D]`` in the dtype of the queries; zero for padding.
+            ``[Q, K, G, D]`` in the dtype of the queries; zero for padding. See ``Step.keeps_rows``.
         """
 
     @abstractmethod
@@ -215,19 +225,23 @@ def prepare_step(
     *,
     decode_len: int,
     stores: Mapping[GroupKind, Sequence[UnitLayout]],
+    mask_dtype: torch.dtype | None = None,
 ) -> Step:
     """Derive on the device, once a step, the tensors that all layers need.
 
     Args:
         decode_len: most tokens of a decode row (M).
         stores: the kinds of head groups, with the distinct layouts of their stores.
+        mask_dtype: type of queries where kernels read masks, see ``Implementation.reads_masks``; None where
+            they derive visibility themselves.
     """
     rows = DecodeRows.of(parts, tensors, decode_len)
-    plans = {
-        (kind.key, layout): plan
-        for kind, layouts in stores.items()
-        for layout, plan in kind.prepare(parts, tensors, rows, layouts).items()
-    }
+    plans: dict[PlanKey, Any] = {}
+    for kind, layouts in stores.items():
+        prepared: Mapping[UnitLayout, Any] = kind.prepare(parts, tensors, rows, layouts)
+        if mask_dtype is not None and parts.unique:
+            prepared = kind.masked(prepared, mask_dtype)
+        plans.update({(kind.key, layout): plan for layout, plan in prepared.items()})
     return Step(parts, tensors, decode_len, rows.token, rows.slot, plans)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -19,8 +19,8 @@ from kernels_ref.groups.kind import (
     PartSizes,
     causal_bytes,
 )
-from kernels_ref.partial import Partial, unfold
-from kernels_ref.step import DecodeRows, PartInputs, RingStep, Step, StepParts, StepTensors
+from kernels_ref.partial import Partial, placed, unfold, unfold_rows
+from kernels_ref.step import DecodeRows, PartInputs, RingStep, SlotMasks, Step, StepParts, StepTensors
 from kernels_ref.units import UnitLayout, gather, write_indices
 
 if TYPE_CHECKING:
@@ -113,6 +113,12 @@ class Rings(GroupKind):
         index = write_indices(torch.where(is_kept, t.row, null_row), ring_slot(t.positions, ring), layouts)
         return {layout: RingStep(index[layout], seen, chunk_position) for layout in layouts}
 
+    def masked(self, plans: Mapping[UnitLayout, RingStep], dtype: torch.dtype) -> dict[UnitLayout, RingStep]:
+        """Return the plans with masks of rings."""
+        layout, first = next(iter(plans.items()))
+        masks = SlotMasks.of(first.seen, layout.num_slots, dtype)
+        return {layout: plan._replace(masks=masks) for layout, plan in plans.items()}
+
     def attend(self, run: Kernels, inputs: PartInputs, step: Step) -> torch.Tensor:
         """Writes first: decode rows read their new keys from their rings, and prompts read the scratch."""
         parts, units = step.parts, inputs.units
@@ -120,6 +126,9 @@ class Rings(GroupKind):
         record = units.encode(inputs.new)
         run.write_kv(units, plan.write_index, record)
         inputs = inputs._replace(new=record.values, rule=self.window)
+        if plan.masks is not None and parts.unique and not parts.causal and inputs.sinks is None:
+            rows = unfold_rows(run.rows_in_rings(inputs.of_rows(step), plan), step.decode_len)
+            return rows if step.keeps_rows else placed(rows, step.decode_slot)
         of_tokens: list[Partial] = []
         decoded = None
         if parts.unique:

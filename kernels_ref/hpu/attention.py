@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kernels_ref.partial import FLOOR, SEEN, Partial, Softmax, widened
+from kernels_ref.partial import FLOOR, SEEN, Partial, Softmax, hiding, widened
 from kernels_ref.units import gather
+
+if TYPE_CHECKING:
+    from kernels_ref.step import SlotMasks
 
 
 def attend_dense(
@@ -31,7 +34,7 @@ def attend_dense(
     Source: vllm-gaudi, ``SlicedFusedSDPA``, which passes a mask even where causality would suffice, because
     the operator's causal form returns other statistics.
     """
-    hidden = _hidden(q_QKGD.dtype)
+    hidden = hiding(q_QKGD.dtype)
     mask_QT = torch.where(visible_QT, q_QKGD.new_zeros(()), hidden)
     # [1, K, G, Q, D] and [1, K, 1, T, D]: keys are broadcast to the queries of a group.
     out, largest, inverse, _ = torch.ops.hpu.sdpa_recomp_fwd(
@@ -43,7 +46,7 @@ def attend_dense(
         1.0,
         False,
         True,
-        "fast" if softmax is Softmax.FAST else "None",
+        _mode(softmax),
         None,
         "right",
     )
@@ -59,9 +62,43 @@ def attend_dense(
     )
 
 
-def _hidden(dtype: torch.dtype) -> float:
-    """A number that hides a key when it is added to its score: finite, and so is the sum."""
-    return max(FLOOR, torch.finfo(dtype).min / 2)
+def attend_rows(
+    q_NKHD: torch.Tensor,
+    k_NKSD: torch.Tensor,
+    v_NKSD: torch.Tensor,
+    masks: SlotMasks,
+    softmax: Softmax,
+) -> torch.Tensor:
+    """Decode rows against their own unit, and nothing else: normalised attention ``[N, K, H, D]``.
+
+    Args:
+        q_NKHD: scaled; H query heads of each key/value head, for each token of the row.
+    """
+    bias_NKMS = masks.bias
+    assert bias_NKMS is not None, "expected masks with a bias"
+    if bias_NKMS.shape[2] == 1:
+        bias_NKMS = bias_NKMS.expand(-1, -1, q_NKHD.shape[2], -1)
+    else:
+        bias_NKMS = bias_NKMS.repeat_interleave(q_NKHD.shape[2] // bias_NKMS.shape[2], dim=2)
+    # Whatever lies in unused slots, the sum of its score and the bias has to be finite.
+    attn: torch.Tensor = torch.ops.hpu.sdpa_recomp_fwd(
+        q_NKHD,
+        k_NKSD.masked_fill(masks.unused, 0),
+        v_NKSD.masked_fill(masks.unused, 0),
+        bias_NKMS,
+        0.0,
+        1.0,
+        False,
+        True,
+        _mode(softmax),
+        None,
+        "right",
+    )[0]
+    return attn
+
+
+def _mode(softmax: Softmax) -> str:
+    return "fast" if softmax is Softmax.FAST else "None"
 
 
 ATTENTION, SOFTMAX, BLOCK_SOFTMAX = "sdpa_recomp_fwd", "softmax_fa2", "block_softmax"
@@ -77,6 +114,7 @@ class FusedOperators(NamedTuple):
         line_bytes: of the cache lines that ``softmax_fa2`` spreads its maxima and sums over, eight numbers in
             each, as a Gaudi 3 does; 0 where they lie side by side.
         inverse_scale: factor by which the inverse sum of ``sdpa_recomp_fwd`` has to be multiplied.
+        row_attention: ``sdpa_recomp_fwd`` also for a batch of decode rows with a few queries each.
     """
 
     attention: bool = False
@@ -84,6 +122,7 @@ class FusedOperators(NamedTuple):
     block_softmax: bool = False
     line_bytes: int = 0
     inverse_scale: float = 1.0
+    row_attention: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

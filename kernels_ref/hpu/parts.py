@@ -70,6 +70,14 @@ class FusedKernels:
         """Decode rows against their own ring."""
         return reference.unique_rings(inputs, ring, self.attend)
 
+    def rows_in_rings(self, inputs: PartInputs, ring: RingStep) -> torch.Tensor:
+        """Attention of decode rows whose ring is all that they see, as one operator."""
+        if not (self.operators.row_attention and inputs.scoring.softcap is None):
+            return reference.rows_in_rings(inputs, ring)
+        assert ring.masks is not None, "expected masks of rings"
+        k, v = inputs.units.tile(slice(0, inputs.q.shape[0]))
+        return attention.attend_rows(inputs.q, k, v, ring.masks, inputs.scoring.softmax)
+
     def unique_with_weights(self, inputs: PartInputs, ring: RingStep) -> tuple[Partial, torch.Tensor]:
         """Decode rows against their own slots, with the weight of each slot; portable."""
         return reference.unique_with_weights(inputs, ring)

@@ -13,12 +13,24 @@ from typing import NamedTuple
 
 import torch
 
+from bias_builders import Leading
 from kernels_ref.hpu import attention as fused_softmax
-from kernels_ref.hpu.attention import ATTENTION, BLOCK_SOFTMAX, SOFTMAX, FusedOperators, attend_dense, exists
+from kernels_ref.hpu.attention import (
+    ATTENTION,
+    BLOCK_SOFTMAX,
+    SOFTMAX,
+    FusedOperators,
+    attend_dense,
+    attend_rows,
+    exists,
+)
 from kernels_ref.partial import FLOOR, Partial, Softmax, attend, empty
 from kernels_ref.reference import merge_by_owner
+from kernels_ref.step import SlotMasks
 
 _log = logging.getLogger(__name__)
+
+_ROW_ATTENTION = f"{ATTENTION} of rows"
 
 _INVERSE_SCALES = (1.0, 128.0)
 """Factors that inverse sums are known to lack: vLLM's fork for HPU multiplies those of fast mode by 128."""
@@ -49,6 +61,7 @@ class Trial(NamedTuple):
             attention=all(trial.operators.attention for trial in trials) and len(scales) == 1,
             softmax=all(trial.operators.softmax for trial in trials),
             block_softmax=all(trial.operators.block_softmax for trial in trials),
+            row_attention=all(trial.operators.row_attention for trial in trials),
         )
         problems = dict.fromkeys(problem for trial in trials for problem in trial.problems)
         return cls(together, tuple(problems))
@@ -82,16 +95,24 @@ def try_operators(
         ATTENTION: lambda: _try_attention(sizes, softmax),
         SOFTMAX: lambda: _try_softmax(sizes, scores_dtype, line_bytes),
         BLOCK_SOFTMAX: lambda: _try_block_softmax(sizes, scores_dtype),
+        _ROW_ATTENTION: lambda: _try_row_attention(sizes, softmax),
     }
     for name, run in tries.items():
+        if name == _ROW_ATTENTION and ATTENTION not in found:
+            continue
         try:
-            if not exists(name):
+            if not exists(name.partition(" ")[0]):
                 raise _Refusal("it does not exist here")
             found[name] = run()
         except (_Refusal, RuntimeError, ValueError, TypeError) as error:
             problems.append(f"{name}: {error}")
     operators = FusedOperators(
-        ATTENTION in found, SOFTMAX in found, BLOCK_SOFTMAX in found, line_bytes, found.get(ATTENTION, 1.0)
+        ATTENTION in found,
+        SOFTMAX in found,
+        BLOCK_SOFTMAX in found,
+        line_bytes,
+        found.get(ATTENTION, 1.0),
+        _ROW_ATTENTION in found,
     )
     _log.info(
         "fused operators %s; %s", ", ".join(operators.names) or "none", "; ".join(problems) or "all pass"
@@ -140,6 +161,25 @@ def _try_attention(sizes: _Sizes, softmax: Softmax) -> float:
     if error > allowed:
         raise _Refusal(f"its results are off by {error:.2g}, expected at most {allowed:.2g}")
     return scale
+
+
+def _try_row_attention(sizes: _Sizes, softmax: Softmax) -> float:
+    """Unused slots contain NaNs, and rows see from one slot to all of them."""
+    num_rows, num_slots = 5, 29
+    q = sizes.random(num_rows, sizes.num_kv, sizes.group_size, sizes.head_dim, seed=10)
+    q = q * (4 / math.sqrt(sizes.head_dim))
+    k, v = (sizes.random(num_rows, sizes.num_kv, num_slots, sizes.head_dim, seed=seed) for seed in (11, 12))
+    seen = Leading(torch.tensor([1, 7, 16, 28, 29], dtype=torch.int32)[:, None, None])
+    masks = SlotMasks.of(seen, num_slots, sizes.dtype)
+    scores = torch.matmul(q.double(), k.double().transpose(2, 3)).masked_fill(~masks.visible, -math.inf)
+    expected = torch.matmul(scores.softmax(dim=-1), v.double())
+    on = sizes.device
+    given = [x.masked_fill(masks.unused, math.nan).to(on) for x in (k, v)]
+    got = attend_rows(q.to(on), *given, SlotMasks(*(x.to(on) for x in masks if x is not None)), softmax)
+    error, allowed = _largest(got.cpu().double() - expected), _allowed(sizes.dtype, softmax)
+    if not error <= allowed:
+        raise _Refusal(f"its results are off by {error:.2g}, expected at most {allowed:.2g}")
+    return 1.0
 
 
 def _try_softmax(sizes: _Sizes, dtype: torch.dtype, line_bytes: int) -> float:

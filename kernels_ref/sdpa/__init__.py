@@ -16,6 +16,7 @@ from bias_builders import Held, Leading, TopBlocks, Window, encode_rule, seen_ma
 from kernels_ref import reference
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.partial import Partial, Scoring, finish
+from kernels_ref.reference import rows_in_rings
 from kernels_ref.sdpa import decode, prefill, sparse
 from kernels_ref.sdpa import prefill as shared
 from kernels_ref.sdpa import prefill as sums
@@ -31,6 +32,7 @@ __all__ = [
     "column_sums",
     "eviction_victims",
     "finish",
+    "rows_in_rings",
     "shared_blocks",
     "shared_rings",
     "unique_blocks",

@@ -12,6 +12,7 @@ from bias_builders import Held, Window, encode_rule
 from kernels_ref.groups.budget_slots import eviction_victims
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.partial import Partial
+from kernels_ref.reference import rows_in_rings
 from kernels_ref.sparse import chosen_blocks
 from kernels_ref.step import BlockStep, PartInputs, RingStep
 from kernels_ref.triton import operators
@@ -37,6 +38,7 @@ __all__ = [
     "column_sums",
     "eviction_victims",
     "finish",
+    "rows_in_rings",
     "shared_blocks",
     "shared_rings",
     "unique_blocks",

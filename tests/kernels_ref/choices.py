@@ -33,7 +33,7 @@ class Choice:
     ) -> torch.Tensor:
         """Outputs of a step of one layer."""
         fused.register()
-        q, k, v, step = world.inputs()
+        q, k, v, step = world.inputs(self.impl.reads_masks)
         sizes = {"slices": slices, "chunks": chunks}
         spec = replace(world.spec(self.impl, softcap, softmax), operators=self.operators, **sizes)
         with fused.named(self.device):
@@ -45,7 +45,7 @@ class Choice:
 
 
 REFERENCE = Choice(Implementation.REFERENCE)
-GAUDI2 = Choice(Implementation.HPU, FusedOperators(True, True, True), "GAUDI2")
+GAUDI2 = Choice(Implementation.HPU, FusedOperators(True, True, True, row_attention=True), "GAUDI2")
 GAUDI3 = Choice(Implementation.HPU, GAUDI2.operators._replace(line_bytes=fused.LINE_BYTES))
 CHOICES = {
     "reference": REFERENCE,

@@ -200,7 +200,7 @@ class World:
         sizes = (s.group, s.head_dim, s.head_dim**-0.5)
         return LayerSpec(self.groups, *sizes, softcap, impl, softmax)  # type: ignore[arg-type]
 
-    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, object]:
+    def inputs(self, has_masks: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, object]:
         """Padded queries, keys, values and the prepared step."""
         s = self.s
         geometry = StepGeometry(
@@ -232,6 +232,7 @@ class World:
             tensors,
             decode_len=s.decode_len,
             stores=stores_of([self.spec(Implementation.REFERENCE)], [self.cache]),
+            mask_dtype=self.queries.dtype if has_masks else None,
         )
         extra = s.pad[0]
         q = torch.cat(

@@ -94,6 +94,23 @@ def test_every_part_is_fused_and_makes_no_scores_that_a_prompt_would(choice: Cho
 
 
 @ON
+@pytest.mark.parametrize("decode_len", [1, 3])
+def test_rings_of_decodes_are_one_operator_where_nothing_is_merged(choice: Choice, decode_len: int) -> None:
+    rows = (RowSpec(40, 1), RowSpec(3, decode_len), RowSpec(61, 1))
+    scenario = Scenario(
+        rows, 8, Window(4, 8), 1, 2, 3, 8, (2, 0, 1, 1), False, 5, decode_len=decode_len, slack=decode_len - 1
+    )  # fmt: skip
+    world = World(scenario)
+    with Calls() as calls:
+        out = choice.attend(world)
+    torch.testing.assert_close(out[: len(world.dense())].double(), world.dense(), atol=2e-5, rtol=2e-5)
+    assert not out[len(world.dense()) :].any()
+    assert calls.fused == {ATTENTION: 1, SOFTMAX: 1, BLOCK_SOFTMAX: 1}
+    portable = replace(choice, operators=choice.operators._replace(row_attention=False))
+    torch.testing.assert_close(portable.attend(World(scenario)), out, atol=2e-5, rtol=2e-5)
+
+
+@ON
 def test_what_has_no_soft_cap_is_portable_then(choice: Choice) -> None:
     calls = calls_of(choice, World(MIXED), softcap=5.0)
     assert calls.fused == {SOFTMAX: 2, BLOCK_SOFTMAX: 1}
@@ -205,6 +222,18 @@ BROKEN = [
     (BLOCK_SOFTMAX, _sums_of_nobody, "off by"),
     (BLOCK_SOFTMAX, _fails, "synStatus 26"),
 ]
+
+
+def test_attention_that_fails_for_decode_rows_is_called_for_prompts_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    works = torch.ops.hpu.sdpa_recomp_fwd
+    monkeypatch.setattr(
+        torch.ops.hpu, ATTENTION, lambda q, *rest: (_nan(works) if q.dim() == 4 else works)(q, *rest)
+    )
+    tried = try_operators(**TRIED, dtype=torch.float32, softmax=Softmax.EXACT, line_bytes=fused.LINE_BYTES)
+    assert tried.operators == GAUDI3.operators._replace(row_attention=False)
+    assert re.match(f"{ATTENTION} of rows: .*off by", tried.problems[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

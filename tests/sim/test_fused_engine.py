@@ -61,7 +61,8 @@ def test_60_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_u
     with fused.named(name):
         served = tiny.load(device="hpu-sim", attention="hpu", pattern=PATTERN, **LIMITS)
         line_bytes = LINE_BYTES if name == "GAUDI3" else 0
-        assert specs_of(served) == {(Implementation.HPU, FusedOperators(True, True, True, line_bytes))}
+        operators = FusedOperators(True, True, True, line_bytes, row_attention=True)
+        assert specs_of(served) == {(Implementation.HPU, operators)}
         runner = served.engine.runner
         served.warmup()
         with sim.watch() as seen:

@@ -142,7 +142,8 @@ def _kernels(model: ModelConfig, hardware: Hardware) -> ChosenKernels:
     if model.attention != Implementation.HPU.value:
         raise ValueError(f"expected attention that an HPU runs, reference or hpu, got {model.attention!r}")
     line_bytes = LINE_BYTES if hardware.name.endswith("3") else 0
-    return ChosenKernels(Implementation.HPU, softmax, FusedOperators(True, True, True, line_bytes))
+    operators = FusedOperators(True, True, True, line_bytes, row_attention=True)
+    return ChosenKernels(Implementation.HPU, softmax, operators)
 
 
 def _cache(
