@@ -29,7 +29,7 @@ _EAGER_ENVIRONMENT = {
 _LAZY = "PT_HPU_LAZY_MODE"
 _MODULE, _VISIBLE = "HLS_MODULE_ID", "HABANA_VISIBLE_MODULES"
 _RECIPES = "PT_HPU_RECIPE_CACHE_CONFIG"
-_RECIPES_FORM = "'directory,delete,megabytes' with delete true or false"
+_RECIPES_FORM = "'directory,delete,megabytes' or 'directory,false,0,true' of a shared volume"
 _MOST_RECIPE_MB = 16384
 """Size for the recipes of some hundred graphs; public serving scripts use 8 to 40 GB."""
 
@@ -87,8 +87,9 @@ def _check_recipes(config: str) -> None:
     """
     parts = [part.strip() for part in config.split(",")]
     expected = f"expected {_RECIPES}={_RECIPES_FORM}, got {config!r}"
-    if not 3 <= len(parts) <= 4 or parts[1].lower() not in ("true", "false"):
-        raise ValueError(expected)
+    flags = (parts[1:2] + parts[3:]) if 3 <= len(parts) <= 4 else [""]
+    if not all(flag.lower() in ("true", "false") for flag in flags):
+        raise ValueError(f"{expected}, with true or false for what is no directory and no number")
     if not parts[2].isascii() or not parts[2].isdigit():
         raise ValueError(f"{expected}, with a size that is no number")
     # Without a directory recipes stay in memory, which is a choice.

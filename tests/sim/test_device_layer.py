@@ -226,6 +226,7 @@ def test_recipes_outlive_the_process_and_eager_mode_compiles_in_threads(
         ("recipes", "expected PT_HPU_RECIPE_CACHE_CONFIG='directory,delete,megabytes'"),
         ("recipes,maybe,1024", "expected PT_HPU_RECIPE_CACHE_CONFIG='directory,delete,megabytes'"),
         ("recipes,false,much", "with a size that is no number"),
+        ("recipes,false,0,perhaps", "with true or false for what is no directory and no number"),
         (
             "/proc/recipes,false,1024",
             "expected the recipe cache of PT_HPU_RECIPE_CACHE_CONFIG to be",

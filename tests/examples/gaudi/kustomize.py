@@ -87,17 +87,22 @@ def _config_map(directory: Path, asked: dict[str, Any]) -> Resource:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": asked["name"]}, "data": data}
 
 
-def _merged(base: Any, patch: Any) -> Any:
+_MAY_GROW = {"volumes", "volumeMounts"}
+"""Lists to which a patch may add; another new name is taken for a wrong one."""
+
+
+def _merged(base: Any, patch: Any, field: str = "") -> Any:
     """A strategic merge; lists of things with names are merged by name, and null takes a field away."""
     if isinstance(base, dict) and isinstance(patch, dict):
-        both = {key: _merged(base[key], patch[key]) for key in base.keys() & patch.keys()}
+        both = {key: _merged(base[key], patch[key], key) for key in base.keys() & patch.keys()}
         merged = {**copy.deepcopy(base), **copy.deepcopy(patch), **both}
         return {key: value for key, value in merged.items() if value is not None}
     if isinstance(base, list) and isinstance(patch, list) and all("name" in one for one in [*base, *patch]):
         patches = {one["name"]: one for one in patch}
         unknown = set(patches) - {one["name"] for one in base}
-        assert not unknown, f"the patch names {unknown}, which is not there"
-        return [_merged(one, patches.get(one["name"], {})) for one in base]
+        assert not unknown or field in _MAY_GROW, f"the patch names {unknown}, which is not there"
+        merged = [_merged(one, patches.get(one["name"], {})) for one in base]
+        return merged + [copy.deepcopy(one) for one in patch if one["name"] in unknown]
     return copy.deepcopy(patch)
 
 

@@ -135,8 +135,8 @@ def test_the_settings_reach_the_pod_and_name_its_volumes(overlay: Path) -> None:
     assert all(one["metadata"]["namespace"] == "hpu-duo" for one in resources)
 
 
-def with_component(overlay: Path, name: str, directory: Path) -> dict[str, Any]:
-    """The pod of an overlay with one more component."""
+def built_with(overlay: Path, name: str, directory: Path) -> list[Resource]:
+    """The resources of an overlay with one more component."""
     text = yaml.safe_load((overlay / "kustomization.yaml").read_text(encoding="utf-8"))
     text["resources"] = [str((overlay / one).resolve()) for one in text["resources"]]
     text["components"] = [str((overlay / one).resolve()) for one in text["components"]]
@@ -144,8 +144,15 @@ def with_component(overlay: Path, name: str, directory: Path) -> dict[str, Any]:
     (directory / "settings.env").write_text((overlay / "settings.env").read_text(encoding="utf-8"))
     (directory / "kustomization.yaml").write_text(yaml.safe_dump(text), encoding="utf-8")
     resources = build(directory)
-    kubernetes_validate.validate(only(resources, "StatefulSet"), "1.31", strict=True)
-    return pod(resources)
+    for one in resources:
+        if one["kind"] not in NOT_OF_KUBERNETES:
+            kubernetes_validate.validate(one, "1.31", strict=True)
+    return resources
+
+
+def with_component(overlay: Path, name: str, directory: Path) -> dict[str, Any]:
+    """The pod of an overlay with one more component."""
+    return pod(built_with(overlay, name, directory))
 
 
 def test_a_pod_takes_the_hosts_shared_memory_only_if_asked_to(overlay: Path, tmp_path: Path) -> None:
@@ -162,6 +169,40 @@ def test_openshift_may_choose_the_user_and_adds_nothing(overlay: Path, tmp_path:
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
         }
+
+
+@pytest.mark.parametrize("name", ["gaudi2", "gaudi3"])
+def test_a_job_fills_the_recipe_cache_once_for_all_pods(name: str, tmp_path: Path) -> None:
+    """Job and pods have the same state and recipes, on a volume that the bridge knows to be shared."""
+    overlay = KUBERNETES / "overlays" / name
+    first, second = pod(build(overlay))["initContainers"][0], pod(build(overlay))["containers"][0]
+    resources = built_with(overlay, "shared-recipes", tmp_path)
+    spec, job = pod(resources), only(resources, "Job")["spec"]["template"]["spec"]
+    (filling,), (waiting,), (server,) = job["containers"], spec["initContainers"], spec["containers"]
+    # What an init container does without the component.
+    assert filling["args"] == first["args"]
+    for same in ("image", "envFrom", "securityContext", "resources"):
+        assert filling[same] == first[same] == server[same]
+    assert (waiting["args"], server["args"]) == (["check", "verify"], second["args"])
+    assert filling["env"] == waiting["env"] == server["env"]
+    values = {one["name"]: one["value"] for one in server["env"]}
+    place, cleared, _, is_shared = values["PT_HPU_RECIPE_CACHE_CONFIG"].split(",")
+    assert (cleared, is_shared) == ("false", "true")
+    assert place.startswith(f"{values['STATE_DIR']}/")
+    claim = only(resources, "PersistentVolumeClaim")
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    for container, volumes in ((filling, job), (waiting, spec), (server, spec)):
+        mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
+        volume = only_named(volumes["volumes"], mounts[values["STATE_DIR"]])
+        assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+        assert mounts.keys() >= {one["mountPath"] for one in second["volumeMounts"]} - {"/var/lib/hpu-duo"}
+    assert job["securityContext"] == spec["securityContext"]
+    assert job["restartPolicy"] == "OnFailure"
+
+
+def only_named(found: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    (one,) = (one for one in found if one["name"] == name)
+    return one
 
 
 def test_calls_have_time_to_end_before_a_pod_or_service_is_killed(overlay: Path) -> None:
