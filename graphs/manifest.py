@@ -40,12 +40,14 @@ class GraphRecord:
         seconds: from the first operator to the end of the first run.
         num_bytes: growth of the process's device memory meanwhile.
         cache: identifier of the compiler's cache on disk that has its code; None without one.
+        trace_s: part of ``seconds`` in which torch traced it.
     """
 
     shape: BatchShape
     seconds: float | None = None
     num_bytes: int | None = None
     cache: str | None = None
+    trace_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,7 @@ def write_manifest(path: str | Path, manifest: Manifest) -> None:
                 "shape": str(record.shape),
                 "seconds": record.seconds,
                 "bytes": record.num_bytes,
+                "trace_seconds": record.trace_s,
                 "cache": record.cache,
             }
             for record in manifest.graphs
@@ -248,9 +251,11 @@ def _planned_padding(text: Any) -> PlannedPadding | None:
 def _record(name: str, item: Any) -> GraphRecord:
     _expect(isinstance(item, dict) and isinstance(item.get("shape"), str), name, 'a "shape"', item)
     seconds, num_bytes = item.get("seconds"), item.get("bytes")
-    # Comparisons do not convert, so integers may have any length.
-    is_time = type(seconds) in (int, float) and 0 <= seconds < _UNBELIEVABLE
-    _expect(seconds is None or is_time, f"{name}.seconds", "0 or more, or null", seconds)
+    trace_s = item.get("trace_seconds")
+    for key, value in (("seconds", seconds), ("trace_seconds", trace_s)):
+        # Comparisons do not convert, so integers may have any length.
+        is_time = type(value) in (int, float) and 0 <= value < _UNBELIEVABLE
+        _expect(value is None or is_time, f"{name}.{key}", "0 or more, or null", value)
     is_size = type(num_bytes) is int and abs(num_bytes) < _UNBELIEVABLE
     _expect(num_bytes is None or is_size, f"{name}.bytes", "an integer or null", num_bytes)
     cache = item.get("cache")
@@ -259,7 +264,8 @@ def _record(name: str, item: Any) -> GraphRecord:
         shape = BatchShape.parse(item["shape"])
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    return GraphRecord(shape, None if seconds is None else float(seconds), num_bytes, cache)
+    times = [None if value is None else float(value) for value in (seconds, trace_s)]
+    return GraphRecord(shape, times[0], num_bytes, cache, times[1])
 
 
 def _expect(is_so: bool, name: str, expected: str, got: Any) -> None:

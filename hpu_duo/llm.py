@@ -100,6 +100,7 @@ class HPUDuoModel(ContextModel, NotPicklable):
         compile_only: bool = False,
         dry_run: bool = False,
         resume: bool = False,
+        num_jobs: int = 1,
     ) -> WarmUpReport:
         """Capture the buckets of the table now, the most expensive first.
 
@@ -117,6 +118,7 @@ class HPUDuoModel(ContextModel, NotPicklable):
             resume: skip buckets that were captured by the warm-up of ``manifest`` or ``replay``, if the
                 compiler's cache on disk still has their code. For a process that fills the cache and ends:
                 skipped buckets are captured when they are needed, and counted as late.
+            num_jobs: processes that compile side by side into the compiler's cache on disk, with this one.
 
         Raises:
             ValueError: see ``startup.warm_up``; or a manifest cannot be read or written, or a file that
@@ -130,6 +132,7 @@ class HPUDuoModel(ContextModel, NotPicklable):
             replay=replay,
             compile_only=compile_only,
             resume=resume,
+            num_jobs=num_jobs,
         )
         return prepared.dry_run() if dry_run else prepared.run(progress, manifest)
 
@@ -143,6 +146,7 @@ class HPUDuoModel(ContextModel, NotPicklable):
         replay: str | Path | None = None,
         compile_only: bool = False,
         resume: bool = False,
+        num_jobs: int = 1,
     ) -> WarmUp:
         """Check and estimate a warm-up without doing it; its ``run`` does it. See ``warmup``.
 
@@ -168,6 +172,8 @@ class HPUDuoModel(ContextModel, NotPicklable):
             earlier=earlier,
             compile_only=compile_only,
             resume=resume,
+            num_jobs=num_jobs,
+            config=self.engine_config,
         )
         if differing:
             prepared.note(f"{manifest} is {differing}; it is replaced, and nothing of it is used")

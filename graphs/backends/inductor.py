@@ -35,6 +35,18 @@ def is_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def traced_seconds() -> float:
+    """Seconds in which this process has traced Python into graphs, by the compiler's own clocks.
+
+    What follows the trace, functionalising included, is not in it.
+    """
+    if not is_loaded():
+        return 0.0
+    from torch._dynamo.utils import compilation_time_metrics
+
+    return sum(compilation_time_metrics.get("bytecode_tracing", ()))
+
+
 def cache_directory() -> Path | None:
     """The directory of inductor's cache; None if it is turned off."""
     from torch._inductor import config

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeAlias
 
 import torch
@@ -20,10 +20,10 @@ from graphs.manifest import GraphRecord, Manifest, is_manifest, read_manifest, w
 from graphs.planner import GraphBudget
 from hpu_duo.config.engine import EngineConfig
 from hpu_duo.engine.engine import Engine
-from hpu_duo.garbage import collector_paused
 from hpu_duo.modeling.attention import AttentionLayer
 from hpu_duo.modeling.packed_linear import PackedLinear, PanelLinear
 from hpu_duo.planning.simulation import plan_buckets
+from hpu_duo.startup.capturing import Capturing
 from hpu_duo.startup.tables import default_table
 from hpu_duo.startup.warm_up_estimate import (
     Estimate,
@@ -34,6 +34,7 @@ from hpu_duo.startup.warm_up_estimate import (
     known_before_loading,
     versions_of,
 )
+from hpu_duo.startup.warm_up_jobs import BucketQueue, Jobs, JobTask, check_jobs
 
 
 @dataclass(frozen=True)
@@ -241,6 +242,11 @@ class WarmUpReport:
     notes: tuple[str, ...] = ()
     num_skipped: int = 0
 
+    @property
+    def trace_s(self) -> float:
+        """Seconds in which torch traced the graphs that were captured."""
+        return sum(record.trace_s or 0.0 for record in self.records)
+
 
 class WarmUp:
     """A warm-up of an engine's table, prepared and checked; ``run`` does it.
@@ -257,6 +263,9 @@ class WarmUp:
             before, one for each phase, to fill tables that are filled at their first use.
         resume: skip buckets whose code ``earlier`` has left in the compiler's cache on disk. They are not
             captured in this process, which is for one that only fills the cache.
+        num_jobs: processes that compile buckets side by side, this one included. With ``resume`` this one
+            leaves out what the others have compiled, else it captures that from the cache at the end.
+        config: what ``engine`` was made from; needed for several jobs.
 
     Attributes:
         buckets: to capture, the most expensive first.
@@ -268,7 +277,8 @@ class WarmUp:
 
     Raises:
         ValueError: the table lacks a reachable shape and a miss would be an error, a phase has no bucket,
-            ``earlier`` is of another configuration, or the device has no compile-only mode.
+            ``earlier`` is of another configuration, the device has no compile-only mode, or the warm-up
+            cannot be shared by so many jobs (``check_jobs``).
     """
 
     def __init__(
@@ -282,6 +292,8 @@ class WarmUp:
         earlier: Manifest | None = None,
         compile_only: bool = False,
         resume: bool = False,
+        num_jobs: int = 1,
+        config: EngineConfig | None = None,
     ) -> None:
         self._engine, self._runner = engine, engine.runner
         self._budget = budget or WarmUpBudget()
@@ -298,11 +310,18 @@ class WarmUp:
         if len(self._table):
             self._check_table()
         self.cache = CompileCache.of(graphs.backend)
+        self._capturing = Capturing(engine, self.cache, compile_only=compile_only)
         chosen = select(self._table, phases)
         self.skipped = self._in_cache(chosen, measured) if resume else ()
         self.buckets = tuple(bucket for bucket in chosen if bucket not in set(self.skipped))
         if compile_only:
             self._runner.runtime.compile_only()
+        self._task: JobTask | None = None
+        self._resume, self._num_jobs = resume, min(num_jobs, max(1, len(self.buckets)))
+        if num_jobs != 1 and config is not None:
+            check_jobs(num_jobs, engine, config, self.cache)
+            graphs_of = self._configuration
+            self._task = JobTask.of(engine, config, self._table, graphs_of, compile_only=compile_only)
         self.estimate = estimate_of(self.buckets, GraphCosts.of(engine), self._count_routes(), measured)
         self._costs: dict[BatchShape, GraphRecord] = {
             record.shape: record for record in (measured.graphs if measured is not None else ())
@@ -332,33 +351,43 @@ class WarmUp:
         if manifest is not None and not len(self._table):
             raise ValueError("a manifest is of a table, and steps run at their exact shapes here")
         began, held = time.perf_counter(), self._runner.runtime.used_bytes()
-        records: list[GraphRecord] = []
-        num_captured = 0
         if self._is_new_table:
             self._runner.set_table(self._table, self._on_miss)
         if manifest is not None:
             self._write(manifest)
-        self._fill_tables()
+        self._capturing.fill_tables(self.buckets)
         before = digest_tables(self._runner.model.model) if self._compile_only else {}
-        for done, bucket in enumerate(self.buckets, start=1):
-            self._check_spent(time.perf_counter() - began, self._runner.runtime.used_bytes() - held, done - 1)
-            record, is_new = self._capture(bucket, done)
-            records.append(record)
-            if is_new:
-                num_captured += 1
-                self._costs[bucket] = record
-                if manifest is not None:
-                    self._write(manifest)
-            if progress is not None:
-                progress(done, len(self.buckets), record)
+        records: list[GraphRecord] = []
+        new: list[GraphRecord] = []
+        noting = Lock()
+
+        def note(record: GraphRecord, is_new: bool = True) -> None:
+            with noting:
+                records.append(record)
+                if is_new:
+                    new.append(record)
+                    self._costs[record.shape] = record
+                    if manifest is not None:
+                        self._write(manifest)
+                if progress is not None:
+                    progress(len(records), len(self.buckets), record)
+
+        queue = BucketQueue(self.buckets)
+        with Jobs(self._num_jobs - 1, self._task, queue, note) as jobs:
+            for bucket in queue:
+                self._check_spent(
+                    time.perf_counter() - began, self._runner.runtime.used_bytes() - held, len(records)
+                )
+                note(*self._capture(bucket, self.buckets.index(bucket) + 1))
+            self._wait(jobs)
+        for record in () if self._resume or self._num_jobs == 1 else tuple(records):
+            self._runner.warmup.capture(record.shape)
         if self._compile_only:
             check_unchanged(before, digest_tables(self._runner.model.model))
         self._runner.warmup.finish((*self.skipped, *self.buckets))
         seconds = time.perf_counter() - began
         num_skipped = len(self.skipped)
-        return WarmUpReport(
-            self.estimate, tuple(records), num_captured, seconds, False, self.notes, num_skipped
-        )
+        return WarmUpReport(self.estimate, tuple(records), len(new), seconds, False, self.notes, num_skipped)
 
     def dry_run(self) -> WarmUpReport:
         """Return the estimate, and do nothing else.
@@ -413,32 +442,27 @@ class WarmUp:
         buckets = {bucket.num_logits: bucket for bucket in self.buckets}
         return sum(len(self._runner.warmup.routes(bucket)) for bucket in buckets.values())
 
-    def _fill_tables(self) -> None:
-        """Launch an uncaptured step of padding for each phase, the cheapest of it."""
-        cheapest = {bucket.phase: bucket for bucket in self.buckets}
-        for bucket in cheapest.values():
-            self._runner.warmup.touch(bucket)
-        self._runner.runtime.synchronize()
+    @staticmethod
+    def _wait(jobs: Jobs) -> None:
+        try:
+            jobs.wait()
+        except WarmUpStoppedError:
+            raise
+        except ValueError as error:
+            raise WarmUpStoppedError(str(error)) from error
 
     def _capture(self, bucket: BatchShape, number: int) -> tuple[GraphRecord, bool]:
-        runtime = self._runner.runtime
-        held, began = runtime.used_bytes(), time.perf_counter()
         try:
-            # For one graph at a time, so that memory left by a compiler is measured between them.
-            with runtime.compile_only() if self._compile_only else nullcontext(), collector_paused():
-                is_new = self._runner.warmup.capture(bucket)
-                runtime.synchronize()
+            record = self._capturing.capture(bucket)
         except torch.OutOfMemoryError as error:
             raise WarmUpStoppedError(
                 f"out of memory at graph {number} of {len(self.buckets)}, {bucket}, the largest first: "
                 f"expected {self.estimate.graphs[number - 1].num_bytes} bytes to suffice; lower num_blocks "
                 "or kv_cache_bytes, or plan a smaller table"
             ) from error
-        seconds = time.perf_counter() - began
-        if not is_new:
+        if record is None:
             return self._costs.get(bucket, GraphRecord(bucket)), False
-        cache = None if self.cache is None else self.cache.identifier
-        return GraphRecord(bucket, seconds, runtime.used_bytes() - held, cache), True
+        return record, True
 
     def _check_spent(self, elapsed: float, grown: int, num_done: int) -> None:
         """Stop between two graphs once the budget is used up, although the estimate was within it."""

@@ -103,13 +103,14 @@ Gaudi (vllm-gaudi, pull request 129)."""
 
 @dataclass(frozen=True)
 class GraphEstimate:
-    """Estimate of one bucket: ``low_s`` to ``high_s`` seconds, and the bytes of its graph."""
+    """Estimate of one bucket: ``low_s`` to ``high_s`` seconds, ``trace_s`` of them traced, and its bytes."""
 
     shape: BatchShape
     low_s: float
     high_s: float
     num_bytes: int
     is_measured: bool
+    trace_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,11 @@ class Estimate:
     def high_s(self) -> float:
         """Seconds in all, by the high figures, which are compared with budgets."""
         return sum(graph.high_s for graph in self.graphs) + self.other_s[1]
+
+    @property
+    def trace_s(self) -> float:
+        """Seconds in which torch traces all graphs; 0 if that is not known."""
+        return sum(graph.trace_s for graph in self.graphs)
 
     @property
     def kept_bytes(self) -> int:
@@ -241,12 +247,15 @@ class GraphCosts:
 
     def seconds(self, shape: BatchShape) -> tuple[float, float]:
         """Seconds of the graph of a bucket, low and high."""
-        scale, trace_s = 1.0, 0.0
+        scale, trace_s = 1.0, self.trace_s(shape)
         if self.operators is not None and self.prior.num_operators is not None:
-            num = self.operators(shape)
-            scale, trace_s = graph_scale(num, self.prior.num_operators), num * self.prior.trace_s
+            scale = graph_scale(self.operators(shape), self.prior.num_operators)
         low, high = self.prior.low_s, self.prior.high_s
-        return self.num_units * (low * scale + trace_s), self.num_units * (high * scale + trace_s)
+        return self.num_units * low * scale + trace_s, self.num_units * high * scale + trace_s
+
+    def trace_s(self, shape: BatchShape) -> float:
+        """Seconds in which torch traces the graph of a bucket, each kind of layer once; 0 if not known."""
+        return 0.0 if self.operators is None else self.num_units * self.operators(shape) * self.prior.trace_s
 
     def kept_bytes(self, shape: BatchShape) -> int:
         """Bytes of the graph of a bucket: code, results, and its own working memory."""
@@ -275,9 +284,10 @@ def estimate_of(
         kept = costs.kept_bytes(shape)
         record = earlier.record_of(shape) if earlier is not None else None
         if record is None or record.seconds is None:
-            return GraphEstimate(shape, low, high, kept, False)
+            return GraphEstimate(shape, low, high, kept, False, costs.trace_s(shape))
         measured = kept if record.num_bytes is None else max(0, record.num_bytes)
-        return GraphEstimate(shape, record.seconds, record.seconds, measured, True)
+        traced = costs.trace_s(shape) if record.trace_s is None else record.trace_s
+        return GraphEstimate(shape, record.seconds, record.seconds, measured, True, traced)
 
     return Estimate(
         tuple(map(one, buckets)),

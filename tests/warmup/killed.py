@@ -34,6 +34,7 @@ def main() -> None:
 
     first = tiny.load(graphs="compile", pattern=PATTERN, buckets=TABLE)
     report = first.warmup(progress, manifest=manifest, resume=True)
+    num_misses = counters["inductor"]["fxgraph_cache_miss"]
     counters["inductor"].clear()
     served = tiny.load(graphs="compile", pattern=PATTERN, buckets=manifest)
     num_served = served.warmup().num_captured
@@ -41,6 +42,7 @@ def main() -> None:
     late = served.engine.runner.graphs.counters.late_captures
     found = {
         "captured": [str(record.shape) for record in report.records],
+        "misses": num_misses,
         "num_skipped": report.num_skipped,
         "served": [num_served, counters["inductor"]["fxgraph_cache_miss"], late],
         "tokens": tokens,

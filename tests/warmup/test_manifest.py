@@ -47,7 +47,12 @@ _values = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 )
 _records = st.builds(
-    GraphRecord, _shapes, st.none() | st.floats(0, 1e6), st.none() | st.integers(-(2**40), 2**40)
+    GraphRecord,
+    _shapes,
+    st.none() | st.floats(0, 1e6),
+    st.none() | st.integers(-(2**40), 2**40),
+    st.none() | st.text(),
+    st.none() | st.floats(0, 1e6),
 )
 
 
@@ -87,7 +92,13 @@ def test_the_padding_that_a_table_was_planned_for_is_kept(path: Path) -> None:
 def test_the_file_says_what_a_reader_looks_for(path: Path) -> None:
     fields = json.loads(path.read_text())
     assert fields["phases"] == {"--u": 1, "csu": 1}
-    assert fields["graphs"][0] == {"shape": "csu/q16/s8/u48/l4", "seconds": 1.5, "bytes": 4096}
+    assert fields["graphs"][0] == {
+        "shape": "csu/q16/s8/u48/l4",
+        "seconds": 1.5,
+        "bytes": 4096,
+        "trace_seconds": None,
+        "cache": None,
+    }
     assert not fields["is_complete"]
     canonical = json.dumps(CONFIGURATION, sort_keys=True)
     assert fields["digest"] == hashlib.sha256(canonical.encode()).hexdigest()

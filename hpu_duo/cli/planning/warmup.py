@@ -113,6 +113,17 @@ def warmup(
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help=(
+                "Processes that compile side by side into the compiler's cache on disk, this one included: "
+                "each loads the model, and on HPU takes a card."
+            ),
+            rich_help_panel=_BUDGET,
+        ),
+    ] = 1,
     resume: Annotated[
         bool,
         typer.Option(
@@ -179,6 +190,7 @@ def warmup(
             replay=replay,
             compile_only=compile_only,
             resume=resume,
+            num_jobs=jobs,
         )
         console = Console(stderr=True)
         for note in loaded.engine.notes:
@@ -260,6 +272,8 @@ def print_estimate(console: Console, prepared: WarmUp) -> None:
     listed = "  ".join(f"{phase} x {count}" for phase, count in phases.items())
     table.add_row("graphs", f"{len(prepared.buckets)} ({prepared.backend}): {listed}")
     table.add_row("time", f"{_seconds(estimate)}; {_source(estimate, f'from: {estimate.source}')}")
+    if estimate.trace_s:
+        table.add_row("tracing", f"{_duration(estimate.trace_s)} of it, each kind of layer once a graph")
     table.add_row(
         "memory",
         f"{show_bytes(estimate.kept_bytes)} kept by graphs, {_source(estimate, _SIZES)}; "
@@ -288,7 +302,9 @@ def print_report(console: Console, report: WarmUpReport) -> None:
         console.print(table)
     skipped = f", {report.num_skipped} skipped" if report.num_skipped else ""
     console.print(
-        f"{report.num_captured} graphs captured{skipped} in {report.seconds:.1f} s", highlight=False
+        f"{report.num_captured} graphs captured{skipped} in {report.seconds:.1f} s"
+        + (f", {report.trace_s:.1f} s of tracing" if report.trace_s else ""),
+        highlight=False,
     )
 
 
@@ -302,6 +318,7 @@ def report_fields(report: WarmUpReport) -> dict[str, Any]:
             "num_measured": estimate.num_measured,
             "low_s": estimate.low_s,
             "high_s": estimate.high_s,
+            "trace_s": estimate.trace_s,
             "kept_bytes": estimate.kept_bytes,
             "transient_bytes": estimate.transient_bytes,
             "source": estimate.source,
@@ -319,6 +336,7 @@ def report_fields(report: WarmUpReport) -> dict[str, Any]:
         "num_captured": report.num_captured,
         "num_skipped": report.num_skipped,
         "seconds": report.seconds,
+        "trace_s": report.trace_s,
         "graphs": [
             {"shape": str(record.shape), "seconds": record.seconds, "bytes": record.num_bytes}
             for record in report.records
@@ -342,6 +360,10 @@ def _seconds(estimate: Estimate) -> str:
     if high < 60:
         return f"{low:.1f} to {high:.1f} s"
     return f"{low / 60:.1f} to {high / 60:.1f} min"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else f"{seconds / 60:.1f} min"
 
 
 def _source(estimate: Estimate, unmeasured: str) -> str:

@@ -1,0 +1,92 @@
+"""Warm-ups that several processes share: what they compile, and where they are refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphs import BatchShape
+from graphs.backends.compile import CompileBackend, cpu_compile_problem
+from graphs.manifest import GraphRecord, read_manifest
+from hpu_duo.device.runtime import HostMemory
+from hpu_duo.startup import warm_up_jobs
+from hpu_duo.startup.warm_up_jobs import BucketQueue, Jobs, JobTask
+from tests.engine.tiny import PATTERN, Tiny
+from tests.warmup.killed import TABLE
+
+SHAPES = ["--u/q4/s0/u48/l4", "c--/q16/s0/u0/l4"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cpu_compile_problem() is not None, reason="needs a C++ compiler")
+def test_what_another_process_compiles_is_found_in_the_cache(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other process is given all buckets but one, which the first one captures."""
+    path = tmp_path / "manifest.json"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    model = tiny.load(graphs="compile", pattern=PATTERN, buckets=TABLE)
+    prepared = model.prepare_warmup(num_jobs=2)
+    assert prepared._task is not None
+    records: list[GraphRecord] = []
+    with Jobs(1, prepared._task, BucketQueue([*map(BatchShape.parse, SHAPES)]), records.append) as jobs:
+        jobs.wait()
+    assert [str(record.shape) for record in records] == SHAPES
+    assert prepared.cache is not None
+    assert {record.cache for record in records} == {prepared.cache.identifier}
+    # A server captures all three, two of them from the cache.
+    command = [sys.executable, "-m", "tests.warmup.killed", str(tiny.path), str(path)]
+    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert json.loads(found.splitlines()[-1])["misses"] == 1
+    assert read_manifest(path).is_complete
+    # A process whose engine is another one does nothing.
+    wrong = replace(prepared._task, graphs={**prepared._task.graphs, "dtype": "float64"})
+    differs = r"job 2 of the warm-up: .* dtype: expected float64, got float32"
+    jobs = Jobs(1, wrong, BucketQueue(tuple(TABLE)), records.append)
+    with jobs, pytest.raises(ValueError, match=differs):
+        jobs.wait()
+    assert len(records) == len(SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_jobs", "message"),
+    [
+        ({"graphs": "eager"}, 2, "expected a compiler with a cache on disk for 2 jobs, got eager"),
+        ({"graphs": "replay"}, 3, "got replay: its graphs end with the process"),
+        ({"graphs": "compile"}, 0, "expected at least 1 job, got 0"),
+        ({"graphs": CompileBackend()}, 2, "expected the name of a capture backend for 2 jobs, got an object"),
+        ({"graphs": "compile"}, 9, r"expected at most 3 jobs within the free host memory, got 9: .* 2.0 GiB"),
+    ],
+)
+def test_jobs_that_cannot_help_are_refused_before_any_starts(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], num_jobs: int, message: str
+) -> None:
+    monkeypatch.setattr(warm_up_jobs, "host_memory", lambda: HostMemory(8 << 30, 4 << 30))
+    monkeypatch.setattr(warm_up_jobs, "peak_bytes", lambda: 1 << 30)
+    model = tiny.load(buckets=TABLE, **options)
+    with pytest.raises(ValueError, match=message):
+        model.warmup(num_jobs=num_jobs)
+
+
+def test_each_bucket_is_taken_once_and_none_after_a_stop() -> None:
+    buckets = tuple(map(BatchShape.parse, SHAPES))
+    queue = BucketQueue(buckets)
+    assert (next(iter(queue)), *queue) == buckets
+    stopped = BucketQueue(buckets)
+    stopped.stop()
+    assert not list(stopped)
+
+
+def test_a_task_fixes_what_follows_from_free_memory(tiny: Tiny) -> None:
+    model = tiny.load(graphs="compile", buckets=TABLE, num_blocks=48, max_model_len=None)
+    task = JobTask.of(model.engine, model.engine_config, TABLE, {}, compile_only=False)
+    limits = model.engine.scheduler.limits
+    assert task.engine.cache.num_blocks == limits.num_blocks
+    assert task.engine.scheduler.max_model_len == limits.max_model_len
