@@ -18,6 +18,7 @@ from typer.testing import Result
 
 from graphs import BatchShape, BucketTable
 from graphs.bucket_file import read_table, write_table
+from graphs.compile_cache import CompileCache
 from graphs.manifest import GraphRecord, read_manifest
 from hpu_duo.cli.app import app
 from hpu_duo.cli.planning.warmup import ProgressView
@@ -75,6 +76,22 @@ def test_a_manifest_is_replayed_and_serves_as_a_table(
         *("--prompt", "Once", "--max-new-tokens", 3),
     )
     assert served.exit_code == 0, served.stderr
+
+
+def test_a_second_run_skips_what_is_in_the_compilers_cache(
+    warmup: Run, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a cache for a backend that has none: that compilers find their code there is tested elsewhere."""
+    monkeypatch.setattr(CompileCache, "of", lambda _: CompileCache.at(tmp_path / "cache"))
+    manifest = ("--buckets", table, "--manifest", tmp_path / "manifest.json")
+    assert "3 graphs captured in" in warmup(*manifest).stderr
+    again = warmup(*manifest)
+    assert "3 of 3 graphs, which are in the compiler's cache" in again.stderr
+    assert "0 graphs captured, 3 skipped in" in again.stderr
+    counted = [
+        json.loads(warmup(*manifest, option, "--json").stdout) for option in ("--resume", "--no-resume")
+    ]
+    assert [(each["num_captured"], each["num_skipped"]) for each in counted] == [(0, 3), (3, 0)]
 
 
 @pytest.mark.parametrize("spelling", [("--phases", "--u,c-u"), ("--phases=--u,c-u",), ("--phases", "u,cu")])
@@ -147,6 +164,10 @@ def test_another_configuration_is_refused_by_name(warmup: Run, table: Path, tmp_
             "expected phases that the table has, which are --u, c-u",
         ),
         (("--buckets", "{lacking}"), "the table lacks reachable shapes"),
+        (
+            ("--buckets", "{table}", "--jobs", 2),
+            "expected a compiler with a cache on disk for 2 jobs, got eager",
+        ),
         (("--buckets", "{table}", "--compile-only"), "is a mode of hpu devices, got cpu"),
         (("--graphs-budget", 4, "--max-seconds", 0.01), "does not hold the smallest table: one graph takes"),
     ],

@@ -102,7 +102,8 @@ def _merged(base: Any, patch: Any, field: str = "") -> Any:
         unknown = set(patches) - {one["name"] for one in base}
         assert not unknown or field in _MAY_GROW, f"the patch names {unknown}, which is not there"
         merged = [_merged(one, patches.get(one["name"], {})) for one in base]
-        return merged + [copy.deepcopy(one) for one in patch if one["name"] in unknown]
+        # kustomize puts what is new first.
+        return [copy.deepcopy(one) for one in patch if one["name"] in unknown] + merged
     return copy.deepcopy(patch)
 
 
