@@ -7,6 +7,9 @@ from typing import NamedTuple
 MOST_INLINE = 2
 """Most slices or chunks of a part in the graph of a layer: with six parts, below 600 nodes."""
 
+MOST_RINGS = 1
+"""Most slices of prompts that read their rings in the graph of a layer: with two it has 611 nodes."""
+
 MEMORY_SHARE = 32
 """One pass of the unique part makes at most this fraction of an HPU's memory, see ``ChunkBounds.of_hpu``."""
 

@@ -13,7 +13,7 @@ import torch
 
 from bias_builders import TopBlocks
 from kernels_ref import loops
-from kernels_ref.chunks import QUERY_STEP, even_size, num_parts
+from kernels_ref.chunks import MOST_RINGS, QUERY_STEP, even_size, num_parts
 from kernels_ref.hpu.attention import FusedOperators
 from kernels_ref.hpu.parts import FusedKernels
 from kernels_ref.loops import How, as_operator, loop, run_body
@@ -43,7 +43,7 @@ def looped(run: Kernels, scoring: Scoring, operators: FusedOperators, parts: Ste
     # With new keys a graph would be too large even if both parts are short, so it is cut between them.
     most_shared = 0 if parts.causal else most
     most_unique = 0 if parts.causal and not parts.shared else most
-    return LoopedKernels(run, FusedKernels(operators), most, most_shared, most_unique)
+    return LoopedKernels(run, FusedKernels(operators), most, most_shared, min(most, MOST_RINGS), most_unique)
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,15 @@ class LoopedKernels:
         inner: kernels of the parts that stay.
         fused: the fused operators, or none.
         most: slices of the causal part that stay.
-        most_shared, most_unique: slices or chunks of the shared and of the unique part that stay.
+        most_shared, most_rings, most_unique: chunks of the shared part, slices that read rings, and chunks of
+            the unique part that stay.
     """
 
     inner: Kernels
     fused: FusedKernels
     most: int
     most_shared: int
+    most_rings: int
     most_unique: int
 
     def causal(self, inputs: PartInputs) -> Partial:
@@ -101,7 +103,7 @@ class LoopedKernels:
     def shared_rings(self, inputs: PartInputs, ring: RingStep) -> Partial:
         """Tokens of prompt rows against their rings as of before the step."""
         t, num_queries, most = inputs.tensors, inputs.q.shape[0], self._slice(inputs.scoring)
-        if num_parts(num_queries, most) <= self.most_shared:
+        if num_parts(num_queries, most) <= self.most_rings:
             return self.inner.shared_rings(inputs, ring)
         size = even_size(num_queries, most, QUERY_STEP)
         how = How(inputs.scoring, self.fused.operators, size, rule=inputs.window)

@@ -312,6 +312,10 @@ def copy_to_scratch(caches: Iterable[Iterable[KVUnits]], unit: torch.Tensor) -> 
                 copy_units(units.layout, unit, *units.tensors, *units.scratch)
 
 
+SCRATCH_STORES = 16
+"""Most stores that one region copies to the scratch, so that the host calls few and each compiles quickly."""
+
+
 def copy_units(layout: UnitLayout, unit: torch.Tensor, *tensors: torch.Tensor) -> None:
     """Copy units of a store into a scratch; see ``copy_to_scratch``.
 

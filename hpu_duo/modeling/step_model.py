@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.not_picklable import NotPicklable
 from kernels_ref import LayerCache, LayerSpec, Step, stores_of
 from kernels_ref.loops import RegionOf
-from kernels_ref.units import copy_units
+from kernels_ref.units import SCRATCH_STORES, KVUnits, UnitLayout, copy_units
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,6 +93,7 @@ class StepModel(NotPicklable):
         self.kinds = tuple(kinds)
         self.stores = stores_of(specs, caches)
         self.mask_dtype = caches[0][0].encoding.dtype if specs[0].impl.reads_masks else None
+        self._copies = tuple(_copies(self._caches))
 
     @property
     def stores_flat(self) -> list[torch.Tensor]:
@@ -104,15 +105,11 @@ class StepModel(NotPicklable):
 
         Args:
             rows: int32 ``[C]``.
-            region_of: returns what runs the copies of one group; None = as they are.
+            region_of: returns what runs the copies of some stores; None = as they are.
         """
-        for cache in self._caches:
-            for units in cache:
-                if units.scratch is not None:
-                    sizes = tuple((tuple(each.shape), each.dtype) for each in units.tensors)
-                    key = ("scratch", units.layout, sizes)
-                    run = copy_units if region_of is None else region_of(key, copy_units)
-                    run(units.layout, rows, *units.tensors, *units.scratch)
+        for layout, key, tensors in self._copies:
+            run = copy_units if region_of is None else region_of(key, copy_units)
+            run(layout, rows, *tensors)
 
     def logits(
         self,
@@ -142,3 +139,17 @@ class StepModel(NotPicklable):
         finally:
             self._running.step = None
         return output.logits[0]
+
+
+def _copies(caches: Sequence[LayerCache]) -> Iterator[tuple[UnitLayout, Hashable, list[torch.Tensor]]]:
+    """Yield layout, key and tensors of each region that copies to the scratch: ``SCRATCH_STORES`` at most."""
+    alike: dict[tuple[Hashable, ...], list[KVUnits]] = {}
+    for units in (each for cache in caches for each in cache if each.scratch is not None):
+        sizes = tuple((tuple(each.shape), each.dtype) for each in units.tensors)
+        alike.setdefault((units.layout, sizes), []).append(units)
+    for key, stores in alike.items():
+        for begin in range(0, len(stores), SCRATCH_STORES):
+            some = stores[begin : begin + SCRATCH_STORES]
+            tensors = [tensor for units in some for tensor in units.tensors]
+            tensors += [tensor for units in some for tensor in units.scratch or ()]
+            yield some[0].layout, ("scratch", *key, len(some)), tensors

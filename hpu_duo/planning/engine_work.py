@@ -8,7 +8,7 @@ The seconds of a warm-up are predicted from the operators that it traces and com
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -33,8 +33,17 @@ from hpu_duo.planning.work import (
     count_attention,
 )
 from kernels_ref import Blocks, Budget, HeadGroup, Owner
-from kernels_ref.chunks import DEFAULT_BOUNDS, MOST_INLINE, QUERY_STEP, ChunkBounds, even_size, num_parts
+from kernels_ref.chunks import (
+    DEFAULT_BOUNDS,
+    MOST_INLINE,
+    MOST_RINGS,
+    QUERY_STEP,
+    ChunkBounds,
+    even_size,
+    num_parts,
+)
 from kernels_ref.loops import slices_reached
+from kernels_ref.units import SCRATCH_STORES
 
 SECONDS_PER_GRAPH = (0.7, 14.0)
 """Seconds of warm-up of one graph with one kind of layer: from 49 s for 72 graphs (Llama 8B, bf16, Gaudi 2,
@@ -157,7 +166,7 @@ def cut_loops(runs: AttentionRuns, phase: Phase) -> frozenset[str]:
         "causal_slices": MOST_INLINE,
         "band_slices": MOST_INLINE,
         "shared_chunks": most_shared,
-        "rings_read_slices": most_shared,
+        "rings_read_slices": MOST_RINGS,
         "unique_chunks": most_unique,
     }
     return frozenset(name for name, held in most.items() if getattr(runs, name) > held)
@@ -202,7 +211,21 @@ def _causal_rounds(sizes: GroupSizes, query_len: int) -> int:
     return rounds + (max(0, num_slices - reached - 1) if has_sinks else 0)
 
 
-def num_compiled(layers: Iterable[Sequence[GroupSizes]], bucket: BatchShape) -> int:
+def scratch_copies(stores: Mapping[GroupSizes, int], bucket: BatchShape) -> list[int]:
+    """Stores that each region copies to the scratch before a step.
+
+    Args:
+        stores: the number of layers with each group of heads.
+    """
+    if not (bucket.phase.causal and bucket.phase.shared):
+        return []
+    kept = [num for sizes, num in stores.items() if sizes.heads.kind.keeps_scratch]
+    return [min(SCRATCH_STORES, num - begin) for num in kept for begin in range(0, num, SCRATCH_STORES)]
+
+
+def num_compiled(
+    layers: Iterable[Sequence[GroupSizes]], bucket: BatchShape, stores: Mapping[GroupSizes, int]
+) -> int:
     """Count the graphs that are compiled for a bucket.
 
     These are the region that derives the inputs of layers from a message, the pieces of each layer, the body
@@ -210,10 +233,10 @@ def num_compiled(layers: Iterable[Sequence[GroupSizes]], bucket: BatchShape) -> 
 
     Args:
         layers: the groups of heads of each kind of layer.
+        stores: see ``scratch_copies``.
     """
     phase, pieces = bucket.phase, 0
     bodies: set[tuple[GroupSizes, str]] = set()
-    copied: set[GroupSizes] = set()
     for groups in layers:
         pieces += 1
         for sizes in groups:
@@ -223,9 +246,8 @@ def num_compiled(layers: Iterable[Sequence[GroupSizes]], bucket: BatchShape) -> 
             bodies.update((sizes, name) for name in cut)
             if {"band_slices", "causal_slices"} & cut and _has_sinks_before(sizes, bucket.query_len):
                 bodies.add((sizes, "band_sinks"))
-            if phase.causal and phase.shared and sizes.heads.kind.keeps_scratch:
-                copied.add(sizes)
-    return 1 + pieces + len(bodies) + len(copied)
+    copies = sum(len(set(scratch_copies({sizes: num}, bucket))) for sizes, num in stores.items())
+    return 1 + pieces + len(bodies) + copies
 
 
 def _has_sinks_before(sizes: GroupSizes, query_len: int) -> bool:
@@ -296,7 +318,10 @@ class EngineWork:
         total = self._linear(bucket)
         for (layer, kv), count in self._layers.items():
             total = total + self._attention(layer, kv, bucket) * count
-        return total
+        return replace(
+            total,
+            num_region_calls=total.num_region_calls + len(scratch_copies(self._stores, bucket)),
+        )
 
     def traced_launches(self, bucket: BatchShape) -> float:
         """Operators that are traced and compiled of a layer in ``bucket``, the mean of those that differ."""
@@ -323,7 +348,7 @@ class EngineWork:
     def compiled(self, bucket: BatchShape) -> BucketGraphs:
         """Return what is compiled for ``bucket`` where layers are compiled by themselves."""
         kinds = [self._sizes(layer, kv) for layer, kv in self.model.kinds(self.kv_layers)]
-        return BucketGraphs(num_compiled(kinds, bucket), self.traced_launches(bucket))
+        return BucketGraphs(num_compiled(kinds, bucket, self._stores), self.traced_launches(bucket))
 
     def attention_of(self, bucket: BatchShape) -> Iterator[tuple[AttentionCounts, AttentionRuns, int]]:
         """Yield the counts of each group of heads of each distinct layer, and the number of such layers."""
@@ -334,6 +359,15 @@ class EngineWork:
     @property
     def _layers(self) -> Counter[tuple[AttentionSize, LayerKV]]:
         return Counter(zip(self.model.layers, self.kv_layers))
+
+    @property
+    def _stores(self) -> Counter[GroupSizes]:
+        """Layers with each group of heads."""
+        found: Counter[GroupSizes] = Counter()
+        for (layer, kv), num in self._layers.items():
+            for sizes in self._sizes(layer, kv):
+                found[sizes] += num
+        return found
 
     def _groups(
         self, layer: AttentionSize, kv: LayerKV, bucket: BatchShape

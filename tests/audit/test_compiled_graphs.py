@@ -11,7 +11,7 @@ from benchmarks.kernel_work import work_of
 from graphs import BatchShape
 from hpu_duo.config.engine import CacheConfig, EngineConfig, HeadConfig, ModelConfig, SchedulerConfig
 from hpu_duo.heads import HeadPattern
-from hpu_duo.lab.audit import Structure, build_structure, lower_bucket
+from hpu_duo.lab.audit import Structure, build_structure, lower_bucket, lower_step
 from hpu_duo.planning import GAUDI3, kernels_of
 from hpu_duo.planning.read_model import read_model
 from tests.audit.test_cost_agrees import GROUPED, config_dir
@@ -53,8 +53,13 @@ def test_as_many_graphs_are_counted_as_are_compiled(
     path = config_dir(tmp_path, GROUPED)
     structure = build(path, attention, [[True, True, False, False], [True] * 4])
     work = work_of(structure, read_model(path), kernels_of(attention))
-    counted = {text: work.compiled(BatchShape.parse(text)).num_recipes for text in shapes}
-    assert counted == {text: len(lower_bucket(structure, BatchShape.parse(text))) for text in shapes}
+    counted, traced = {}, {}
+    for text in shapes:
+        bucket = BatchShape.parse(text)
+        lowering, num_calls = lower_step(structure, bucket), work.of(bucket).num_region_calls
+        traced[text] = len(lowering.graphs), lowering.num_calls
+        counted[text] = work.compiled(bucket).num_recipes, 1 + len(work.kv_layers) + num_calls
+    assert counted == traced
 
 
 @pytest.mark.slow

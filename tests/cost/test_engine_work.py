@@ -130,3 +130,15 @@ def test_shared_decodes_of_32k_tokens_call_no_region_and_mixed_steps_call_one_fo
     }
     # New keys stay in the graph; all blocks are one round, with a piece of the layer after it.
     assert calls == {"-su/q64/s256/u4096/l64": 0, "c--/q1024/s0/u0/l1": 0, "c-u/q512/s0/u4096/l8": 2}
+
+
+def test_steps_with_all_parts_call_as_many_regions_with_two_kinds_of_heads_as_with_one() -> None:
+    served = (Deployment(LLAMA_3_8B, Serving(GAUDI3), share, Format.BF16, 131_072) for share in (0.0, 0.5))
+    one, two = (each.engine_work for each in served)
+    num_layers = len(LLAMA_3_8B.layers)
+    for text, beyond in (("csu/q512/s128/u4096/l17", 2), ("csu/q512/s256/u4096/l17", 3)):
+        bucket = BatchShape.parse(text)
+        assert one.of(bucket).num_region_calls == beyond * num_layers
+        # Rings stay in the graph; those of 16 layers are copied to the scratch by one call.
+        assert two.of(bucket).num_region_calls == beyond * num_layers + num_layers // 16
+        assert two.compiled(bucket).num_recipes == 1 + 3 + 1

@@ -8,7 +8,7 @@ from hpu_duo.device.rules import Engine, NativeOperator, native_operators, nativ
 from hpu_duo.lab.audit.allocations import peak_allocated_bytes
 from hpu_duo.lab.audit.audit import Progress, audit, audit_bucket
 from hpu_duo.lab.audit.findings import Finding, Severity
-from hpu_duo.lab.audit.lowering import LoweredGraph, lower_bucket
+from hpu_duo.lab.audit.lowering import LoweredGraph, Lowering, lower_bucket, lower_step
 from hpu_duo.lab.audit.report import AuditReport, LayerRecipe, OperatorUse, StepAudit
 from hpu_duo.lab.audit.structure import Structure, build_structure
 from hpu_duo.lab.audit.tracer import StepTracer
@@ -20,6 +20,7 @@ __all__ = [
     "Finding",
     "LayerRecipe",
     "LoweredGraph",
+    "Lowering",
     "NativeOperator",
     "OperatorUse",
     "OperatorWork",
@@ -32,6 +33,7 @@ __all__ = [
     "audit_bucket",
     "build_structure",
     "lower_bucket",
+    "lower_step",
     "native_operators",
     "native_sources",
     "operator_work",

@@ -20,7 +20,7 @@ from hpu_duo.lab.audit.report import AuditReport, LayerRecipe, StepAudit
 from hpu_duo.lab.audit.structure import HPU, Structure
 from hpu_duo.lab.audit.tracer import Part, StepTracer, Tally, without_memory
 from hpu_duo.modeling.step_model import run_layer
-from hpu_duo.planning.engine_work import num_region_calls
+from hpu_duo.planning.engine_work import num_region_calls, scratch_copies
 from hpu_duo.planning.work import GroupSizes, count_attention
 from hpu_duo.sampling import SamplingRoute, sample_tokens, static_routes
 from hpu_duo.sampling.rows import num_words
@@ -99,11 +99,13 @@ def audit_bucket(
 def _region_calls(structure: Structure, bucket: BatchShape) -> int:
     """Calls of regions beyond one for each layer, which follow from the sizes of chunks alone."""
     geometry, calls = structure.geometry, 0.0
+    stores: Counter[GroupSizes] = Counter()
     for spec, num_layers in Counter(structure.model.specs).items():
         sizes = geometry.block_size, geometry.max_chunk_rows, geometry.decode_len
         for group in GroupSizes.of_layer(spec, *sizes):
             calls += num_layers * num_region_calls(group, bucket, count_attention(group, bucket)[1])
-    return round(calls)
+            stores[group] += num_layers
+    return round(calls) + len(scratch_copies(stores, bucket))
 
 
 def _note_size(tally: Tally, name: str, most_operators: int) -> None:

@@ -7,6 +7,7 @@ copies of whole stores are looked for.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -56,14 +57,23 @@ class Lowering:
     Attributes:
         backend: captures regions with it, as the vendor's compiler captures them.
         graphs: so far.
+        calls: of regions by the host, by name. The loops of a kind of layer are run, and counted, once.
     """
 
     def __init__(self, stores: Iterable[torch.Tensor]) -> None:
         self._layouts = {(store.shape, store.dtype) for store in stores}
         self.graphs: list[LoweredGraph] = []
+        self.calls: Counter[str] = Counter()
         self.backend = CompileBackend(aot_backend(self._keep), guards=True)
         self._region, self._began = "", 0.0
         self._runners: dict[Hashable, Callable[..., Any]] = {}
+
+    @property
+    def num_calls(self) -> int:
+        """Regions that the host calls if each kind of layer occurs once, pieces of cut layers among them."""
+        layer = run_layer.__name__
+        pieces = sum(graph.region == layer for graph in self.graphs)
+        return self.calls.total() - self.calls[layer] + pieces
 
     def runner(self, bucket: BatchShape, key: Hashable, fn: Callable[..., Any]) -> Callable[..., Any]:
         """A region that is lowered in its first call, and gives tensors like its first results after it."""
@@ -77,6 +87,7 @@ class Lowering:
         templates: list[Any] = []
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            self.calls[name] += 1
             if not templates:
                 outer, self._region, self._began = self._region, name, time.perf_counter()
                 result = region(*args, **kwargs)
@@ -104,6 +115,11 @@ def lower_bucket(structure: Structure, bucket: BatchShape) -> tuple[LoweredGraph
     Returns:
         The graphs in the order in which they are compiled.
     """
+    return tuple(lower_step(structure, bucket).graphs)
+
+
+def lower_step(structure: Structure, bucket: BatchShape) -> Lowering:
+    """Trace the regions of a bucket, each kind of layer once, and count their calls."""
     lowering = Lowering(structure.stores)
     with structure.mode, torch.no_grad():
         runners: dict[Hashable, Callable[..., Any]] = {
@@ -113,7 +129,7 @@ def lower_bucket(structure: Structure, bucket: BatchShape) -> tuple[LoweredGraph
         region_of = partial(lowering.runner, bucket)
         step = staged_step(structure.model, structure.geometry, bucket, layout, runners, region_of)
         step({STAGED: torch.empty(layout.num_items, dtype=torch.int32, device=HPU)})
-    return tuple(lowering.graphs)
+    return lowering
 
 
 def lowering_findings(
