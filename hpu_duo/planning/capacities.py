@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 from graphs import CARD_STEP_TOKENS, BatchShape, Phase, StepCost, StepLimits
 from graphs.planner import GraphBudget
@@ -16,7 +15,7 @@ from hpu_duo.heads import HeadPattern
 from hpu_duo.kv.allocations import block_moves
 from hpu_duo.kv.plan import LayerKV, MemoryPlan, chunk_grid, last_chunk, ring_slack, widest_row
 from hpu_duo.kv.prefix import default_snapshots_within
-from hpu_duo.planning.engine_work import EngineWork, WarmUp
+from hpu_duo.planning.engine_work import EngineWork, GraphMemory, WarmUp
 from hpu_duo.planning.kept import KeptByHeads
 from hpu_duo.planning.model import Format, Hardware, ModelSize
 from hpu_duo.planning.retrieval_choice import (
@@ -143,30 +142,6 @@ class Serving:
             )
         budget = DeviceBudget.of_own_device(memory, weight_bytes, self.device_memory_utilization)
         return budget.kv_bytes(budget.graph_bytes(self.graph_memory))
-
-
-class GraphMemory(NamedTuple):
-    """What the graphs of a table keep on one device, if each has intermediates of its own.
-
-    Attributes:
-        kept_bytes: sum over the table.
-        kept_blocks: KV blocks that would fit there instead; 0 where no head needs any.
-        reserved_bytes: set aside for graphs, beside the KV cache.
-    """
-
-    kept_bytes: int
-    kept_blocks: int
-    reserved_bytes: int
-
-    def describe(self) -> str:
-        """Describe it in words, with what is not reserved."""
-        text = (
-            f"Graphs keep up to {self.kept_bytes / _GIB:.1f} GiB on each device if each has intermediates of "
-            f"its own, as much as {self.kept_blocks:,} KV blocks; {self.reserved_bytes / _GIB:.1f} GiB are "
-            "reserved"
-        )
-        missing = self.kept_bytes - self.reserved_bytes
-        return f"{text}, {missing / _GIB:.1f} GiB too few in that case." if missing > 0 else f"{text}."
 
 
 @dataclass(frozen=True)
@@ -358,18 +333,23 @@ class Deployment:
         rows = (num_rows + self.count_snapshots(num_rows) + 1) * one.row_bytes + one.scratch_bytes
         return max(0, (self.kv_bytes - rows) // one.block_bytes - 1)
 
-    def graph_memory(self, kept_bytes: int) -> GraphMemory:
+    def graph_memory(self, num_graphs: int, kept_bytes: int, fused_bytes: int) -> GraphMemory:
         """Compare what graphs keep with what is reserved for them.
 
         Args:
-            kept_bytes: on one device.
+            num_graphs: their number.
+            kept_bytes, fused_bytes: on one device, with the portable kernels and with fused operators.
         """
         serving, one = self.serving, self._units
         num = serving.num_devices
         memory, weights = num * serving.hardware.memory_bytes, self.model.weight_bytes(serving.weights)
         budget = DeviceBudget.of_own_device(memory, weights, serving.device_memory_utilization)
-        blocks = num * kept_bytes // one.block_bytes if one.uses_blocks else 0
-        return GraphMemory(kept_bytes, blocks, budget.graph_bytes(serving.graph_memory) // num)
+        kept, fused = (
+            num * num_bytes // one.block_bytes if one.uses_blocks else 0
+            for num_bytes in (kept_bytes, fused_bytes)
+        )
+        reserved = budget.graph_bytes(serving.graph_memory) // num
+        return GraphMemory(num_graphs, kept_bytes, kept, fused_bytes, fused, reserved)
 
     @cached_property
     def engine_work(self) -> EngineWork:

@@ -73,6 +73,7 @@ class StepSizes:
         decode_len: most tokens of a decode row.
         num_experts, experts_per_token, expert_size: of a mixture of experts and of one of them, 0 without.
         chunks: bounds of chunks of context.
+        is_fused: whether dense attention is one operator.
     """
 
     hidden_size: int
@@ -89,6 +90,7 @@ class StepSizes:
     experts_per_token: int = 0
     expert_size: int = 0
     chunks: ChunkBounds = DEFAULT_BOUNDS
+    is_fused: bool = False
 
     @classmethod
     def of(
@@ -108,8 +110,15 @@ class StepSizes:
             decode_len: most tokens of a decode row.
         """
         heads = [LayerHeads(spec.groups, spec.group_size, spec.head_dim) for spec in specs]
+        first = specs[0]
         return cls.of_heads(
-            heads, config, block_size, dtype_bytes, decode_len=decode_len, chunks=specs[0].chunks
+            heads,
+            config,
+            block_size,
+            dtype_bytes,
+            decode_len=decode_len,
+            chunks=first.chunks,
+            is_fused=first.impl is Implementation.HPU and first.softcap is None,
         )
 
     @classmethod
@@ -122,6 +131,7 @@ class StepSizes:
         *,
         decode_len: int,
         chunks: ChunkBounds,
+        is_fused: bool = False,
     ) -> StepSizes:
         """Return the sizes of a model from its heads and configuration.
 
@@ -129,6 +139,7 @@ class StepSizes:
             layers: heads of each layer.
             config, decode_len: see ``of``.
             chunks: bounds of chunks of context.
+            is_fused: whether dense attention is one operator.
         """
         return cls(
             hidden_size=config.hidden_size,
@@ -146,6 +157,7 @@ class StepSizes:
             dtype_bytes=dtype_bytes,
             decode_len=decode_len,
             chunks=chunks,
+            is_fused=is_fused,
             **_experts(config),
         )
 
@@ -194,6 +206,7 @@ class StepSizes:
             self.decode_len,
             self.block_size,
             self.chunks,
+            self.is_fused,
         )
         return projected + partials + max(kind.transient_bytes(each, sizes) for kind, each in self.groups)
 

@@ -18,6 +18,7 @@ from kernels_ref.groups.kind import (
     Owner,
     PartSizes,
     causal_bytes,
+    dense_bytes,
 )
 from kernels_ref.partial import Partial, unfold
 from kernels_ref.sparse import MASK_BYTES, TileStep, num_tiles, tile_step
@@ -120,7 +121,7 @@ class Blocks(GroupKind):
 def _rule_bytes(heads: HeadSizes, sizes: PartSizes) -> int:
     """The mask of a rule for one slice or chunk, and its intermediates."""
     parts, block_size = sizes.parts, sizes.block_size
-    causal = parts.causal * min(QUERY_SLICE, sizes.query_len) * sizes.query_len
+    causal = parts.causal * sizes.query_slice * sizes.query_len
     shared = parts.shared * sizes.query_len * _shared_chunk(heads, sizes) * block_size
     num_blocks = max(_unique_chunk(heads, sizes), sizes.num_rows * tails_per_row(sizes.decode_len))
     unique = parts.unique * num_blocks * sizes.decode_len * block_size
@@ -129,7 +130,11 @@ def _rule_bytes(heads: HeadSizes, sizes: PartSizes) -> int:
 
 def _shared_chunk(heads: HeadSizes, sizes: PartSizes) -> int:
     query_heads, block_size = sizes.query_len * heads.num_query_heads, sizes.block_size
-    most = sizes.chunks.shared(query_heads, block_size, heads.unit_bytes(block_size))
+    key_bytes = heads.unit_bytes(block_size)
+    if sizes.is_fused:
+        most = sizes.chunks.masked(sizes.query_len, block_size, key_bytes, heads.dtype_bytes)
+    else:
+        most = sizes.chunks.shared(query_heads, block_size, key_bytes)
     return min(sizes.num_shared_blocks, most)
 
 
@@ -143,9 +148,11 @@ def _unique_chunk(heads: HeadSizes, sizes: PartSizes) -> int:
 def _shared_bytes(heads: HeadSizes, sizes: PartSizes) -> int:
     if not (sizes.parts.shared and sizes.num_shared_blocks):
         return 0
-    query_heads, chunk = sizes.query_len * heads.num_query_heads, _shared_chunk(heads, sizes)
-    scores = SCORE_COPIES * chunk * query_heads * sizes.block_size * FLOAT32
-    return scores + _gathered_bytes(chunk, heads, sizes)
+    chunk = _shared_chunk(heads, sizes)
+    met = dense_bytes(heads, sizes, chunk * sizes.query_len * sizes.block_size)
+    # The operator takes heads first, which is a further copy of both.
+    turned = 2 * chunk * heads.unit_bytes(sizes.block_size) if sizes.is_fused else 0
+    return met + _gathered_bytes(chunk, heads, sizes) + turned
 
 
 def _unique_bytes(heads: HeadSizes, sizes: PartSizes) -> int:
@@ -267,7 +274,7 @@ class ChosenBlocks(GroupKind):
 
     def transient_bytes(self, heads: HeadSizes, sizes: PartSizes) -> int:
         """Those of heads that see all tokens, with a mask for each head, and estimates."""
-        met = _KEPT.transient_bytes(heads, sizes)
+        met = _KEPT.transient_bytes(heads, sizes._replace(is_fused=False))
         if not sizes.parts.causal:
             return met
         tiles = num_tiles(sizes.query_len, sizes.num_rows, sizes.block_size)

@@ -397,6 +397,7 @@ class Budget(GroupKind):
 
     def transient_bytes(self, heads: HeadSizes, sizes: PartSizes) -> int:
         """Scores of a slice of prompts or of all decode rows, and the sort keys of candidates for slots."""
+        sizes = sizes._replace(is_fused=False)  # weights of tokens need scores
         per_slot, chunk = heads.num_query_heads * FLOAT32, min(self.chunk, sizes.query_len)
         num_rows = sizes.parts.causal * self.max_chunk_rows
         num_read = self.num_read(sizes.num_shared_blocks)

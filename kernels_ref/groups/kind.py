@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from kernels_ref.chunks import DEFAULT_BOUNDS, QUERY_SLICE, ChunkBounds
+from kernels_ref.chunks import DEFAULT_BOUNDS, DEFAULT_SLICES, QUERY_SLICE, ChunkBounds
 from kernels_ref.formats import PLAIN, KVFormat
 from kernels_ref.step import DecodeRows, PartInputs, PlanKey, Step, StepParts, StepTensors
 from kernels_ref.units import UnitLayout
@@ -248,6 +248,8 @@ def prepare_step(
 FLOAT32 = 4
 SCORE_COPIES = 4
 """Simultaneous copies of scores: scores, masked scores, weights, and the product's own copy."""
+FUSED_MASK_BYTES = 8
+"""Of a pair of a query and a key in fused attention: its mask, and what that is derived from."""
 
 
 class HeadSizes(NamedTuple):
@@ -286,6 +288,7 @@ class PartSizes(NamedTuple):
         decode_len: most tokens of a decode row.
         block_size: tokens of a block.
         chunks: bounds of chunks of context.
+        is_fused: whether dense attention is one operator, which has a mask and makes no scores.
     """
 
     parts: StepParts
@@ -296,11 +299,23 @@ class PartSizes(NamedTuple):
     decode_len: int
     block_size: int
     chunks: ChunkBounds = DEFAULT_BOUNDS
+    is_fused: bool = False
+
+    @property
+    def query_slice(self) -> int:
+        """Most queries that dense attention takes at a time."""
+        return min(DEFAULT_SLICES.masked_queries if self.is_fused else QUERY_SLICE, self.query_len)
+
+
+def dense_bytes(heads: HeadSizes, sizes: PartSizes, num_pairs: int) -> int:
+    """Scores of pairs of a query and a key, or their mask where attention is one operator."""
+    if sizes.is_fused:
+        return FUSED_MASK_BYTES * num_pairs
+    return SCORE_COPIES * num_pairs * heads.num_query_heads * FLOAT32
 
 
 def causal_bytes(heads: HeadSizes, sizes: PartSizes) -> int:
-    """Scores of one slice of the causal part; 0 if it does not run."""
+    """Scores or mask of one slice of the causal part; 0 if it does not run."""
     if not sizes.parts.causal:
         return 0
-    num_scores = min(QUERY_SLICE, sizes.query_len) * sizes.query_len * heads.num_query_heads
-    return SCORE_COPIES * num_scores * FLOAT32
+    return dense_bytes(heads, sizes, sizes.query_slice * sizes.query_len)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from bias_builders import Held, Leading, Ring, Seen, Window, ring_slot, slot_position, stays_in_ring
-from kernels_ref.chunks import QUERY_SLICE
 from kernels_ref.groups.kind import (
     FLOAT32,
     SCORE_COPIES,
@@ -18,6 +17,7 @@ from kernels_ref.groups.kind import (
     Owner,
     PartSizes,
     causal_bytes,
+    dense_bytes,
 )
 from kernels_ref.partial import Partial, placed, unfold, unfold_rows
 from kernels_ref.step import DecodeRows, PartInputs, RingStep, SlotMasks, Step, StepParts, StepTensors
@@ -144,9 +144,9 @@ class Rings(GroupKind):
     def transient_bytes(self, heads: HeadSizes, sizes: PartSizes) -> int:
         """Scores of one slice of prompts, or of all decode rows."""
         num_slots, per_slot = self.num_slots(sizes.block_size), heads.num_query_heads * FLOAT32
-        shared = sizes.parts.shared * min(QUERY_SLICE, sizes.query_len) * num_slots * per_slot
+        shared = sizes.parts.shared * dense_bytes(heads, sizes, sizes.query_slice * num_slots)
         unique = sizes.parts.unique * sizes.num_rows * sizes.decode_len * num_slots * per_slot
-        return max(causal_bytes(heads, sizes), SCORE_COPIES * max(shared, unique))
+        return max(causal_bytes(heads, sizes), shared, SCORE_COPIES * unique)
 
 
 def _seen(rows: DecodeRows, ring: Ring) -> Seen:

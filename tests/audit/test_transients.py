@@ -146,6 +146,37 @@ def test_one_pass_over_all_blocks_needs_what_is_planned(
     assert len(launches) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_retrieval", [8, 4])
+def test_fused_steps_need_what_is_planned_for_them(num_retrieval: int, tmp_path: Path) -> None:
+    model_config = LlamaConfig(**{**LLAMA_3_1_8B, "num_hidden_layers": 1})
+    model_config.save_pretrained(tmp_path)
+    retrieval = np.arange(8)[None] < num_retrieval
+    pattern = HeadPattern(retrieval.astype(np.float32), sink=128, recent=256, retrieval=retrieval)
+    config = engine_config(
+        tmp_path, pattern if num_retrieval < 8 else None, table="csu/q8192/s2048/u2048/l64"
+    )
+    config = replace(
+        config,
+        model=replace(config.model, attention="hpu", dtype="bfloat16"),
+        cache=CacheConfig(block_size=BLOCK, num_blocks=2048),
+        scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=8192, max_model_len=262_144),
+    )
+    structure = build_structure(config, GAUDI3)
+    sizes = StepSizes.of(structure.model.specs, model_config, BLOCK, 2)
+    portable = replace(sizes, is_fused=False)
+    for shape in (
+        "c--/q2048/s0/u0/l1",
+        "csu/q2048/s256/u2048/l17",
+        "csu/q512/s1024/u64/l64",
+        "-su/q64/s256/u64/l64",
+    ):
+        bucket = BatchShape.parse(shape)
+        peak = audit_bucket(structure, bucket).peak_transient_bytes
+        assert peak <= sizes.transient_bytes(bucket) <= 3 * peak, shape
+        assert sizes.transient_bytes(bucket) < portable.transient_bytes(bucket)
+
+
 MIXTRAL = partial(
     make_config, "MixtralConfig", hidden_size=4096, intermediate_size=14_336, num_local_experts=8
 )

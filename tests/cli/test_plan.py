@@ -262,7 +262,7 @@ def test_warm_up_is_that_of_the_table_where_one_is_planned(hpu_duo: Run, config_
     memory = fields["graph_memory"]
     assert 0 < memory["kept_bytes"] < memory["reserved_bytes"]
     shown = " ".join(hpu_duo("plan", "--model", config_dir, *small).stdout.split())
-    assert "Graphs keep up to" in shown
+    assert "graphs keep up to" in shown
     assert f"50% bf16 {planned['num_graphs']} " in shown
     assert "75% bf16 at most 64 " in shown
 

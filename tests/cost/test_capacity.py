@@ -351,12 +351,12 @@ def test_rings_are_priced_with_their_slack(
 
 def test_what_graphs_keep_beyond_their_share_is_said() -> None:
     deployment = Deployment(LLAMA_3_8B, Serving(GAUDI3), 0.0, Format.BF16, 131_072)
-    small, large = (deployment.graph_memory(num << 30) for num in (1, 60))
+    small, large = (deployment.graph_memory(9, num << 30, 1 << 30) for num in (1, 60))
     assert small.reserved_bytes == large.reserved_bytes
     assert small.kept_bytes < small.reserved_bytes < large.kept_bytes
     # A block of 128 tokens has 16 MiB in 32 layers with eight heads of 128 in bfloat16.
-    assert (small.kept_blocks, large.kept_blocks) == (64, 60 * 64)
+    assert (small.kept_blocks, large.kept_blocks, large.fused_blocks) == (64, 60 * 64, 64)
     assert small.describe().endswith("GiB are reserved.")
-    assert "50.1 GiB too few in that case" in large.describe()
+    assert "up to 50.1 GiB too few" in large.describe()
     shared = Deployment(LLAMA_3_8B, Serving(GAUDI3, 8), 0.0, Format.BF16, 131_072)
-    assert shared.graph_memory(1 << 30).kept_blocks == 8 * 64
+    assert shared.graph_memory(9, 1 << 30, 0).kept_blocks == 8 * 64

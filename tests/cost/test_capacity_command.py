@@ -117,6 +117,27 @@ def test_a_pattern_is_taken_with_its_window_and_told(hpu_duo: Run, tmp_path: Pat
     assert "keep 16 first and 48 newest" in words
 
 
+def test_what_graphs_keep_is_shown_however_little_is_reserved(hpu_duo: Run) -> None:
+    one = "--sparsity", "0", "--kv-cache-dtype", "bf16", "--context", "131072"
+
+    def memory(*arguments: str) -> dict[str, int]:
+        fields = json.loads(hpu_duo(*one, *arguments, "--json").stdout)
+        found: dict[str, int] = fields["capacities"][0]["graph_memory"]
+        return found
+
+    usual, less = memory(), memory("--graph-memory", "0.01")
+    assert usual["kept_bytes"] > usual["fused_bytes"] > usual["reserved_bytes"] > less["reserved_bytes"]
+    assert less["fused_bytes"] >= usual["fused_bytes"]
+    assert usual["fused_blocks"] == usual["fused_bytes"] >> 24
+    by_heads, by_context = (
+        memory("--devices", "8", "--retrieval-parallel", each) for each in ("heads", "context")
+    )
+    # All heads meet an eighth of the tokens, instead of an eighth of the heads all of them.
+    assert 0.5 < by_context["fused_bytes"] / by_heads["fused_bytes"] < 4
+    words = " ".join(hpu_duo(*one).stdout.split())
+    assert f"none bf16 {usual['num_graphs']} " in words
+
+
 def test_underscores_are_as_good_as_dashes(hpu_duo: Run) -> None:
     fields = json.loads(hpu_duo("--kv_cache_dtype", "fp8", "bf16", "--json").stdout)
     assert [one["kv_format"] for one in fields["capacities"][:2]] == ["fp8", "bf16"]

@@ -125,6 +125,19 @@ def test_blocks_of_one_pass_are_read_in_place_by_one_call(choice: Choice) -> Non
 
 
 @ON_HPU
+@pytest.mark.parametrize(("size", "is_cut"), [(64, False), (20, True)])
+def test_rings_of_one_slice_are_read_in_the_graph(choice: Choice, size: int, is_cut: bool) -> None:
+    rows = (RowSpec(41, 1), RowSpec(37, 30), RowSpec(60, 1, 8))
+    world = World(Scenario(rows, 4, Window(3, 11), 1, 1, 2, 8, (3, 2, 2, 1), False, 7))
+    expected, calls, chunks = world.dense(), Calls(), LOOPED._replace(most_inline=MOST_INLINE)
+    with loops.in_regions(calls.region_of):
+        out = choice.attend(world, slices=Slices(size, size), chunks=chunks)
+    torch.testing.assert_close(out[: len(expected)].double(), expected, atol=2e-5, rtol=2e-5)
+    assert ("rings" in calls.names) is is_cut
+    assert "shared_chunk" in calls.names
+
+
+@ON_HPU
 @pytest.mark.parametrize("bounds", [LOOPED, LOOPED._replace(unique_bytes=1 << 30, one_pass=True)])
 def test_the_cost_model_counts_the_rounds_of_loops(choice: Choice, bounds: ChunkBounds) -> None:
     rows = (RowSpec(61, 1), RowSpec(37, 30), RowSpec(60, 1, 8))

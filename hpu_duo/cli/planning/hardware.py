@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from graphs import BatchShape
     from hpu_duo.kv.plan import LayerKV
     from hpu_duo.planning import Capacity, Deployment, Format, KeptByHeads, ModelSize, Serving
+    from hpu_duo.planning.engine_work import GraphMemory
 
 DEFAULT_SPARSITIES = [0.0, 0.5, 0.75]
 DEFAULT_KV_FORMATS = ["bf16", "fp8"]
@@ -207,6 +208,28 @@ class HardwareOptions:
             for one in self._formats()
         ]
 
+    def graph_memories(self, model: Path, size: ModelSize, serving: Serving) -> list[GraphMemory | None]:
+        """Memory of the graphs of the default table of every choice of ``compare``; None where nothing fits.
+
+        Args:
+            model: directory with a config.json, or the file.
+        """
+        from graphs import BucketTable
+        from hpu_duo.planning import Deployment, step_cost, step_limits
+
+        longest = max(self.context or default_contexts(size.max_positions))
+        found: list[GraphMemory | None] = []
+        for share in self._shares(serving):
+            for one in self._formats():
+                deployment = Deployment(size, serving, share, one, longest)
+                if deployment.count_requests(longest) < 1:
+                    found.append(None)
+                    continue
+                limits, cost = step_limits(deployment), step_cost(deployment)
+                buckets = BucketTable.exponential(limits, cost=cost).buckets
+                found.append(graph_memory(model, deployment, buckets))
+        return found
+
     def deployment(self, size: ModelSize, serving: Serving, max_len: int) -> Deployment:
         """The first choice, for requests of up to ``max_len`` tokens.
 
@@ -265,29 +288,71 @@ def graph_bytes(
     block_size: int,
     decode_len: int,
     memory_bytes: int | None = None,
+    attention: str = "reference",
 ) -> Callable[[BatchShape], float]:
     """Bytes that the graph of a bucket keeps on HPU at worst: its results and intermediates of its own.
 
     Args:
         kv_layers: the groups of heads of each layer.
         memory_bytes: of the device, on which chunks of context depend; None where it is not known.
+        attention: kernels, reference or hpu.
     """
-    import torch
-
     from hpu_duo.config.engine import ModelConfig
-    from hpu_duo.modeling.loading import read_config
-    from hpu_duo.startup.blueprint import chunk_bounds
     from hpu_duo.startup.tables import KEPT, GraphMemory, LayerHeads, StepSizes
     from kernels_ref import Implementation
+    from kernels_ref.chunks import MOST_INLINE, ChunkBounds
 
     heads = [
         LayerHeads(kv.groups, layer.num_heads // layer.num_kv_heads, layer.head_dim)
         for layer, kv in zip(size.layers, kv_layers)
     ]
-    directory = model if model.is_dir() else model.parent
-    config = read_config(directory, needs_weights=False).get_text_config()
-    chunks = chunk_bounds(
-        ModelConfig.score_bytes, torch.device("hpu"), Implementation.REFERENCE, memory_bytes
+    config, score_bytes = _text_config(model), ModelConfig.score_bytes
+    chunks = (
+        ChunkBounds(score_bytes, mask_bytes=score_bytes, most_inline=MOST_INLINE)
+        if memory_bytes is None
+        else ChunkBounds.of_hpu(memory_bytes, score_bytes)
     )
-    sizes = StepSizes.of_heads(heads, config, block_size, 2, decode_len=decode_len, chunks=chunks)
+    is_fused = Implementation(attention) is Implementation.HPU and not getattr(
+        config, "attn_logit_softcapping", None
+    )
+    sizes = StepSizes.of_heads(
+        heads, config, block_size, 2, decode_len=decode_len, chunks=chunks, is_fused=is_fused
+    )
     return GraphMemory(KEPT["hpu-compile"], 1, sizes).kept_bytes
+
+
+def _text_config(model: Path) -> Any:
+    """Sizes of a model, read without transformers where its file allows."""
+    from hpu_duo.planning.read_model import CONFIG_FILE, read_plain
+
+    plain = read_plain(model / CONFIG_FILE if model.is_dir() else model)
+    if plain is not None:
+        return plain
+    from hpu_duo.modeling.config_file import read_config_file
+
+    return read_config_file(model / CONFIG_FILE if model.is_dir() else model).get_text_config()
+
+
+def served_graph_bytes(
+    model: Path, deployment: Deployment, decode_len: int, attention: str = "reference"
+) -> Callable[[BatchShape], float]:
+    """``graph_bytes`` on one device of a deployment."""
+    from hpu_duo.planning import busiest_rank
+
+    serving, layers = deployment.serving, deployment.kv_layers
+    if not serving.deals_blocks:
+        layers = tuple(busiest_rank(kv, serving.num_devices) for kv in layers)
+    memory = serving.hardware.memory_bytes
+    # A device has a part of each block where they are dealt, which is as long as a block without.
+    return graph_bytes(model, deployment.model, layers, serving.block_size, decode_len, memory, attention)
+
+
+def graph_memory(
+    model: Path, deployment: Deployment, buckets: Sequence[BatchShape], decode_len: int = 1
+) -> GraphMemory:
+    """What the graphs of a table keep on one device with either kernels; see there."""
+    portable, fused = (
+        round(sum(map(served_graph_bytes(model, deployment, decode_len, attention), buckets)))
+        for attention in ("reference", "hpu")
+    )
+    return deployment.graph_memory(len(buckets), portable, fused)

@@ -12,7 +12,14 @@ import typer
 from rich.console import Console
 
 from hpu_duo.cli.options import LIMITS, Json, Kept, Only, changed, grouped, model_option, of_setting
-from hpu_duo.cli.planning.hardware import HARDWARE, HardwareOptions, graph_bytes, report_fields
+from hpu_duo.cli.planning.hardware import (
+    HARDWARE,
+    HardwareOptions,
+    graph_bytes,
+    graph_memory,
+    report_fields,
+    served_graph_bytes,
+)
 from hpu_duo.cli.terminal import Waiting, check_drawing, user_errors
 from hpu_duo.config.limits import CARD_LIMITS, CacheConfig, SchedulerConfig
 from hpu_duo.config.overrides import EngineOverrides
@@ -23,6 +30,7 @@ if TYPE_CHECKING:
     from graphs import BatchShape
     from graphs.planner import GraphBudget, PaddingReport, Traffic
     from hpu_duo.cli.planning.setting import Setting
+    from hpu_duo.planning.engine_work import GraphMemory
 
 _BUDGET = "Budget"
 _OUTPUT = "Output"
@@ -215,16 +223,20 @@ def capacity(
 
         size = read_model(model)
         found = served.compare(size, serving)
+        memories = served.graph_memories(model, size, serving)
         if png is not None:
             from hpu_duo.cli.planning.tables import draw
 
             draw(size, serving, found, png)
     if as_json:
-        typer.echo(json.dumps(report_fields(size, serving, found), indent=2))
+        fields = report_fields(size, serving, found)
+        for one, memory in zip(fields["capacities"], memories):
+            one["graph_memory"] = None if memory is None else memory._asdict()
+        typer.echo(json.dumps(fields, indent=2))
     else:
         from hpu_duo.cli.planning.tables import print_report
 
-        print_report(size, serving, found)
+        print_report(size, serving, found, memories=memories)
 
 
 @grouped
@@ -297,37 +309,33 @@ def plan(
                 )
                 for name, each in chosen.items()
             }
-        shapes = kept_bytes = None
+        shapes = kept_memory = None
         if output.takes_table or not table.compare:
             shapes = listed(chosen[table.strategy])
             comment = f"{table.strategy}, for {setting.size.name} and {limits}"
             planned_padding = PlannedPadding.by(cost, reports[table.strategy].mean)
             write(output.out, output.gaudi_out, shapes, comment, planned_padding)
-            if setting.serving is not None:
-                kept_bytes = round(sum(map(_graph_bytes(model, setting), shapes)))
+            if setting.deployment is not None:
+                kept_memory = graph_memory(model, setting.deployment, shapes, limits.decode_len)
     if as_json:
-        typer.echo(json.dumps(_fields(setting, reports, shapes, kept_bytes), indent=2))
+        typer.echo(json.dumps(_fields(setting, reports, shapes, kept_memory), indent=2))
     else:
-        _show(setting, reports, None if table.compare else shapes, recorded is not None, kept_bytes)
+        _show(setting, reports, None if table.compare else shapes, recorded is not None, kept_memory)
 
 
 def _graph_bytes(model: Path, setting: Setting) -> Callable[[BatchShape], float]:
     """Bytes that the graph of a bucket keeps on one device at worst; see ``graph_bytes``."""
-    layers, limits, memory_bytes = setting.kv_layers, setting.limits, None
-    if setting.serving is not None:
-        from hpu_duo.planning import busiest_rank
-
-        memory_bytes = setting.serving.hardware.memory_bytes
-        if not setting.serving.deals_blocks:
-            layers = tuple(busiest_rank(kv, setting.serving.num_devices) for kv in layers)
-    return graph_bytes(model, setting.size, layers, limits.block_size, limits.decode_len, memory_bytes)
+    limits = setting.limits
+    if setting.deployment is not None:
+        return served_graph_bytes(model, setting.deployment, limits.decode_len)
+    return graph_bytes(model, setting.size, setting.kv_layers, limits.block_size, limits.decode_len)
 
 
 def _fields(
     setting: Setting,
     reports: Mapping[str, PaddingReport],
     shapes: tuple[BatchShape, ...] | None,
-    kept_bytes: int | None,
+    kept_memory: GraphMemory | None,
 ) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "limits": asdict(setting.limits),
@@ -337,8 +345,8 @@ def _fields(
         fields["buckets"] = list(map(str, shapes))
     if setting.serving is not None:
         fields["hardware"] = report_fields(setting.size, setting.serving, list(setting.found))
-    if setting.deployment is not None and kept_bytes is not None:
-        fields["graph_memory"] = setting.deployment.graph_memory(kept_bytes)._asdict()
+    if kept_memory is not None:
+        fields["graph_memory"] = kept_memory._asdict()
     return fields
 
 
@@ -347,7 +355,7 @@ def _show(
     reports: Mapping[str, PaddingReport],
     shapes: tuple[BatchShape, ...] | None,
     is_recorded: bool,
-    kept_bytes: int | None,
+    kept_memory: GraphMemory | None,
 ) -> None:
     from hpu_duo.cli.planning.setting import bucket_table, padding_table
     from hpu_duo.cli.planning.tables import print_report
@@ -359,8 +367,8 @@ def _show(
         console.print(f"Table for {setting.limits.num_blocks:,} blocks and {planned_for}", style="bold")
     if shapes is not None:
         console.print(bucket_table(shapes, setting.cost))
-    if setting.deployment is not None and kept_bytes is not None:
-        console.print(setting.deployment.graph_memory(kept_bytes).describe(), highlight=False)
+    if kept_memory is not None:
+        console.print(kept_memory.describe(), highlight=False)
     console.print(padding_table(reports, is_recorded))
 
 

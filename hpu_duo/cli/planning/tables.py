@@ -13,6 +13,7 @@ from hpu_duo.cli.terminal import show_bytes
 
 if TYPE_CHECKING:
     from hpu_duo.planning import Capacity, CapacityPoint, Hardware, ModelSize, Serving, WarmUp
+    from hpu_duo.planning.engine_work import GraphMemory
 
 
 def hardware_table(hardware: Hardware) -> Table:
@@ -33,9 +34,18 @@ def hardware_table(hardware: Hardware) -> Table:
 
 
 def print_report(
-    model: ModelSize, serving: Serving, found: Sequence[Capacity], console: Console | None = None
+    model: ModelSize,
+    serving: Serving,
+    found: Sequence[Capacity],
+    console: Console | None = None,
+    *,
+    memories: Sequence[GraphMemory | None] = (),
 ) -> None:
-    """Print hardware, memory, requests that fit, predicted speeds, warm-up, and how certain they are."""
+    """Print hardware, memory, requests that fit, predicted speeds, warm-up, and how certain they are.
+
+    Args:
+        memories: of graphs, of each choice; empty = not printed.
+    """
     console = console or Console()
     _print(console, serving.hardware.title, hardware_table(serving.hardware))
     devices = f"{serving.num_devices} x {serving.hardware.title}"
@@ -50,6 +60,9 @@ def print_report(
     ):
         _print(console, title, _by_context(found, cell))
     _print(console, "Warm-up of a bucket table within its budget of graphs", _warm_up_table(found))
+    if memories:
+        title = "Memory of the default table's graphs on each device, if each has intermediates of its own"
+        _print(console, title, _graph_memory_table(found, memories))
     for line in caveats(serving, found):
         console.print(line, style="dim", highlight=False)
 
@@ -100,6 +113,29 @@ def _warm_up_table(found: Sequence[Capacity]) -> Table:
         cells = ("-",) * 6 if warm_up is None else _warm_up_cells(warm_up)
         table.add_row(*_name(each), *cells, f"{each.num_promoted:,}")
     return table
+
+
+def _graph_memory_table(found: Sequence[Capacity], memories: Sequence[GraphMemory | None]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("streaming", "KV"):
+        table.add_column(name, style="dim")
+    for name in ("graphs", "fused", "KV blocks", "portable", "KV blocks", "reserved"):
+        table.add_column(name, justify="right")
+    for each, memory in zip(found, memories):
+        cells = ("-",) * 6 if memory is None else _graph_memory_cells(memory)
+        table.add_row(*_name(each), *cells)
+    return table
+
+
+def _graph_memory_cells(memory: GraphMemory) -> tuple[str, ...]:
+    return (
+        str(memory.num_graphs),
+        show_bytes(memory.fused_bytes),
+        f"{memory.fused_blocks:,}",
+        show_bytes(memory.kept_bytes),
+        f"{memory.kept_blocks:,}",
+        show_bytes(memory.reserved_bytes),
+    )
 
 
 def _warm_up_cells(warm_up: WarmUp) -> tuple[str, ...]:
