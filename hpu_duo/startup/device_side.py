@@ -58,7 +58,7 @@ class Place:
             ValueError: the device is not usable, or the capture backend cannot capture steps on it; nothing
                 falls back to another one.
         """
-        lazy = _lazy_mode(config)
+        lazy = lazy_mode(config)
         device = resolve_device(config.model.device, lazy)
         if config.parallel.tensor_parallel_size > 1:
             device = own_device(device, rank)
@@ -76,7 +76,7 @@ class Place:
         return torch.device("cpu") if self.runtime.compiles_operators else self.device
 
 
-def _lazy_mode(config: EngineConfig) -> bool | None:
+def lazy_mode(config: EngineConfig) -> bool | None:
     """Return the mode of HPU that the capture backend needs; None if the user's environment decides."""
     backend = config.graph.backend
     name = backend if isinstance(backend, str) else backend.name

@@ -22,8 +22,9 @@ from transformers import PreTrainedModel
 from graphs import BucketTable
 from hpu_duo.config.engine import EngineConfig, ModelConfig
 from hpu_duo.config.kv_plan import KVPlan
-from hpu_duo.device import DeviceRuntime, Member, resolve_device
+from hpu_duo.device import DeviceRuntime, Member, resolve_device, usable_name
 from hpu_duo.device.collectives import check_exchanges
+from hpu_duo.device.habana_environment import card_type
 from hpu_duo.device.launched import TORCHRUN, Launched
 from hpu_duo.device.ranks import MEETING_S, Membership, Ranks, WorkerRanks
 from hpu_duo.engine.orders import follow
@@ -46,7 +47,7 @@ from hpu_duo.planning.retrieval_choice import (
     obstacle_to_context,
 )
 from hpu_duo.startup.blueprint import fix_served_len, request_len
-from hpu_duo.startup.device_side import DeviceSide, Place, Shared
+from hpu_duo.startup.device_side import DeviceSide, Place, Shared, lazy_mode
 from hpu_duo.startup.heads import ChosenHeads, Shares, check_context_parallel, choose_heads, kv_layers
 from hpu_duo.startup.kv_budget import pools_heads, read_kv_plan
 from hpu_duo.startup.ranks import Launch, LedRanks, OwnLaunch, TorchrunLaunch, heartbeat_to_rank_0, joined_as
@@ -54,6 +55,9 @@ from kernels_ref import Implementation, rowwise
 from kernels_ref.x86 import library as x86
 
 _log = logging.getLogger(__name__)
+
+_NOT_PREDICTED = ("cpu", "cuda")
+"""Devices that the cost model does not cover."""
 
 
 def settle(config: EngineConfig) -> tuple[EngineConfig, tuple[str, ...]]:
@@ -96,6 +100,8 @@ def _chosen(config: EngineConfig) -> RetrievalChoice:
     exchanges on the word of a model of another device.
     """
     path, num_ranks, scheduler = config.model.path, config.parallel.tensor_parallel_size, config.scheduler
+    # No card is acquired: ranks have not been assigned theirs yet.
+    kind = usable_name(config.model.device, lazy_mode(config)).partition(":")[0]
     hf_config = read_config(path, needs_weights=False)
     layers = read_layers(build_without_weights(path, hf_config, torch.float32))
     obstacle = obstacle_to_context(
@@ -104,7 +110,7 @@ def _chosen(config: EngineConfig) -> RetrievalChoice:
         captures_exchanges=captures_exchanges(config),
     )
     max_len = request_len(config, hf_config.get_text_config())
-    device = torch.device("hpu" if str(config.model.device).startswith("hpu") else "cpu")
+    device = torch.device("cpu" if kind in _NOT_PREDICTED else "hpu")
 
     def shared(retrieval_parallel: str) -> SharedHeads:
         chosen = choose_heads(_with(config, retrieval_parallel), layers, max_len, device)
@@ -112,14 +118,13 @@ def _chosen(config: EngineConfig) -> RetrievalChoice:
         return SharedHeads(kv_layers(layers, chosen.heads), num_promoted)
 
     def faster(by_heads: SharedHeads, by_context: SharedHeads) -> tuple[str, str]:
-        kind = resolve_device(config.model.device).type
-        if kind in ("cpu", "cuda") and config.parallel.retrieval_parallel_context is None:
+        if kind in _NOT_PREDICTED and config.parallel.retrieval_parallel_context is None:
             return "heads", f"nothing is predicted for {kind} without retrieval_parallel_context"
         try:
             size = read_model(path)
         except ValueError as error:
             return "heads", f"nothing is predicted: {error}"
-        hardware, most = _hardware(config), config.parallel.retrieval_parallel_context or max_len
+        hardware, most = _hardware(kind), config.parallel.retrieval_parallel_context or max_len
         kv_bytes = _kv_bytes(size, Serving(hardware, num_ranks))
         limits = scheduler.max_num_seqs, scheduler.max_chunk_rows, min(most, max_len)
         costs = ChoiceCosts(size, hardware, num_ranks, kv_bytes, config.cache.block_size, *limits)
@@ -137,12 +142,9 @@ def _kv_bytes(size: ModelSize, serving: Serving) -> int:
         return 0
 
 
-def _hardware(config: EngineConfig) -> Hardware:
-    """The Gaudi that steps run on; on other devices a Gaudi 3, which is as good a guess as any."""
-    device = str(config.model.device).partition(":")[0]
-    if device != "hpu":
-        return GAUDI3
-    return GAUDI2 if str(torch.get_device_module("hpu").get_device_name()).endswith("2") else GAUDI3
+def _hardware(kind: str) -> Hardware:
+    """The Gaudi that steps run on; a Gaudi 3 on other devices, which is as good a guess as any."""
+    return GAUDI2 if kind == "hpu" and card_type().startswith("GAUDI2") else GAUDI3
 
 
 _OF_ITS_OWN = ("path", "pattern", "kv_plan", "ranker")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from hpu_duo.config.engine import (
     ParallelConfig,
     SchedulerConfig,
 )
+from hpu_duo.device import habana_environment
 from hpu_duo.engine.stats import EngineStats
 from hpu_duo.heads import HeadPattern
 from hpu_duo.llm import HPUDuoModel
@@ -27,6 +30,7 @@ from hpu_duo.planning.read_model import read_model
 from hpu_duo.planning.retrieval_choice import SharedHeads, choose_retrieval
 from hpu_duo.startup.sharding import settle
 from tests.modeling.families import Zoo, make_config
+from tests.vendor import importable
 
 EIGHT = {
     "hidden_size": 1024,
@@ -157,6 +161,30 @@ def test_a_model_without_predictions_is_served_by_heads_unless_some_were_promote
             parallel=ParallelConfig(tensor_parallel_size=2, retrieval_parallel_context=length),
         )
         assert f"({reason}" in settle(config)[1][0]
+
+
+@pytest.fixture
+def vendor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from importable(monkeypatch)
+
+
+@pytest.mark.usefixtures("vendor")
+@pytest.mark.parametrize("device", ["auto", "hpu"])
+def test_on_a_gaudi_the_choice_acquires_no_card_and_keeps_the_mode_of_the_graphs(
+    path: Path, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in knows no name of a device, which the vendor's package would acquire a card for."""
+    (tmp_path / "accel0" / "device").mkdir(parents=True)
+    (tmp_path / "accel0" / "device" / "device_type").write_text("GAUDI2\n", encoding="utf-8")
+    monkeypatch.setattr(habana_environment, "_CARDS", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = EngineConfig(
+        model=ModelConfig(path=path, device=device),
+        graph=GraphConfig(backend="hpu-graph"),
+        parallel=ParallelConfig(tensor_parallel_size=2),
+    )
+    assert "on Gaudi 2, not measured" in settle(config)[1][0]
+    assert os.environ["PT_HPU_LAZY_MODE"] == "1"
 
 
 def test_budgets_are_dealt_beside_blocks_but_for_those_that_average_over_heads(path: Path) -> None:
