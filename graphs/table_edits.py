@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 from graphs.shape import BatchShape, Phase
 from graphs.table import BucketTable, Miss
@@ -45,39 +46,59 @@ class TableUse:
         return sum(self.counts.values()) + self.num_missed
 
 
-def mixed_buckets(shapes: Collection[BatchShape], most_tokens: int | None = None) -> tuple[BatchShape, ...]:
+def mixed_buckets(
+    shapes: Collection[BatchShape], most_tokens: int | None = None, num_decode_sizes: int = 3
+) -> tuple[BatchShape, ...]:
     """Return buckets of the phases ``c-u``, ``csu`` and ``-su`` for a table of ``c--``, ``cs-`` and ``--u``.
 
-    Each prompt bucket gets one beside the decodes of the largest sizes, and each decode bucket one whose
-    context may be shared as a whole. Buckets that are in the table already are left out.
+    Each prompt bucket gets one beside the decodes of the largest sizes, one beside decodes with a quarter of
+    these blocks, one with a sixteenth, and so on. Each decode bucket gets two whose context is shared: by two
+    rows or more, which leaves at most half as many shared blocks, beside all of its blocks or a quarter of
+    them. One of the largest sizes covers every other decode with a shared prefix. Buckets that are in the
+    table already are left out, and no size exceeds the largest of the table.
 
     Args:
         shapes: buckets of the table.
         most_tokens: query tokens of a step; None is as many as the largest bucket has.
+        num_decode_sizes: most buckets for each prompt bucket; 1 covers all mixed steps, coarsely.
     """
     prompts = [shape for shape in shapes if shape.phase.causal and not shape.phase.unique]
     decodes = [shape for shape in shapes if shape.phase == Phase(unique=True)]
     if not decodes:
         return ()
     largest = max(shape.query_len for shape in shapes) if most_tokens is None else most_tokens
-    found = [*_beside_decodes(prompts, decodes, largest, max(shape.num_logits for shape in shapes))]
-    for shape in decodes:
-        phase = Phase(shared=True, unique=True)
-        found.append(replace(shape, phase=phase, num_shared_blocks=shape.num_unique_blocks))
-    return tuple(sorted(set(found) - set(shapes)))
-
-
-def _beside_decodes(
-    prompts: Collection[BatchShape], decodes: Collection[BatchShape], most_tokens: int, most_logits: int
-) -> Iterator[BatchShape]:
-    """Each prompt bucket with as many decode rows and blocks as any decode bucket has, within the limits."""
-    num_rows = max(shape.query_len for shape in decodes)
-    num_blocks = max(shape.num_unique_blocks for shape in decodes)
-    for shape in prompts:
-        yield BatchShape(
+    most_logits = max(shape.num_logits for shape in shapes)
+    found = [
+        BatchShape(
             shape.phase | Phase(unique=True),
-            max(shape.query_len, min(shape.query_len + num_rows, most_tokens)),
+            max(shape.query_len, min(shape.query_len + num_rows, largest)),
             shape.num_shared_blocks,
             num_blocks,
             min(shape.num_logits + num_rows, most_logits),
         )
+        for shape, (num_rows, num_blocks) in product(prompts, _decode_sizes(decodes, num_decode_sizes))
+    ]
+    return tuple(sorted({*found, *_sharing(decodes)} - set(shapes)))
+
+
+def _decode_sizes(decodes: Collection[BatchShape], number: int) -> dict[tuple[int, int], None]:
+    """Rows and blocks: the most of all decodes, of those with a quarter of the blocks, and so on."""
+    most = max(shape.num_unique_blocks for shape in decodes)
+    sizes: dict[tuple[int, int], None] = {}
+    for step in range(number):
+        within = [shape for shape in decodes if shape.num_unique_blocks <= most >> 2 * step]
+        if within:
+            num_blocks = max(shape.num_unique_blocks for shape in within)
+            sizes[max(shape.query_len for shape in within), num_blocks] = None
+    return sizes
+
+
+def _sharing(decodes: Collection[BatchShape]) -> Iterator[BatchShape]:
+    """Decode buckets with a shared part."""
+    phase = Phase(shared=True, unique=True)
+    for shape in decodes:
+        blocks = shape.num_unique_blocks
+        for unique in (blocks, -(-blocks // 4)):
+            yield replace(shape, phase=phase, num_shared_blocks=-(-blocks // 2), num_unique_blocks=unique)
+    num_rows, blocks = next(iter(_decode_sizes(decodes, 1)))
+    yield BatchShape(phase, num_rows, blocks, blocks, max(shape.num_logits for shape in decodes))

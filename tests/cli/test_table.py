@@ -63,6 +63,7 @@ def test_diff_and_merge(hpu_duo: Run, table: Path, recording: Path, tmp_path: Pa
     assert [one["num_missed"] for one in found["padding"]] == [3, 0]
     assert hpu_duo("table", "merge", table, other, "--out", out).exit_code == 0
     assert set(read_table(out)) == {SMALL, LARGE, PROMPT, longer}
+    assert "expected two tables or more" in hpu_duo("table", "merge", table, "--out", out).stderr
 
 
 def test_import_adds_buckets_for_every_mixed_step(hpu_duo: Run, tmp_path: Path) -> None:
@@ -86,6 +87,22 @@ def test_import_adds_buckets_for_every_mixed_step(hpu_duo: Run, tmp_path: Path) 
     # Nothing exceeds the sizes of the file: larger tables than the limits are refused.
     assert max(shape.query_len for shape in found) == 64
     assert max(shape.num_logits for shape in found) == 4
+
+
+def test_import_adds_small_mixed_buckets_for_small_decodes(hpu_duo: Run, tmp_path: Path) -> None:
+    theirs, out = tmp_path / "theirs.txt", tmp_path / "table.txt"
+    theirs.write_text("([1, 4], 1, [16, 64, 256])\n(1, 64, 0)\n", encoding="utf-8")
+    assert hpu_duo("table", "import", theirs, "--out", out, "--max-num-batched-tokens", 68).exit_code == 0
+    added = {str(shape) for shape in read_table(out) if shape.phase != Phase(unique=True)}
+    beside = {f"c-u/q68/s0/u{blocks}/l4" for blocks in (256, 64, 16)}
+    sharing = {
+        f"-su/q{rows}/s{blocks // 2}/u{unique}/l{rows}"
+        for rows, blocks in product((1, 4), (16, 64, 256))
+        for unique in (blocks, blocks // 4)
+    }
+    assert added == {"c--/q64/s0/u0/l1", *beside, *sharing, "-su/q4/s256/u256/l4"}
+    few = hpu_duo("table", "import", theirs, "--out", out, "--decode-sizes", 1)
+    assert sum(line.startswith("+ c-u/") for line in few.stdout.splitlines()) == 1
 
 
 def test_import_says_what_a_file_lacks(hpu_duo: Run, tmp_path: Path) -> None:

@@ -102,6 +102,8 @@ def merge(
     """Write a table of the buckets of several."""
     with user_errors():
         check_file("--out", out)
+        if len(files) < 2:
+            raise ValueError(f"expected two tables or more, got {files[0]} alone")
         tables = [_read(file, block_size) for file in files]
         merged = {shape for table in tables for shape in table}
         _write(out, sorted(merged), f"merged from {', '.join(file.name for file in files)}")
@@ -119,6 +121,14 @@ def import_(
             show_default="those of the largest prompt in the file",
         ),
     ] = None,
+    decode_sizes: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Most mixed buckets for each prompt bucket: beside decodes of the largest sizes, of a "
+            "quarter of their blocks, a sixteenth and so on.",
+        ),
+    ] = 3,
 ) -> None:
     """Write a table for a file of vllm-gaudi, with the mixed buckets that it cannot have: c-u, csu, -su."""
     with user_errors():
@@ -129,7 +139,7 @@ def import_(
         if max_num_batched_tokens is not None and max_num_batched_tokens < 1:
             raise ValueError(f"expected --max-num-batched-tokens >= 1, got {max_num_batched_tokens}")
         given = sorted({bucket.to_shape() for bucket in read_gaudi_buckets(file)})
-        added = mixed_buckets(given, max_num_batched_tokens)
+        added = mixed_buckets(given, max_num_batched_tokens, decode_sizes)
         _write(out, sorted({*given, *added}), f"imported from {file.name}")
     typer.echo(f"{out}: {len(given)} buckets of the file, {len(added)} mixed ones added:")
     for shape in added:
