@@ -36,6 +36,8 @@ def test_a_report_names_neither_host_nor_user(tmp_path: Path) -> None:
         "/scratch/alice/x on node7",
         "node7.corp.example:8000",
         "node70, malice",
+        "connect to [10.1.2.3]:22 and 52.1.2.3:22 and 192.168.0.7 at 0a:1b:2c:3d:4e:5f",
+        "habana-torch-plugin 1.24.1.5, bus 0000:33:00.0, 10:20:30",
     )
     findings = tuple(Finding("fact", None, detail) for detail in details)
     error = 'File "/home/alice/venv/x.py"\nsocket.gaierror: node7'
@@ -47,6 +49,8 @@ def test_a_report_names_neither_host_nor_user(tmp_path: Path) -> None:
         "/scratch/USER/x on HOST",
         "HOST:8000",
         "node70, malice",
+        "connect to [ADDRESS]:22 and ADDRESS:22 and ADDRESS at ADDRESS",
+        "habana-torch-plugin 1.24.1.5, bus 0000:33:00.0, 10:20:30",
     ]
     for path in report.write(tmp_path):
         text = path.read_text(encoding="utf-8").replace("malice", "")
