@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from hpu_duo.heads import HeadPattern
@@ -40,7 +41,6 @@ def choose(asked: argparse.Namespace) -> list[str]:
     """
     size = read_model(_directory(asked.model))
     pattern = None if asked.pattern is None else HeadPattern.load(asked.pattern)
-    own = {} if pattern is None else {"sink": pattern.sink, "recent": pattern.recent}
     serving = Serving(
         find_hardware(asked.hardware),
         num_devices=asked.num_devices,
@@ -51,7 +51,8 @@ def choose(asked: argparse.Namespace) -> list[str]:
         device_memory_utilization=asked.device_memory_utilization,
         pattern=pattern,
         enable_prefix_caching=asked.keeps_prefixes,
-        **own,
+        sink=Serving.sink if pattern is None else pattern.sink,
+        recent=Serving.recent if pattern is None else pattern.recent,
     )
 
     def served(length: int) -> Deployment:
@@ -98,7 +99,9 @@ def _sharing(deployment: Deployment, length: int) -> tuple[str, list[str]]:
     return chosen, said
 
 
-def _longest(served, most: int, asked: argparse.Namespace, title: str) -> tuple[int, str]:
+def _longest(
+    served: Callable[[int], Deployment], most: int, asked: argparse.Namespace, title: str
+) -> tuple[int, str]:
     if asked.max_model_len is not None:
         fitting = served(asked.max_model_len).count_requests(asked.max_model_len)
         if not fitting:

@@ -93,7 +93,12 @@ read_file() {
     # Container engines and systemd disagree on quotes, so nothing is quoted.
     [[ $value != [\"\']* ]] || stop "$file, line $number: write $name without quotes, as every reader of this file takes it literally"
     if [[ -v $name && ${!name} != "$value" ]]; then
-      [[ $name == *TOKEN* ]] || say "$name=${!name} of the environment comes before $name=$value of $file"
+      # A proxy's address may have a password.
+      if [[ $name == *TOKEN* || ${name^^} == *_PROXY ]]; then
+        say "$name of the environment comes before that of $file"
+      else
+        say "$name=${!name} of the environment comes before $name=$value of $file"
+      fi
     else
       printf -v "$name" '%s' "$value"
     fi

@@ -65,6 +65,17 @@ def test_the_environment_comes_before_the_file_and_says_so(server: Server) -> No
     assert "MODEL=/models/mine of the environment comes before MODEL=builtin" in done.stderr
 
 
+def test_values_that_may_be_secret_are_not_printed(server: Server, tmp_path: Path) -> None:
+    names = ("HF_TOKEN", "https_proxy", "HTTP_PROXY")
+    file = tmp_path / "secret.env"
+    settings = Path(SIMULATED).read_text(encoding="utf-8") + "".join(f"{name}=abc1\n" for name in names)
+    file.write_text(settings, encoding="utf-8")
+    done = server.launch("--env", str(file), "check", **dict.fromkeys(names, "http://me:abc2@proxy"))
+    for name in names:
+        assert f"{name} of the environment comes before that of {file}" in done.stderr
+    assert "abc" not in done.stderr
+
+
 def test_variables_for_the_vendor_and_the_network_are_passed_on(server: Server, tmp_path: Path) -> None:
     names = (
         "HCCL_OVER_OFI",
