@@ -18,6 +18,7 @@ def _enabled_again() -> Iterator[None]:
     was_enabled = gc.isenabled()
     yield
     (gc.enable if was_enabled else gc.disable)()
+    gc.freeze()  # as conftest.py has left it
 
 
 def test_the_collector_rests_inside_and_runs_again_behind_it() -> None:
