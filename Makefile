@@ -17,7 +17,7 @@ PINNED := $(VENV)/constraints.txt
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: help run test slow exhaustive lint format docs lock clean FORCE
+.PHONY: help run test suite slow exhaustive lint format docs lock clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
@@ -27,10 +27,14 @@ run: $(VENV)/installed ## Install, then find passkeys in a long document with ha
 	$(BIN)/hpu-duo passkey
 
 # A file's tests share what they load, so one worker runs all of a file. Slow ones share less, and differ more.
-test: PYTEST_ARGS ?= -n auto --dist loadfile
+suite: PYTEST_ARGS ?= -n auto --dist loadfile
 slow exhaustive: PYTEST_ARGS ?= -n auto --dist worksteal
 
-test: lint ## Install with the development tools, check everything, run the tests
+# mypy keeps one core busy: the tests have the others meanwhile.
+test: $(VENV)/installed-dev ## Install with the development tools, check everything, run the tests
+	$(MAKE) --no-print-directory -j 2 lint suite
+
+suite: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 slow: $(VENV)/installed-dev ## Run the tests that take minutes, which test leaves out
