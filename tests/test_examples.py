@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -25,6 +27,7 @@ def test_generate_prints_a_full_answer_for_each_of_its_four_prompts() -> None:
     assert 50 <= int(share[1]) <= 60
 
 
+@pytest.mark.slow
 def test_generate_shows_no_share_of_full_attention_for_short_prompts() -> None:
     source = (EXAMPLES / "generate.py").read_text(encoding="utf-8")
     assert "num_tokens=1500, num_passkeys=4" in source

@@ -111,13 +111,20 @@ def test_each_block_is_of_commands_or_compared_or_has_a_reason() -> None:
     assert all(sample(beginning) for beginning in NOT_RUN)
 
 
-@pytest.mark.parametrize("beginning", COMMANDS)
+# The example runs in test_examples.py too, and warm-ups in cli/test_warmup.py.
+SLOW = {"streaming heads "}
+
+
+@pytest.mark.parametrize(
+    "beginning", [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in COMMANDS]
+)
 def test_a_sample_is_what_its_command_prints(beginning: str) -> None:
     status, text = printed(COMMANDS[beginning])
     assert status == 0, text
     assert masked(sample(beginning)) in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=[block.file for block in TRANSCRIPTS])
 def test_a_transcript_is_what_its_commands_print(tmp_path: Path, transcript: Block) -> None:
     """All its commands, one after another, in one directory."""

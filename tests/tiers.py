@@ -1,8 +1,9 @@
-"""Tiers of tests: ``make slow`` runs some cases of a long list, ``make exhaustive`` runs them all."""
+"""Tiers of tests: ``make test`` and ``make slow`` run some cases of a long list, ``make exhaustive`` all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +19,37 @@ def every(step: int, cases: Iterable[Any]) -> list[Any]:
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks[number % step == 0])
         for number, case in enumerate(cases)
+    ]
+
+
+def crossed(*factors: Iterable[Any], others: Sequence[pytest.MarkDecorator] | None = None) -> list[Any]:
+    """Parameters of all combinations of values, of which a Latin square stays in the tier of the test.
+
+    There each value occurs, and each two values of two factors if there is a third one.
+
+    Args:
+        factors: values, or a mapping whose keys name them in the tests' names.
+        others: marks of the other combinations; those of ``make exhaustive`` by default.
+    """
+    if others is None:
+        others = (pytest.mark.slow, pytest.mark.exhaustive)
+    lists = [list(values.items() if isinstance(values, Mapping) else _named(values)) for values in factors]
+    modulus = min(map(len, lists))
+    return [
+        pytest.param(
+            *(value for _, (_, value) in case),
+            id="-".join(name for _, (name, _) in case),
+            marks=() if sum(number for number, _ in case) % modulus == 0 else others,
+        )
+        for case in product(*map(enumerate, lists))
+    ]
+
+
+def _named(values: Iterable[Any]) -> list[tuple[str, Any]]:
+    """Values with their names in the names of tests."""
+    return [
+        (str(value) if isinstance(value, str | int | None) else getattr(value, "name", str(number)), value)
+        for number, value in enumerate(values)
     ]
 
 

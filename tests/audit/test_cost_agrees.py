@@ -13,6 +13,7 @@ from hpu_duo.planning import FITTED, GAUDI3, Deployment, Format, Serving, Step, 
 from hpu_duo.planning.read_model import read_model
 from hpu_duo.startup.tables import KEPT, GraphMemory, StepSizes
 from tests.modeling.families import IS_5
+from tests.tiers import crossed
 
 FACTOR = 1.2
 """Operators and bytes agree to within this factor; products are equal."""
@@ -49,19 +50,14 @@ def config_dir(path: Path, sizes: dict[str, int], num_layers: int = NUM_LAYERS) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["reference", "hpu"])
 @pytest.mark.parametrize(
-    ("sizes", "num_retrieval"),
-    [
-        (GROUPED, 4),
-        (GROUPED, 1),
-        pytest.param(WITHOUT_GROUPS, 16, marks=pytest.mark.slow),
-        pytest.param(WITHOUT_GROUPS, 6, marks=pytest.mark.slow),
-    ],
+    ("attention", "heads"),
+    crossed(["reference", "hpu"], [(GROUPED, 4), (WITHOUT_GROUPS, 6), (WITHOUT_GROUPS, 16), (GROUPED, 1)]),
 )
 def test_the_cost_model_and_the_audit_agree_on_the_same_step(
-    tmp_path: Path, attention: str, sizes: dict[str, int], num_retrieval: int
+    tmp_path: Path, attention: str, heads: tuple[dict[str, int], int]
 ) -> None:
+    sizes, num_retrieval = heads
     path = config_dir(tmp_path, sizes)
     structure = structure_of(path, attention, num_retrieval, sizes["num_key_value_heads"])
     work = work_of(structure, read_model(path), kernels_of(attention))
@@ -76,7 +72,7 @@ def test_the_cost_model_and_the_audit_agree_on_the_same_step(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not IS_5, reason="before 5, experts have shapes that depend on the routing")
-@pytest.mark.parametrize("num_experts", [8, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_experts", [8, pytest.param(32, marks=pytest.mark.exhaustive)])
 def test_the_cost_model_and_the_audit_agree_on_experts(tmp_path: Path, num_experts: int) -> None:
     sizes = {**GROUPED, "num_hidden_layers": NUM_LAYERS, "vocab_size": 32_000, "dtype": "bfloat16"}
     MixtralConfig(**sizes, num_local_experts=num_experts, num_experts_per_tok=2).save_pretrained(tmp_path)

@@ -24,6 +24,7 @@ from hpu_duo.startup.tables import StepSizes
 from kernels_ref.chunks import DEFAULT_BOUNDS, ChunkBounds, Slices
 from tests.audit.conftest import TINY, engine_config
 from tests.modeling.families import IS_5, make_config
+from tests.tiers import crossed
 
 CONTEXTS = (1024, 4096, 16_384)
 # Bytes of the plan that attention on a CPU reads: a few numbers for each block of context.
@@ -52,9 +53,9 @@ def weights_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 RULES = (None, "sink_band:sink=8,band=600|strided:stride=64")
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    ("kind", "attention", "rule"), crossed(KINDS, ["reference", "sdpa"], RULES, others=[pytest.mark.slow])
+)
 def test_a_measured_step_needs_no_more_after_a_longer_context(
     weights_dir: Path, kind: StepKind, attention: str, rule: str | None
 ) -> None:
@@ -71,8 +72,7 @@ def test_a_measured_step_needs_no_more_after_a_longer_context(
     assert exact[-1] == padded[-1]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize(("kind", "rule"), crossed(KINDS, RULES, others=[pytest.mark.slow]))
 def test_loops_outside_of_layers_need_no_more_after_a_longer_context(
     weights_dir: Path, kind: StepKind, rule: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,12 +8,13 @@ import pytest
 
 from benchmarks.clients.__main__ import check
 from benchmarks.clients.client import CLIENTS
+from tests.tiers import every
 
-QUICK = ("litellm", "langchain")
+QUICK = ("langchain", "litellm")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", every(len(QUICK), QUICK))
 def test_a_client_is_served(name: str, tmp_path: Path) -> None:
     [client] = (one for one in CLIENTS if one.name == name)
     found = check(client, tmp_path)

@@ -37,6 +37,7 @@ from hpu_duo.modeling.attention import LAYER_ATTRIBUTE
 from kernels_ref import Blocks
 from kernels_ref.triton.launch import DeviceLimits
 from kernels_ref.triton.stream_k_choice import num_workers
+from tests.tiers import crossed
 
 CPU = torch.device("cpu")
 SETUP = Setup(CPU, torch.float32, "auto", "eager", block_size=16)
@@ -54,8 +55,7 @@ def _lease(engine: Engine) -> tuple[object, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("system", SYSTEMS)
-@pytest.mark.parametrize("length", [1, 33, 48])
+@pytest.mark.parametrize(("system", "length"), crossed(SYSTEMS, [1, 33, 48]))
 def test_a_placed_context_holds_what_a_prefill_would_hold(
     model: torch.nn.Module, system: str, length: int
 ) -> None:

@@ -114,6 +114,7 @@ def test_a_warmed_table_serves_200_requests_without_a_miss_or_a_recompilation(
     assert num_written == (stats.num_steps if guards else 0)
 
 
+@pytest.mark.slow
 def test_the_portable_attention_traces_into_one_graph_per_bucket_and_kind_of_layer(
     tiny: Tiny, eager_tokens: dict[str, list[int]]
 ) -> None:

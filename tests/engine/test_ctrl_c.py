@@ -86,7 +86,9 @@ def serve_and_interrupt(
     return list(tokens.values()), num_interrupts
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[] if seed < 4 else pytest.mark.slow) for seed in range(12)]
+)
 def test_ctrl_c_at_any_line_of_a_step_costs_nobody_a_token(tiny: Tiny, seed: int) -> None:
     expected = tokens_of(serve(tiny.load(**OPTIONS), PROMPTS, PARAMS))
     tokens, num_interrupts = serve_and_interrupt(tiny.load(**OPTIONS), random.Random(seed), 4000)
@@ -95,7 +97,9 @@ def test_ctrl_c_at_any_line_of_a_step_costs_nobody_a_token(tiny: Tiny, seed: int
 
 
 @pytest.mark.skipif(cpu_compile_problem() is not None, reason="inductor finds no C++ compiler")
-@pytest.mark.parametrize("guards", [False, True], ids=["replayed", "guards"])
+@pytest.mark.parametrize(
+    "guards", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["replayed", "guards"]
+)
 def test_ctrl_c_in_compiled_steps_is_a_keyboard_interrupt_too(tiny: Tiny, guards: bool) -> None:
     table = BucketTable((BatchShape.parse("csu/q16/s16/u16/l4"),), StepCost())
     options = {**OPTIONS, "attention": "sdpa", "graphs": CompileBackend(guards=guards), "buckets": table}
@@ -132,7 +136,9 @@ def test_no_half_trace_stays_behind_a_ctrl_c() -> None:
     assert num_interrupts >= 50
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[] if seed < 2 else pytest.mark.slow) for seed in range(4)]
+)
 def test_an_interrupted_generate_leaves_nothing_behind_and_takes_nothing_from_others(
     tiny: Tiny, seed: int
 ) -> None:

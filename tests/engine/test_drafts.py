@@ -103,10 +103,15 @@ def compare(plain: HPUDuoModel, drafting: HPUDuoModel, guess: Guess, params: Sam
 
 
 def _cases() -> Iterator[Any]:
-    """All that may be combined; the fast ones are those that preempt, and some of the others."""
-    for sizes, params, guess in product(SIZES, PARAMS, GUESSES):
-        is_fast = sizes == "few blocks" or (params, guess) in (("seeded", "half"), ("samples", "right"))
-        yield pytest.param(sizes, params, guess, marks=[] if is_fast else pytest.mark.slow)
+    """All combinations. Every two values meet in a slow one; fast ones are of requests that are preempted."""
+    for (row, sizes), (column, params), (number, guess) in product(
+        enumerate(SIZES), enumerate(PARAMS), enumerate(GUESSES)
+    ):
+        is_latin = (row + column + number) % len(GUESSES) == 0
+        marks = [pytest.mark.slow] if is_latin else [pytest.mark.slow, pytest.mark.exhaustive]
+        is_fast = sizes == "few blocks" and is_latin
+        is_fast |= (sizes, params, guess) in (("few blocks", "samples", "wrong"), ("rings", "seeded", "half"))
+        yield pytest.param(sizes, params, guess, marks=[] if is_fast else marks)
 
 
 @pytest.mark.parametrize(("sizes", "params", "guess"), list(_cases()))
@@ -123,8 +128,15 @@ def test_outputs_are_those_without_a_drafter(tiny: Tiny, sizes: str, params: str
         assert stats.num_preemptions > 0
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("params", ["greedy", "samples"])
+@pytest.mark.parametrize(
+    ("sizes", "params"),
+    [
+        ("blocks", "greedy"),
+        ("few blocks", "samples"),
+        ("no cache", "greedy"),
+        pytest.param("rings", "samples", marks=pytest.mark.slow),
+    ],
+)
 def test_a_drafter_that_is_always_wrong_costs_no_step(tiny: Tiny, sizes: str, params: str) -> None:
     """Nor a preemption, a cached prefix, or the place of another request."""
     options = {**SIZES[sizes], "decode_len": DECODE_LEN}
@@ -164,9 +176,13 @@ def ending(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return tiny
 
 
-@pytest.mark.parametrize("guess", GUESSES)
-@pytest.mark.parametrize("place", range(2, 9))
-@pytest.mark.parametrize("kind", ["stop string", "stop token"])
+@pytest.mark.parametrize(
+    ("kind", "place", "guess"),
+    [
+        pytest.param(*case, marks=[] if (case[1] + number) % 3 == 0 else pytest.mark.slow)
+        for number, case in enumerate(product(["stop string", "stop token"], range(2, 9), GUESSES))
+    ],
+)
 def test_what_ends_an_output_may_be_any_token_of_a_draft(
     tiny: Tiny, kind: str, place: int, guess: str
 ) -> None:

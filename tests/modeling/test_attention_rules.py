@@ -20,6 +20,7 @@ from tests.bias_builders.plain_rules import plain
 from tests.modeling.dense_oracle import masked_logits
 from tests.modeling.driving import greedy_logits
 from tests.modeling.families import BLOCK, LENGTHS, WINDOW, Zoo, prompts_of
+from tests.tiers import crossed
 
 RULES = [
     "band:width=9",
@@ -111,7 +112,7 @@ def test_heads_that_stream_under_a_pattern_have_the_rule_and_others_see_all(
     assert groups == {Blocks(): 2, Blocks(make_attention_rule(rule)): 2}
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_mqa"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("llama_mqa", marks=pytest.mark.slow)])
 def test_triton_kernels_follow_the_rule(zoo: Zoo, name: str) -> None:
     pytest.importorskip("triton")
     served = load(zoo, name, RULES[5], attention="triton")
@@ -121,9 +122,10 @@ def test_triton_kernels_follow_the_rule(zoo: Zoo, name: str) -> None:
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("graphs", ["replay", CompileBackend("eager")])
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
-@pytest.mark.parametrize("rule", [RULES[1], RULES[3], RULES[5]])
+@pytest.mark.parametrize(
+    ("graphs", "attention", "rule"),
+    crossed(["replay", CompileBackend("eager")], ["reference", "sdpa"], [RULES[1], RULES[3], RULES[5]]),
+)
 def test_captured_steps_follow_the_rule(
     zoo: Zoo, graphs: str | CompileBackend, rule: str, attention: str
 ) -> None:

@@ -6,6 +6,7 @@ import torch
 from hpu_duo import HPUDuoModel
 from tests.modeling.driving import greedy_logits, teacher_forced
 from tests.modeling.families import BLOCK, FAMILIES, LENGTHS, Zoo, prompts_of
+from tests.tiers import crossed
 
 NUM_NEW = 10
 MIXTURES = {"gpt_oss", "mixtral", "qwen3_moe"}
@@ -37,8 +38,9 @@ def test_random_checkpoints_follow_their_context(zoo: Zoo, name: str) -> None:
         assert (best[:, 0] - best[:, 1]).min() > 1e-3
 
 
-@ALL
-@pytest.mark.parametrize("num_batched_tokens", [13, 256])
+@pytest.mark.parametrize(
+    ("name", "num_batched_tokens"), crossed(list(FAMILIES), [13, 256], others=[pytest.mark.slow])
+)
 def test_greedy_tokens_of_a_mixed_batch_equal_those_of_transformers(
     zoo: Zoo, name: str, num_batched_tokens: int
 ) -> None:
@@ -48,8 +50,9 @@ def test_greedy_tokens_of_a_mixed_batch_equal_those_of_transformers(
         assert row[: len(prompt) + NUM_NEW].tolist() == prompt + expected
 
 
-@ALL
-@pytest.mark.parametrize("attention", ["reference", "auto"])
+@pytest.mark.parametrize(
+    ("name", "attention"), crossed(list(FAMILIES), ["reference", "auto"], others=[pytest.mark.slow])
+)
 def test_logits_of_chunked_prompts_are_those_of_one_dense_forward(
     zoo: Zoo, name: str, attention: str
 ) -> None:

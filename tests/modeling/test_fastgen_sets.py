@@ -16,6 +16,7 @@ from kernels_ref import TokenClass
 from tests.modeling.budget_driving import BUDGET, CHUNK, NUM_NEW, assert_follows, load_budget, run_budget
 from tests.modeling.families import BLOCK, Zoo, prompts_of
 from tests.modeling.words import PUNCTUATION, SPECIAL, save_words
+from tests.tiers import crossed
 
 MARKS = {
     "fastgen:keep=special": dict.fromkeys(SPECIAL, 2e9),
@@ -41,17 +42,15 @@ def assert_served(zoo: Zoo, path: Path, policy: str, chunk: int = CHUNK, **optio
     assert_follows(zoo.load("llama")[0], seen, prompts_of(), policy=policy, **numbers)
 
 
-@pytest.mark.parametrize("policy", MARKS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"attention": "sdpa"},
-        {"graphs": "replay", "buckets": TABLE},
-        {"graphs": CompileBackend("eager"), "buckets": TABLE},
-    ],
-    ids=["reference", "sdpa", "replay", "compile"],
-)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "reference": {},
+    "sdpa": {"attention": "sdpa"},
+    "replay": {"graphs": "replay", "buckets": TABLE},
+    "compile": {"graphs": CompileBackend("eager"), "buckets": TABLE},
+}
+
+
+@pytest.mark.parametrize(("policy", "options"), crossed(list(MARKS), OPTIONS))
 def test_sets_follow_the_definition(zoo: Zoo, path: Path, policy: str, options: dict[str, Any]) -> None:
     assert any(token in MARKS[policy] for prompt in prompts_of() for token in prompt)
     assert_served(zoo, path, policy, **options)

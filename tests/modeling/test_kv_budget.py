@@ -16,6 +16,7 @@ from hpu_duo.sampling import SamplingParams
 from tests.modeling.budget_driving import BUDGET, CHUNK, NUM_NEW, assert_follows, load_budget, run_budget
 from tests.modeling.driving import teacher_forced
 from tests.modeling.families import BLOCK, LENGTHS, Zoo, prompts_of
+from tests.tiers import crossed
 
 POLICIES = [
     "local",
@@ -113,9 +114,12 @@ def test_a_chunk_longer_than_a_budget_of_a_whole_text_is_full_attention(zoo: Zoo
 WHOLE: dict[str, Any] = {"kv_prompt": "whole", "kv_chunk": None, "max_num_batched_tokens": 80 + len(LENGTHS)}
 
 
-@pytest.mark.parametrize("policy", ["h2o", "tova", "snapkv:window=3,kernel=3", "streaming-llm", "local"])
 @pytest.mark.parametrize(
-    "options", [{}, {"max_chunk_rows": 1}, {"max_num_seqs": 2, "max_num_batched_tokens": 81}]
+    ("policy", "options"),
+    crossed(
+        ["h2o", "tova", "snapkv:window=3,kernel=3", "streaming-llm", "local"],
+        [{}, {"max_chunk_rows": 1}, {"max_num_seqs": 2, "max_num_batched_tokens": 81}],
+    ),
 )
 def test_whole_prompts_are_read_with_full_attention_and_cut_once(
     zoo: Zoo, policy: str, options: dict[str, Any]
@@ -145,8 +149,9 @@ def test_heads_that_stream_under_a_pattern_have_the_budget_and_others_see_all(zo
     assert_follows(zoo.load("llama_mha")[0], seen, prompts_of(), policy=policy, **numbers)
 
 
-@pytest.mark.parametrize("graphs", ["replay", CompileBackend("eager")])
-@pytest.mark.parametrize("policy", ["streaming-llm", "h2o", "tova"])
+@pytest.mark.parametrize(
+    ("graphs", "policy"), crossed(["replay", CompileBackend("eager")], ["streaming-llm", "h2o", "tova"])
+)
 def test_captured_steps_follow_the_definition(zoo: Zoo, graphs: str | CompileBackend, policy: str) -> None:
     assert_served(zoo, "llama", policy, graphs=graphs, buckets=TABLE)
 

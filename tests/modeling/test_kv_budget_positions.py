@@ -16,6 +16,7 @@ from tests.modeling.budget_driving import BUDGET, CHUNK, NUM_NEW, assert_follows
 from tests.modeling.families import BASE, Zoo, prompts_of, save_random
 from tests.modeling.rank_stream import RankStream
 from tests.modeling.test_kv_budget import MASK, PATTERN, TABLE, WHOLE, assert_served, load
+from tests.tiers import crossed
 
 H2O = "h2o:positions=cache"
 POLICIES = [H2O, "tova:positions=cache", "snapkv:window=3,kernel=3,positions=cache", "local:positions=cache"]
@@ -65,12 +66,15 @@ def test_streams_beyond_the_trained_length_need_positions_in_the_cache(short: tu
         load_stream(short[1], H2O, kv_budget=TRAINED)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"attention": "sdpa"}, {"graphs": "replay", "buckets": TABLE}, {"kv_chunk": 2}],
-    ids=["reference", "sdpa", "replay", "short-chunks"],
-)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "reference": {},
+    "sdpa": {"attention": "sdpa"},
+    "replay": {"graphs": "replay", "buckets": TABLE},
+    "short-chunks": {"kv_chunk": 2},
+}
+
+
+@pytest.mark.parametrize(("policy", "options"), crossed(POLICIES, OPTIONS))
 def test_chunks_and_decodes_follow_the_definition(zoo: Zoo, policy: str, options: dict[str, Any]) -> None:
     assert_served(zoo, "llama", policy, **options)
 

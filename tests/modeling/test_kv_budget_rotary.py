@@ -13,12 +13,15 @@ from tests.modeling.budget_driving import assert_follows, run_budget
 from tests.modeling.budget_oracle import BudgetOracle, budget_logits
 from tests.modeling.families import FAMILIES, Zoo, prompts_of
 from tests.modeling.test_kv_budget import BUDGET, CHUNK, NUM_NEW, TABLE, WHOLE, assert_served, load
+from tests.tiers import crossed
 
 PLACED, EXPECTED = "streaming-llm:positions=cache", "expected-attention:sink=2,future=20"
 
 
-@pytest.mark.parametrize("name", ["llama_mha", "llama_mqa", "qwen2", "qwen3", "mistral", "olmo2"])
-@pytest.mark.parametrize("policy", [PLACED, EXPECTED])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    crossed(["llama_mha", "llama_mqa", "qwen2", "qwen3", "mistral", "olmo2"], [PLACED, EXPECTED]),
+)
 def test_families_with_a_plain_rotary_embedding_follow_the_definition(
     zoo: Zoo, name: str, policy: str
 ) -> None:
@@ -32,8 +35,10 @@ def test_heads_of_which_a_part_is_turned_follow_the_definition(zoo: Zoo, policy:
     assert_follows(zoo.load("gpt_neox")[0], seen, prompts_of(), policy=policy, **numbers)
 
 
-@pytest.mark.parametrize("policy", [PLACED, EXPECTED])
-@pytest.mark.parametrize("options", [{"attention": "sdpa"}, {"graphs": "replay", "buckets": TABLE}])
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    crossed([PLACED, EXPECTED], [{"attention": "sdpa"}, {"graphs": "replay", "buckets": TABLE}]),
+)
 def test_fused_kernels_and_recorded_steps_keep_the_same(
     zoo: Zoo, policy: str, options: dict[str, Any]
 ) -> None:
@@ -45,8 +50,10 @@ def test_compiled_layers_keep_the_same(zoo: Zoo, policy: str) -> None:
     assert_served(zoo, "llama", policy, graphs=CompileBackend("eager"), buckets=TABLE)
 
 
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
-@pytest.mark.parametrize("policy", [PLACED, "streaming-llm:sink=5,positions=cache", EXPECTED])
+@pytest.mark.parametrize(
+    ("attention", "policy"),
+    crossed(["reference", "sdpa"], [PLACED, "streaming-llm:sink=5,positions=cache", EXPECTED]),
+)
 def test_chunks_shorter_than_the_sinks_follow_the_definition(zoo: Zoo, policy: str, attention: str) -> None:
     assert_served(zoo, "llama", policy, attention=attention, kv_chunk=2)
 

@@ -46,7 +46,7 @@ def test_each_split_into_retrieval_and_streaming_heads_is_a_kind(zoo: Zoo) -> No
             lambda: Qwen3MoeConfig(**{**BASE, **EXPERTS, "mlp_only_layers": [0, 2]}),
             marks=pytest.mark.skipif(not IS_5, reason="before 5, only a loop over the chosen experts"),
         ),
-        lambda: LlamaConfig(**BASE),
+        pytest.param(lambda: LlamaConfig(**BASE), marks=pytest.mark.slow),
     ],
     ids=["rope_or_not", "experts_or_not", "all_alike"],
 )

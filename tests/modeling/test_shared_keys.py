@@ -64,7 +64,11 @@ def test_gemma3n_is_an_error_on_an_hpu_whose_graphs_cannot_read_the_host(tmp_pat
 
 @pytest.mark.parametrize(
     ("name", "capture"),
-    [case for case in product(FAMILIES, CAPTURE) if case != ("Gemma3nTextConfig", "hpu-sim")],
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case == ("Gemma3nTextConfig", "compile") else ())
+        for case in product(FAMILIES, CAPTURE)
+        if case != ("Gemma3nTextConfig", "hpu-sim")
+    ],
 )
 def test_layers_that_share_keys_and_values_have_one_store(tmp_path: Path, name: str, capture: str) -> None:
     model = shared(tmp_path, name)

@@ -15,6 +15,7 @@ from hpu_duo.modeling.attention import AttentionLayer
 from kernels_ref.chunks import ChunkBounds
 from tests.modeling.budget_driving import BUDGET, CHUNK, NUM_NEW, assert_follows, load_budget, run_budget
 from tests.modeling.families import BLOCK, LENGTHS, Zoo, prompts_of
+from tests.tiers import crossed
 
 ONE_CHUNK = 1 << 20
 MASK = np.array([[1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1], [1, 0, 0, 0]], np.bool_)
@@ -31,14 +32,13 @@ def assert_served(zoo: Zoo, name: str, policy: str, **options: Any) -> None:
     assert_follows(zoo.load(name)[0], seen, prompts_of(), policy=policy, **numbers)
 
 
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
-@pytest.mark.parametrize(
-    "policy",
-    [
-        *("h2o", "h2o:recent=0", "tova", "tova:protect=3", "snapkv:window=3,kernel=3", "streaming-llm"),
-        *("streaming-llm:positions=cache", "h2o:positions=cache", "local"),
-    ],
+POLICIES = (
+    *("h2o", "h2o:recent=0", "tova", "tova:protect=3", "snapkv:window=3,kernel=3", "streaming-llm"),
+    *("streaming-llm:positions=cache", "h2o:positions=cache", "local"),
 )
+
+
+@pytest.mark.parametrize(("policy", "attention"), crossed(POLICIES, ["reference", "sdpa"]))
 def test_chunks_of_a_prompt_leave_what_all_of_it_in_one_step_would(
     zoo: Zoo, policy: str, attention: str
 ) -> None:
@@ -105,8 +105,9 @@ def test_a_pattern_and_preemptions_change_nothing(zoo: Zoo) -> None:
     assert regions.num_used == 0
 
 
-@pytest.mark.parametrize("graphs", ["replay", CompileBackend("eager")])
-@pytest.mark.parametrize("policy", ["streaming-llm", "h2o", "tova"])
+@pytest.mark.parametrize(
+    ("graphs", "policy"), crossed(["replay", CompileBackend("eager")], ["streaming-llm", "h2o", "tova"])
+)
 def test_captured_steps_follow_the_definition(zoo: Zoo, graphs: str | CompileBackend, policy: str) -> None:
     table = BucketTable.from_strings(["csu/q20/s6/u0/l6", f"csu/q20/s{-(-80 // BLOCK)}/u0/l6"])
     assert_served(zoo, "llama", policy, graphs=graphs, buckets=table)

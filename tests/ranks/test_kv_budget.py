@@ -19,6 +19,7 @@ from hpu_duo.sampling import SamplingParams
 from tests.modeling.families import BLOCK, Zoo, prompts_of
 from tests.ranks.test_serving import captured_ahead, counted_alike
 from tests.ranks.work import Answer, Case, serve, serve_here
+from tests.tiers import every
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0)
 LENGTHS = (5, 37, 18)
@@ -88,7 +89,7 @@ def cases(zoo: Zoo) -> dict[str, Case]:
         "h2o": case_of(zoo, "llama", "h2o"),
         "tova": case_of(zoo, "llama", "tova:protect=2"),
         # One key/value head, of which both ranks hold a copy.
-        **{f"copies, {policy}": case_of(zoo, "llama_mqa", policy) for policy in POLICIES[:5]},
+        **{f"copies, {policy}": case_of(zoo, "llama_mqa", policy) for policy in (POLICIES[0], POLICIES[4])},
         "plan": case_of(zoo, "llama_mha", cache={"kv_plan": PLAN}),
         "preempted": case_of(
             zoo,
@@ -99,8 +100,6 @@ def cases(zoo: Zoo) -> dict[str, Case]:
             scheduler={"max_model_len": 46},
         ),
         "prefixes": twice(case_of(zoo, "llama_mqa", "h2o")),
-        "whole prompts in chunks": case_of(zoo, "llama", "tova:protect=2", cache={"kv_prompt": "whole"}),
-        "replayed": case_of(zoo, "llama_mha", "tova:protect=2", **duo, graph={"backend": "replay"}),
     }
 
 
@@ -114,6 +113,9 @@ def more_cases(zoo: Zoo) -> dict[str, Case]:
     }
     return {
         **{policy: case_of(zoo, "llama", policy) for policy in (*POLICIES, *BY_POSITION)},
+        **{f"copies, {policy}": case_of(zoo, "llama_mqa", policy) for policy in POLICIES[1:4]},
+        "whole prompts in chunks": case_of(zoo, "llama", "tova:protect=2", cache={"kv_prompt": "whole"}),
+        "replayed": case_of(zoo, "llama_mha", "tova:protect=2", **duo, graph={"backend": "replay"}),
         "copies, strided": case_of(zoo, "llama_mqa", "strided:stride=16"),
         **{f"pattern, {policy}": case_of(zoo, "llama_mha", policy, **duo) for policy in POLICIES},
         "plan, prefixes": twice(case_of(zoo, "llama_mha", cache={"kv_plan": PLAN})),
@@ -224,7 +226,7 @@ def test_four_ranks_keep_what_one_does(zoo: Zoo, cases: dict[str, Case], more_ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", every(2, [4, 2]))
 def test_ranks_that_deal_blocks_out_keep_what_one_does(zoo: Zoo, num_ranks: int) -> None:
     counts = ((3, 3, 3, 3), (1, 3, 0, 2))
     masks = [np.arange(4) < np.array(each)[:, None] for each in counts]
@@ -264,7 +266,7 @@ def test_simulated_hpus_capture_everything_ahead(zoo: Zoo) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "policy"), [("llama", "tova"), ("llama_mqa", "h2o")])
+@pytest.mark.parametrize(("name", "policy"), every(2, [("llama", "tova"), ("llama_mqa", "h2o")]))
 def test_sums_of_scores_compile(zoo: Zoo, name: str, policy: str) -> None:
     options = {
         "kv_policy": policy,

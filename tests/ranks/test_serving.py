@@ -14,10 +14,12 @@ from hpu_duo.llm import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
 from tests.modeling.families import BASE, BLOCK, Zoo, make_config, prompts_of, save_random
 from tests.ranks.work import Answer, Case, serve, serve_here
+from tests.tiers import every
 
 GREEDY = SamplingParams(max_tokens=14, temperature=0)
 LENGTHS = (3, 40, 9, 25, 61, 17)
 NUM_LAYERS = 4
+BY_FOUR_ONLY = ("vocabulary of 97", "two rows of chunks")
 
 
 def pattern(seed: int, counts: tuple[int, ...] = (2, 4, 0, 2)) -> HeadPattern:
@@ -68,6 +70,7 @@ def cases(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]
 
 
 def test_the_tokens_are_those_of_one_rank(cases: dict[str, Case]) -> None:
+    cases = {name: case for name, case in cases.items() if name not in BY_FOUR_ONLY}
     answers = run_processes(serve, (cases,), [{}] * 2, 600)[0]
     # Ranks have equally many retrieval heads, so that some are promoted.
     alike = {**cases, "promoted": replace(cases["promoted"], heads={"pattern": pattern(2, (2, 4, 0, 2))})}
@@ -143,7 +146,7 @@ def captured_ahead(answer: Answer) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", every(2, [2, 4]))
 def test_simulated_hpus_capture_everything_ahead(zoo: Zoo, num_ranks: int) -> None:
     mha = zoo.load("llama_mha")[1]
     prompts = prompts_of((3, 20, 9), seed=4)

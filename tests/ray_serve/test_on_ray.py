@@ -18,6 +18,7 @@ from hpu_duo import HPUDuoModel
 from hpu_duo.builtin import MODEL_DIR
 from tests.replicas.streams import texts_and_ends
 from tests.server.live import live
+from tests.tiers import every
 
 if TYPE_CHECKING:
     from tests.ray_serve.clusters import Cluster
@@ -104,7 +105,9 @@ def test_answers_are_those_of_a_server_alone_and_prefixes_stay_together(
     assert cluster.counted("router_broken_answers_total") == 0
 
 
-@pytest.mark.parametrize("router", ["d2lpm:quantum=1000000,min_cached=0", "cache-aware:min_cached=0"])
+@pytest.mark.parametrize(
+    "router", every(2, ["d2lpm:quantum=1000000,min_cached=0", "cache-aware:min_cached=0"])
+)
 def test_other_routers_by_prefix_find_beginnings_again(router: str, cluster: Cluster, expected: str) -> None:
     # The replicas of the test before: only the ingress starts anew.
     cluster.deploy(num_replicas=2, router=router)
@@ -151,6 +154,7 @@ def test_a_replica_that_is_killed_takes_no_answer_for_complete_and_comes_back(
     cluster.wait_until(lambda: len(cluster.replicas()) == 2)
 
 
+@pytest.mark.exhaustive
 def test_a_replica_that_hangs_is_found_by_its_health_check_and_replaced(
     cluster: Cluster, expected: str
 ) -> None:

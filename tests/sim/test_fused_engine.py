@@ -53,7 +53,7 @@ def impls_of(served: HPUDuoModel) -> set[Implementation]:
     return {impl for impl, _ in specs_of(served)}
 
 
-@pytest.mark.parametrize("name", ["GAUDI2", "GAUDI3"])
+@pytest.mark.parametrize("name", [pytest.param("GAUDI2", marks=pytest.mark.slow), "GAUDI3"])
 def test_60_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_up(
     tiny: Tiny, name: str
 ) -> None:
@@ -117,6 +117,7 @@ def test_hpu_does_without_operators_that_fail(
     assert f"does without some of its operators: {ATTENTION}: " in caplog.text
 
 
+@pytest.mark.slow
 def test_compiled_code_of_one_kind_of_device_is_not_reused_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
