@@ -20,6 +20,7 @@ from hpu_duo import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny
 from tests.modeling.families import prompts_of
+from tests.tiers import crossed
 
 PARTS: dict[str, Callable[[Any], Any]] = {
     "HPUDuoModel": lambda served: served,
@@ -81,19 +82,20 @@ TABLE = BucketTable((BatchShape.parse("csu/q16/s32/u48/l4"),), StepCost())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("work", [use, use_and_fail])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"pattern": PATTERN},
-        {"dtype": "bfloat16"},
-        {"graphs": CompileBackend("eager"), "buckets": TABLE, "attention": "sdpa"},
-        {"buckets": TABLE, "fail_on_recompile": True},
-        {"device": "hpu-sim"},
-        {"trim_chunks": True, "buckets": TABLE},
-    ],
-    ids=["full", "duo", "bfloat16", "compiled", "watched", "sim", "trimmed"],
+    ("options", "work"),
+    crossed(
+        {
+            "full": {},
+            "duo": {"pattern": PATTERN},
+            "bfloat16": {"dtype": "bfloat16"},
+            "compiled": {"graphs": CompileBackend("eager"), "buckets": TABLE, "attention": "sdpa"},
+            "watched": {"buckets": TABLE, "fail_on_recompile": True},
+            "sim": {"device": "hpu-sim"},
+            "trimmed": {"trim_chunks": True, "buckets": TABLE},
+        },
+        {"use": use, "use_and_fail": use_and_fail},
+    ),
 )
 @pytest.mark.usefixtures("_no_garbage_collection")
 def test_a_model_that_is_let_go_frees_its_memory_without_garbage_collection(

@@ -349,6 +349,7 @@ TestPrefixMachine.settings = settings(max_examples=150, stateful_step_count=40, 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 class TestManyOperations(PrefixMachine.TestCase):  # type: ignore[misc, name-defined]
     """100,000 operations."""
 

@@ -105,19 +105,19 @@ def cases(zoo: Zoo) -> dict[str, Case]:
 
 @pytest.fixture(scope="module")
 def more_cases(zoo: Zoo) -> dict[str, Case]:
-    """Other policies and families, and prompts that are read whole."""
+    """Other families, prompts that are read whole, and each policy for all heads or beside others."""
     duo = {"heads": {"pattern": PATTERN}}
     whole = {
         "cache": {"kv_prompt": "whole", "kv_chunk": None},
         "scheduler": {"max_num_batched_tokens": 66},
     }
     return {
-        **{policy: case_of(zoo, "llama", policy) for policy in (*POLICIES, *BY_POSITION)},
+        **{policy: case_of(zoo, "llama", policy) for policy in (*POLICIES[::2], *BY_POSITION)},
         **{f"copies, {policy}": case_of(zoo, "llama_mqa", policy) for policy in POLICIES[1:4]},
         "whole prompts in chunks": case_of(zoo, "llama", "tova:protect=2", cache={"kv_prompt": "whole"}),
         "replayed": case_of(zoo, "llama_mha", "tova:protect=2", **duo, graph={"backend": "replay"}),
         "copies, strided": case_of(zoo, "llama_mqa", "strided:stride=16"),
-        **{f"pattern, {policy}": case_of(zoo, "llama_mha", policy, **duo) for policy in POLICIES},
+        **{f"pattern, {policy}": case_of(zoo, "llama_mha", policy, **duo) for policy in POLICIES[1::2]},
         "plan, prefixes": twice(case_of(zoo, "llama_mha", cache={"kv_plan": PLAN})),
         "few blocks": case_of(zoo, "llama_mha", cache={"kv_plan": FEW_BLOCKS}),
         "few blocks, prefixes": twice(case_of(zoo, "llama_mha", cache={"kv_plan": FEW_BLOCKS})),
@@ -134,6 +134,16 @@ def more_cases(zoo: Zoo) -> dict[str, Case]:
         "copies, replayed": case_of(zoo, "llama_mqa", "h2o", graph={"backend": "replay"}),
         **{f"{name}, h2o": case_of(zoo, name, "h2o") for name in ("gemma2", "olmo2", "qwen3_moe")},
         **{f"{name}, tova": case_of(zoo, name, "tova:protect=2") for name in ("gemma3", "phi3", "qwen3")},
+    }
+
+
+@pytest.fixture(scope="module")
+def further_cases(zoo: Zoo) -> dict[str, Case]:
+    """Each policy the other way."""
+    duo = {"heads": {"pattern": PATTERN}}
+    return {
+        **{policy: case_of(zoo, "llama", policy) for policy in POLICIES[1::2]},
+        **{f"pattern, {policy}": case_of(zoo, "llama_mha", policy, **duo) for policy in POLICIES[::2]},
     }
 
 
@@ -209,12 +219,21 @@ def test_two_ranks_keep_what_one_does_for_every_policy(more_cases: dict[str, Cas
 
 
 @pytest.mark.slow
-def test_four_ranks_keep_what_one_does(zoo: Zoo, cases: dict[str, Case], more_cases: dict[str, Case]) -> None:
+@pytest.mark.exhaustive
+def test_two_ranks_keep_what_one_does_for_every_policy_the_other_way(further_cases: dict[str, Case]) -> None:
+    answers = run_processes(serve, (further_cases,), [{}] * 2, 600)[0]
+    assert_served(further_cases, answers, assert_as_one(further_cases, answers))
+
+
+@pytest.mark.slow
+def test_four_ranks_keep_what_one_does(
+    zoo: Zoo, cases: dict[str, Case], more_cases: dict[str, Case], further_cases: dict[str, Case]
+) -> None:
     # Two ranks hold copies of each of two heads, or four of one.
     of_two = (*POLICIES[:5], "strided:stride=16", "whole prompts in chunks")
     of_one = ("copies, h2o", "copies, tova:protect=2", "prefixes", "whole prompts in chunks, copies")
-    every = {**more_cases, **cases}
-    wanted = {name: every[name] for name in (*of_two, *of_one, "few blocks")}
+    known = {**further_cases, **more_cases, **cases}
+    wanted = {name: known[name] for name in (*of_two, *of_one, "few blocks")}
     # A rank has one head of four, so all or none of a layer have TOVA's choice, or retrieve.
     plan = KVPlan(((H2O, SMALL, RING, ALL), (TOVA,) * 4, (ALL, ALL, H2O, ALL), (SMALL, H2O, H2O, SMALL)))
     wanted["plan"] = case_of(zoo, "llama_mha", cache={"kv_plan": plan})
