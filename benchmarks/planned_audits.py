@@ -209,7 +209,7 @@ class Planned(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """What the cost model counts of a bucket.
+    """Counts of a bucket by the cost model.
 
     Attributes:
         recipes: most graphs of a kind of layer: pieces, bodies of loops, copies to the scratch.
@@ -288,7 +288,7 @@ class Tracer:
         self._work = work_of(self._structure, read_model(path), kernels_of("hpu"))
 
     def structure_of(self, bucket: BatchShape) -> tuple[object, ...]:
-        """What the graphs of a bucket depend on: equal for those that differ in sizes alone."""
+        """Key of the graphs of a bucket: equal for buckets that differ in sizes alone."""
         geometry, found = self._structure.geometry, []
         for spec in self._structure.model.specs:
             sizes = geometry.block_size, geometry.max_chunk_rows, geometry.decode_len

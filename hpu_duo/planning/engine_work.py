@@ -157,7 +157,7 @@ class WarmUp:
 
 
 class GraphMemory(NamedTuple):
-    """What the graphs of a table keep on one device, if each has intermediates of its own.
+    """Memory that the graphs of a table keep on one device, if each has intermediates of its own.
 
     Attributes:
         num_graphs: buckets of the table.

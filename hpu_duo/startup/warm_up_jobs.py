@@ -38,7 +38,7 @@ _END_S = 5.0
 
 @dataclass(frozen=True)
 class JobTask:
-    """What a process needs to capture buckets as the first one would.
+    """Arguments with which another process captures buckets as the first one would.
 
     Attributes:
         engine: configuration of its engine, with everything that follows from free memory filled in.

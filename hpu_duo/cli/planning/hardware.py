@@ -350,7 +350,7 @@ def served_graph_bytes(
 def graph_memory(
     model: Path, deployment: Deployment, buckets: Sequence[BatchShape], decode_len: int = 1
 ) -> GraphMemory:
-    """What the graphs of a table keep on one device with either kernels; see there."""
+    """Memory that the graphs of a table keep on one device, with either kernels."""
     portable, fused = (
         round(sum(map(served_graph_bytes(model, deployment, decode_len, attention), buckets)))
         for attention in ("reference", "hpu")

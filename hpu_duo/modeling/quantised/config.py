@@ -1,4 +1,4 @@
-"""What configurations say of quantised weights: producer, encodings and layers. Imports no torch."""
+"""Quantisation of weights by a configuration: producer, encodings and layers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Quantisation:
-    """What a checkpoint says of its weights.
+    """Quantisation of a checkpoint, by its configuration.
 
     Attributes:
         method: the producer, as in ``METHODS``.

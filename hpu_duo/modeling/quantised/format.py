@@ -1,4 +1,4 @@
-"""What an encoding of a weight is, and the headers of the tensors that it is checked against.
+"""Encodings of a weight, and the headers of the tensors that they are checked against.
 
 Encodings import no torch: plans read configurations without it. Shapes: N outputs, K inputs, G groups of
 inputs.
