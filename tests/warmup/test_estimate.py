@@ -123,6 +123,7 @@ def test_graphs_of_an_hpu_take_longer_the_more_operators_they_have_and_are_trace
         traced = prior.trace_s * counts[graph.shape]
         assert graph.low_s == pytest.approx(2 * (prior.low_s * scale + traced))
         assert graph.high_s == pytest.approx(2 * (prior.high_s * scale + traced))
+        assert graph.trace_s == pytest.approx(2 * traced)
     assert prior.trace_s > 0
     assert "unknown until a Gaudi has run" in estimate.unknown
     assert estimate_of(BUCKETS, CODE).unknown == ""
