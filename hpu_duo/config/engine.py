@@ -67,6 +67,19 @@ class ModelConfig:
     dtype: str | torch.dtype = option(
         "auto", "auto (the checkpoint's), float32, bfloat16 or float16.", ENGINE
     )
+    quantization: str = option(
+        "auto",
+        "Producer of quantised weights: auto (as the checkpoint says), compressed-tensors, fp8, gptq, awq, "
+        "modelopt or mxfp4; another one than the checkpoint's is an error.",
+        ENGINE,
+        choices=("auto", "compressed-tensors", "fp8", "gptq", "awq", "modelopt", "mxfp4"),
+    )
+    quantization_execution: str = option(
+        "dequantise",
+        "How quantised weights are served: dequantise (plain weights in dtype, made at load).",
+        ENGINE,
+        choices=("dequantise",),
+    )
     attention: str = option("auto", "Attention kernels: auto, reference, sdpa, triton or hpu.", ENGINE)
     softmax: str = option(
         "exact",

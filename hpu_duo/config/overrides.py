@@ -20,6 +20,8 @@ class EngineOverrides(TypedDict, total=False):
 
     device: str | torch.device
     dtype: str | torch.dtype
+    quantization: str
+    quantization_execution: str
     attention: str
     softmax: str
     pack_weights: bool | None

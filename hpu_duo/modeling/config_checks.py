@@ -1,4 +1,4 @@
-"""Read and check a config.json without transformers: ranges, quantised weights, adapters, remote code.
+"""Read and check a config.json without transformers: ranges, adapters, remote code.
 
 Frequencies of some rotary embeddings depend on a text's length: which lengths are allowed is checked here.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -266,49 +266,6 @@ def _leaves(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 ADAPTER_FILE = "adapter_config.json"
 
-_OF_CONFIG = ("quantization_config", "compression_config")
-"""Fields of config.json; the second one is what older files of compressed-tensors have."""
-
-_BESIDE = {
-    "hf_quant_config.json": "modelopt",
-    "quantize_config.json": "gptq",
-    "quant_config.json": "awq",
-}
-"""Files of quantisation tools beside a config.json, or in place of its field, and the method if they name
-none."""
-
-_DEQUANTISED = {
-    "compressed-tensors": "CompressedTensorsConfig",
-    "fp8": "FineGrainedFP8Config",
-    "mxfp4": "Mxfp4Config",
-}
-"""Methods that transformers can dequantize at load, and the class that enables it."""
-
-
-def refuse_quantised(file: Path, fields: Mapping[str, Any]) -> None:
-    """Raise ValueError for a checkpoint with quantised weights.
-
-    Args:
-        file: its config.json.
-        fields: of the file.
-
-    Raises:
-        ValueError: the weights are quantised; it names the method, and what can be served instead.
-    """
-    found = _quantisation(file, fields)
-    if found is None:
-        return
-    method, bits, where = found
-    said = f"expected plain weights, got weights quantised by {method}{bits} ({where})"
-    asked = "load the checkpoint that they were made from"
-    if (maker := _DEQUANTISED.get(method)) is not None:
-        asked += (
-            ", or write plain ones once: transformers.AutoModelForCausalLM.from_pretrained("
-            f"{str(file.parent)!r}, dtype='bfloat16', quantization_config=transformers.{maker}"
-            "(dequantize=True)).save_pretrained(NEW_DIRECTORY), and the same with AutoTokenizer"
-        )
-    raise ValueError(f"{said}: {asked}; for sizes alone, use a copy of config.json without it")
-
 
 def refuse_adapter(directory: Path) -> None:
     """Raise ValueError for a directory with a PEFT adapter, or with GGUF files only.
@@ -330,28 +287,10 @@ def refuse_adapter(directory: Path) -> None:
     if gguf and not (directory / "config.json").is_file():
         raise ValueError(
             f"expected config.json and *.safetensors, got the GGUF file {gguf[0]}: load the checkpoint that "
-            "it was made from"
+            "it was made from, or save plain weights once with transformers, which reads such files with the "
+            f"package gguf: AutoModelForCausalLM.from_pretrained({str(directory)!r}, "
+            f"gguf_file={gguf[0].name!r}).save_pretrained(NEW_DIRECTORY), and the same with AutoTokenizer"
         )
-
-
-def _quantisation(file: Path, fields: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """Return method, bits and place of what quantised the weights; None for plain ones."""
-    text = fields.get("text_config")
-    for part in (fields, text if isinstance(text, dict) else {}):
-        for name in _OF_CONFIG:
-            if part.get(name) is not None:
-                return *_method(part[name], "a method that it does not name"), f"{name} in {file}"
-    for name, method in _BESIDE.items():
-        beside = file.parent / name
-        if beside.is_file():
-            return *_method(_read(beside), method), str(beside)
-    return None
-
-
-def _method(found: object, unnamed: str) -> tuple[str, str]:
-    fields = found if isinstance(found, dict) else {}
-    bits = fields.get("bits", fields.get("w_bit", 4 if fields.get("load_in_4bit") else None))
-    return str(fields.get("quant_method") or unnamed), "" if bits is None else f" to {bits} bits"
 
 
 def _read(file: Path) -> dict[str, Any]:

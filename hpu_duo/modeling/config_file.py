@@ -15,9 +15,9 @@ from hpu_duo.modeling.config_checks import (
     NO_REMOTE_CODE,
     check_numbers,
     refusal,
-    refuse_quantised,
     rope_types,
 )
+from hpu_duo.modeling.quantised.config import OF_CONFIG, find_quantisation, without_quantisation
 
 CONFIG_FILE = "config.json"
 
@@ -40,14 +40,16 @@ _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 def read_config_file(file: Path) -> Any:
     """Return transformers' configuration of the model that a config.json describes.
 
+    It says nothing of quantised weights, which are dequantised when they are read.
+
     Raises:
         ValueError: the file cannot be read, a number in it is out of range, its activation or its rotary
-            embedding is unknown, its weights are quantised, its model type needs code of the checkpoint, or
-            it has an encoder.
+            embedding is unknown, its weights are quantised in a way that is not read, its model type needs
+            code of the checkpoint, or it has an encoder.
     """
     fields = _parse(file)
-    refuse_quantised(file, fields)
-    check_numbers(file, fields)
+    find_quantisation(file, fields)
+    check_numbers(file, without_quantisation(fields))
     try:
         config = AutoConfig.from_pretrained(file, **NO_REMOTE_CODE)
     except FILE_ERRORS as error:
@@ -55,6 +57,10 @@ def read_config_file(file: Path) -> Any:
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"expected a decoder-only model, got the encoder-decoder {config.model_type!r}")
     text = config.get_text_config()
+    for part in (config, text):
+        for name in OF_CONFIG:
+            # transformers would load the weights by classes of its own.
+            vars(part).pop(name, None)
     for name in _ACTIVATIONS:
         _check_known(file, name, getattr(text, name, None), ACT2FN)
     for kind in rope_types(text):

@@ -20,12 +20,13 @@ from huggingface_hub.errors import (
 
 from hpu_duo.builtin import MODEL_DIR
 from hpu_duo.modeling.config_checks import ADAPTER_FILE
+from hpu_duo.modeling.quantised.config import BESIDE
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 _HUB_ERRORS = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError)
 
-_CONFIG_FILES = ["config.json", ADAPTER_FILE]
+_CONFIG_FILES = ["config.json", ADAPTER_FILE, *BESIDE]
 _TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 _WEIGHT_FILES = ["*.safetensors"]
 _UNUSED_FILES = ["*/*", "consolidated*"]
@@ -65,7 +66,8 @@ def find_checkpoint(
     Args:
         name: a directory, or an id such as ``org/name``.
         revision: branch, tag or commit on the hub; None is its main branch.
-        needs_weights: False downloads config.json only, or an adapter's.
+        needs_weights: False downloads config.json, what producers of quantised weights have beside it, or
+            that of an adapter.
 
     Raises:
         ValueError: there is no such directory, and the hub has no such model or revision, denies access, or

@@ -36,6 +36,7 @@ from hpu_duo.modeling.config_file import CONFIG_FILE, FILE_ERRORS, read_config_f
 from hpu_duo.modeling.experts import register_experts
 from hpu_duo.modeling.hub import HubAccess
 from hpu_duo.modeling.probe import mark
+from hpu_duo.modeling.quantised.checkpoint import quantisation_of, stored_tensors
 from hpu_duo.modeling.transformers_internals import EXPERTS, causal_model_class
 
 AttentionInterface.register(NAME, attention)
@@ -110,8 +111,8 @@ def read_config(path: str | Path, *, needs_weights: bool = True) -> Any:
 
     Raises:
         ValueError: the directory, its config.json or its weights are missing, the configuration
-            cannot be read, it is not that of a decoder-only language model, its weights are quantised, or
-            there is an adapter.
+            cannot be read, it is not that of a decoder-only language model, its weights are quantised in a
+            way that is not read, or there is an adapter.
     """
     directory = checked_directory(path)
     refuse_adapter(directory)
@@ -167,11 +168,17 @@ def dtype_option(dtype: torch.dtype) -> dict[str, torch.dtype]:
 def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The model in evaluation mode, with our attention function in place of its own.
 
+    Quantised weights are dequantised one after the other.
+
     Raises:
-        ValueError: the weights are unreadable, incomplete, or of other shapes than in the configuration, or
-            the architecture does not use transformers' attention interface.
+        ValueError: the weights are unreadable, incomplete, or of other shapes than in the configuration,
+            quantised ones are not what the configuration says of them, or the architecture does not use
+            transformers' attention interface.
     """
-    model = _loaded(path, config, dtype, AutoModelForCausalLM, path, **NO_REMOTE_CODE)
+    if quantisation_of(path) is None:
+        model = _loaded(path, config, dtype, AutoModelForCausalLM, path, **NO_REMOTE_CODE)
+    else:
+        model = load_state(path, config, dtype, stored_tensors(path, dtype))
     return model.to(device)  # type: ignore[arg-type]
 
 
@@ -183,12 +190,27 @@ class Readable(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _Watched:
+    """A tensor whose errors are kept: transformers reports them by a text of its own."""
+
+    tensor: Readable
+    errors: list[ValueError]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        try:
+            return self.tensor[index]
+        except ValueError as error:
+            self.errors.append(error)
+            raise
+
+
 def load_state(
     path: str | Path,
     config: Any,
     dtype: torch.dtype,
     state: Mapping[str, Readable],
-    fit: Callable[[PreTrainedModel], None],
+    fit: Callable[[PreTrainedModel], None] = lambda model: None,
 ) -> PreTrainedModel:
     """Build the same from tensors, by their names in checkpoints; they are not copied.
 
@@ -201,8 +223,11 @@ def load_state(
         ValueError: see ``load_model``.
     """
     model_class: Any = causal_model_class(config)
+    refused: list[ValueError] = []
     # From 5 on transformers itself reads entries by a subscript, one after the other.
-    held = dict(state) if _IS_5 else {name: each[...] for name, each in state.items()}
+    held: dict[str, Any] = {name: _Watched(each, refused) for name, each in state.items()}
+    if not _IS_5:
+        held = {name: each[...] for name, each in state.items()}
 
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, *args, **kwargs)
@@ -215,7 +240,12 @@ def load_state(
         "__qualname__": model_class.__qualname__,
     }
     fitted = type(model_class.__name__, (model_class,), entries)
-    model = _loaded(path, config, dtype, fitted, None, state_dict=held)
+    try:
+        model = _loaded(path, config, dtype, fitted, None, state_dict=held)
+    except ValueError as error:
+        raise (refused[0] if refused else error) from error
+    if refused:
+        raise refused[0]
     model.__class__ = model_class
     return model
 
@@ -311,7 +341,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase | None:
         raise refusal(f"cannot read the tokenizer in {path}", error) from error
 
 
-_QUANTISED = "weights are served in bfloat16, float16 or float32: choose dtype"
+_QUANTISED = (
+    "plain weights are not quantised at load: choose dtype, or a checkpoint that is quantised already, "
+    "which is read as its files say"
+)
 _ONE_FILE = "config.json, *.safetensors and the tokenizer of the directory are read"
 _FREED = "weights and caches stay on the device: set device_memory_utilization or kv_cache_bytes"
 _PLACED = "a model is on one device: set device, or tensor_parallel_size to shard it over several"
@@ -327,7 +360,10 @@ _ANSWERS = {
     "load_in_8bit": _QUANTISED,
     "load_in_4bit": _QUANTISED,
     "quantization_config": _QUANTISED,
-    "gguf_file": "GGUF files are not read: load the checkpoint that it was made from",
+    "gguf_file": (
+        "GGUF files are not read: load the checkpoint that it was made from, or save plain weights with "
+        "transformers once (from_pretrained with gguf_file, then save_pretrained)"
+    ),
     "max_memory": _FREED,
     "offload_folder": _FREED,
     "offload_state_dict": _FREED,
@@ -353,7 +389,6 @@ _ANSWERS = {
     "from_flax": _ONE_FILE,
     # vLLM
     "gpu_memory_utilization": "set device_memory_utilization",
-    "quantization": _QUANTISED,
     "kv_cache_dtype": "keys and values have the dtype of the model",
     "download_dir": "set cache_dir",
     "tokenizer": _ONE_FILE,
@@ -418,6 +453,8 @@ class LoadingArguments:
             raise ValueError(f"expected cache_dir to be a directory, got {cache_dir!r}")
         access = HubAccess(None if cache_dir is None else Path(cache_dir), token, local)
         settings: dict[str, Any] = {name: value for name, value in given.items() if name in SETTINGS}
+        if settings.get("quantization", "") is None:  # vLLM's default
+            del settings["quantization"]
         device = _placed(given.get("device_map"), settings.get("device", "auto"))
         dtype = choose_dtype(settings.get("dtype", "auto"), given.get("torch_dtype"))
         settings |= {name: value for name, value in (("device", device), ("dtype", dtype)) if value != "auto"}

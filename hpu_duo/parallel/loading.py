@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from hpu_duo.device.ranks import Ranks
 from hpu_duo.modeling.loading import build_without_weights, load_state
 from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.modeling.quantised.checkpoint import StoredTensor, stored_tensors
 from hpu_duo.parallel.config import ExpertShare, RankHeads, check_plan, narrowed_config
 from hpu_duo.parallel.cuts import Cut, Cutter, Fit, head_sizes
 from hpu_duo.parallel.modules import token_tables
@@ -52,7 +52,7 @@ def load_share(
     cutter = make_cutter(config, whole, layers, heads, ranks, experts)
     narrow = narrowed_config(config, layers[0].call.head_dim, ranks.size, experts)
     fit = Fit.of(cutter, whole, layers, build_without_weights(path, narrow, dtype))
-    return load_state(path, narrow, dtype, read_share(path, whole, cutter, ranks), fit.apply)
+    return load_state(path, narrow, dtype, read_share(path, whole, cutter, ranks, dtype), fit.apply)
 
 
 def make_cutter(
@@ -97,59 +97,52 @@ def _beside(whole: PreTrainedModel, layer: DecoderLayer) -> set[str]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's shard of a tensor in a file, read lazily by ``[...]``.
+    """A rank's shard of a tensor of a checkpoint, read lazily by ``[...]``.
 
     So it is not in memory twice: transformers merges experts into one tensor, and frees each one.
 
     Attributes:
-        tensors: the open file.
-        key: name of the tensor there.
+        stored: the whole tensor.
         cut: of the rank; None for all of it.
         is_zero: whether another rank has its values.
     """
 
-    tensors: Any
-    key: str
+    stored: StoredTensor
     cut: Cut | None
     is_zero: bool
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        if self.cut is None:
-            # A slice of a tensor without dimensions cannot be read by a subscript.
-            part = self.tensors.get_tensor(self.key)
-        else:
-            part = self.cut.of(self.tensors.get_slice(self.key))
+        part = self.stored[...] if self.cut is None else self.cut.of(self.stored.source())
         read: torch.Tensor = torch.zeros_like(part) if self.is_zero else part
         return read[index]
 
 
-def read_share(path: str | Path, whole: nn.Module, cutter: Cutter, ranks: Ranks) -> dict[str, Piece]:
+def read_share(
+    path: str | Path, whole: nn.Module, cutter: Cutter, ranks: Ranks, dtype: torch.dtype = torch.float32
+) -> dict[str, Piece]:
     """Return the shards of a checkpoint for a rank, by name; none is read yet.
 
     Args:
         whole: the whole model on ``meta``. Files may have other names, which are not compared then.
+        dtype: of weights that are dequantised, whole, before they are cut.
 
     Raises:
-        ValueError: a file is damaged, or a tensor has another shape than the model's or cannot be cut.
+        ValueError: a file is damaged, or a tensor has another shape than the model's or cannot be cut, or
+            quantised weights are not what the configuration says of them.
     """
     state: dict[str, Piece] = {}
     expected = {name: list(tensor.shape) for name, tensor in whole.state_dict().items()}
-    for file in sorted(Path(path).glob("*.safetensors")):
-        try:
-            tensors = safe_open(file, framework="pt")
-            for key in list(tensors.keys()):
-                if (name := cutter.name(key)) is None:
-                    continue
-                shape = list(tensors.get_slice(key).get_shape())
-                if shape != expected.get(key, shape):
-                    raise ValueError(
-                        f"the weights in {path} do not fit the configuration: expected {key} of shape "
-                        f"{expected[key]}, got {shape}"
-                    )
-                cut = cutter.cut(key, shape)
-                if cut is not None:
-                    cut.check(shape)
-                state[name] = Piece(tensors, key, cut, ranks.rank > 0 and cutter.is_added_once(key))
-        except SafetensorError as error:
-            raise ValueError(f"expected whole *.safetensors files in {path}, got: {error}") from error
+    for key, stored in stored_tensors(path, dtype).items():
+        if (name := cutter.name(key)) is None:
+            continue
+        shape = list(stored.shape)
+        if shape != expected.get(key, shape):
+            raise ValueError(
+                f"the weights in {path} do not fit the configuration: expected {key} of shape "
+                f"{expected[key]}, got {shape}"
+            )
+        cut = cutter.cut(key, shape)
+        if cut is not None:
+            cut.check(shape)
+        state[name] = Piece(stored, cut, ranks.rank > 0 and cutter.is_added_once(key))
     return state

@@ -13,8 +13,8 @@ from hpu_duo.modeling.config_checks import (
     positions_served,
     refusal,
     refuse_adapter,
-    refuse_quantised,
 )
+from hpu_duo.modeling.quantised.config import find_quantisation, without_quantisation
 from hpu_duo.planning.model import PLAIN_FAMILIES, AttentionSize, ModelSize, plain_model
 
 _NUMBER = (int, float)
@@ -61,7 +61,7 @@ def read_plain(file: Path) -> SimpleNamespace | None:
         the file, if only to raise its error.
 
     Raises:
-        ValueError: a number in it is out of range, or its weights are quantised.
+        ValueError: a number in it is out of range, or its weights are quantised in a way that is not read.
     """
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
@@ -69,7 +69,8 @@ def read_plain(file: Path) -> SimpleNamespace | None:
         return None
     if not isinstance(fields, dict) or fields.get("model_type") not in PLAIN_FAMILIES:
         return None
-    refuse_quantised(file, fields)
+    find_quantisation(file, fields)
+    fields = without_quantisation(fields)
     check_numbers(file, fields)
     if not (_is_known(fields) and _has_full_attention(fields)):
         return None
@@ -132,8 +133,8 @@ def read_model(path: str | Path) -> ModelSize:
         path: the file, or its directory. No weights are read.
 
     Raises:
-        ValueError: the file is missing, cannot be read, is that of quantised weights or of an adapter, or is
-            of a model with another cache than keys and values of decoder layers.
+        ValueError: the file is missing, cannot be read, is that of weights quantised in a way that is not
+            read or of an adapter, or is of a model with another cache than keys and values of decoder layers.
     """
     given = Path(path)
     file = given / CONFIG_FILE if given.is_dir() else given

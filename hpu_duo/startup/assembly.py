@@ -28,6 +28,7 @@ from hpu_duo.modeling.loading import (
     resolve_dtype,
 )
 from hpu_duo.modeling.probe import probe, read_layers
+from hpu_duo.modeling.quantised.checkpoint import check_method
 from hpu_duo.request import TokenLimits
 from hpu_duo.scheduling import make_policy
 from hpu_duo.startup.blueprint import fix_served_len, request_len
@@ -92,6 +93,7 @@ def assemble(
     config, choice = settle(config)
     make_policy(config.scheduler.scheduling_policy)  # refused before weights are read
     hf_config = read_config(config.model.path)
+    weight_notes = check_method(config.model.path, config.model.quantization)
     read_ranker(config.scheduler, hf_config.get_text_config().vocab_size)
     _check_length(config, hf_config)  # and so is this
     pattern_notes = check_pattern(config.heads, config.model.path)
@@ -109,6 +111,7 @@ def assemble(
     engine = engine_around(side, config, eos_token_ids, tokenizer, seed)
     engine.notes = (
         *dtype_note(config.model.dtype, hf_config, dtype),
+        *weight_notes,
         *pattern_notes,
         *notes,
         *choice,

@@ -155,35 +155,48 @@ def test_common_files_are_read_without_transformers(tmp_path: Path) -> None:
 
 
 QUANTISED = {
-    "gptq": ({"bits": 4, "quant_method": "gptq"}, "by gptq to 4 bits .*load the checkpoint that they were"),
-    "mxfp4": ({"quant_method": "mxfp4"}, r"by mxfp4 .*transformers.Mxfp4Config\(dequantize=True\)"),
-    "compressed-tensors": (
+    "no bits": ({"quant_method": "gptq"}, "expected bits to be 2, 4, 8 .*, got None"),
+    "another method": ({"quant_method": "hqq"}, "got hqq .*: load the checkpoint that they were made from"),
+    "no groups": (
         {"quant_method": "compressed-tensors"},
-        "compressed-tensors .*write plain ones",
+        "expected config_groups to be an object .*, got None",
     ),
 }
 
 
-@pytest.mark.parametrize("method", QUANTISED)
-def test_quantised_weights_are_refused_by_their_method(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_weights_that_are_quantised_in_a_way_that_is_not_read_are_refused(kind: str, tmp_path: Path) -> None:
     file = save(FAMILIES["llama"](), tmp_path) / "config.json"
-    fields, message = QUANTISED[method]
+    fields, message = QUANTISED[kind]
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": fields}))
     with pytest.raises(ValueError, match=message):
         read_model(file)
 
 
-def test_quantised_weights_are_refused_where_another_file_or_the_text_model_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_sizes_of_quantised_weights_are_those_of_the_plain_ones_they_become(
+    family: str, tmp_path: Path
+) -> None:
+    file = save(FAMILIES[family](), tmp_path) / "config.json"
+    plain = read_model(file)
+    fields = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": fields}))
+    assert read_model(file) == plain
+
+
+def test_what_says_that_weights_are_quantised_may_be_another_file_or_in_the_text_model(
+    tmp_path: Path,
+) -> None:
     file = save(FAMILIES["llama"](), tmp_path) / "config.json"
     beside = tmp_path / "hf_quant_config.json"
     beside.write_text("{}")
-    with pytest.raises(ValueError, match=r"by modelopt \(.*hf_quant_config.json"):
+    with pytest.raises(ValueError, match=r"expected quant_algo to be FP8 in the file .*hf_quant_config.json"):
         read_model(tmp_path)
     beside.unlink()
     read_model(tmp_path)
     told = {"text_config": {"quantization_config": {"load_in_4bit": True}}}
     file.write_text(json.dumps({**json.loads(file.read_text()), **told}))
-    with pytest.raises(ValueError, match="by a method that it does not name to 4 bits"):
+    with pytest.raises(ValueError, match="got a method that it does not name"):
         read_model(tmp_path)
 
 

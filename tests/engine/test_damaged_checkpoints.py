@@ -72,8 +72,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "broken_tokenizer": (lambda d: (d / "tokenizer.json").write_text("{"), "tokenizer"),
     "tokenizer_that_is_not": (lambda d: (d / "tokenizer.json").write_text('{"a": 1}'), "tokenizer"),
     "quantised": (
-        lambda d: edit_json(d / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
-        r"plain weights, got weights quantised by gptq to 4 bits \(quantization_config in ",
+        lambda d: edit_json(d / "config.json", quantization_config={"quant_method": "bitsandbytes"}),
+        r"gptq, .*, got bitsandbytes \(quantization_config in .*: its codes are those of its CUDA kernels",
     ),
     "adapter": (
         lambda d: (d / "adapter_config.json").write_text(

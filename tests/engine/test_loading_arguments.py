@@ -11,11 +11,10 @@ from tests.engine.tiny import Tiny
 
 REFUSED = {
     "attn_implementation": ("flash_attention_2", "set attention to 'auto'"),
-    "load_in_8bit": (True, "choose dtype"),
+    "load_in_8bit": (True, "not quantised at load: choose dtype"),
     "quantization_config": ({"bits": 4}, "choose dtype"),
     "gguf_file": ("a.gguf", "checkpoint that it was made from"),
     "gpu_memory_utilization": (0.9, "set device_memory_utilization"),
-    "quantization": ("awq", "choose dtype"),
     "use_safetensors": (False, "True or left out"),
     "device_map": ("balanced", "one device: set device, or tensor_parallel_size"),
     "token": (3, "a text, True or False"),
@@ -57,6 +56,12 @@ def test_a_device_map_is_one_device(device_map: Any, device: Any, found: Any) ->
 def test_a_device_map_of_several_devices_is_refused(device_map: Any) -> None:
     with pytest.raises(ValueError, match="expected device_map 'auto' or one device"):
         LoadingArguments.read({"device_map": device_map})
+
+
+def test_no_quantization_in_vllm_is_auto_here() -> None:
+    assert LoadingArguments.read({"quantization": None}).settings == {}
+    with pytest.raises(ValueError, match=r"expected quantization to be one of auto, .*, got 'marlin'"):
+        HPUDuoModel.from_pretrained("nowhere", quantization="marlin")
 
 
 def test_two_devices_are_refused() -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+
+from hpu_duo.modeling.quantised.format import Header
 
 Tensors = dict[str, torch.Tensor]
 """The tensors of a weight by the ends of their names."""
@@ -257,6 +259,39 @@ KINDS: dict[str, Kind] = {
         {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}, awq()
     ),
 }
+
+_DTYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}
+
+
+class Memory:
+    """Tensors in place of an open file."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = dict(tensors)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+
+def headers_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Header]:
+    """Headers of tensors in memory."""
+    file = Memory(tensors)
+    return {
+        name: Header(name, Path("model.safetensors"), _DTYPES[tensor.dtype], tuple(tensor.shape), file)
+        for name, tensor in tensors.items()
+    }
+
 
 LINEAR = r".*_proj\.weight"
 """Names of weights that producers quantise: no embeddings, norms, routers or heads."""

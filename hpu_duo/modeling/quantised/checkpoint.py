@@ -51,8 +51,8 @@ _WRITERS = {
 }
 """Ends of tensors of quantised weights, and who writes them."""
 
-_CODES = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E4M3FN", "F8_E5M2FNUZ", "F8_E4M3FNUZ")
-"""Data types that a plain ``weight`` never has."""
+_CODES = ("I8", "F8_E4M3", "F8_E5M2", "U8")
+"""Data types that a plain ``weight`` never has, the last one only by that name."""
 
 
 @dataclass(frozen=True)
@@ -84,17 +84,38 @@ StoredTensor = Header | DequantisedTensor
 
 
 def quantisation_of(path: str | Path) -> Quantisation | None:
-    """Return what a checkpoint says of quantised weights; None for plain ones.
+    """Return what a checkpoint says of quantised weights; None for plain ones, or without a config.json.
 
     Raises:
         ValueError: they are of a producer or an encoding that is not served.
     """
     file = Path(path) / "config.json"
+    if not file.is_file():
+        return None
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"cannot read {file}: {error}") from error
     return find_quantisation(file, fields if isinstance(fields, dict) else {})
+
+
+def check_method(path: str | Path, method: str) -> tuple[str, ...]:
+    """Check the producer that a user has named, and return a note for the user about quantised weights.
+
+    Args:
+        path: directory of the checkpoint.
+        method: a name of ``METHODS``, or "auto".
+
+    Raises:
+        ValueError: weights are plain, or of another producer; or see ``quantisation_of``.
+    """
+    found = quantisation_of(path)
+    if method != "auto" and (found is None or found.method != method):
+        got = "plain weights" if found is None else f"{found.method} ({found.where})"
+        raise ValueError(f"expected weights quantised by {method}, as quantization says, got {got} in {path}")
+    if found is None:
+        return ()
+    return (f"weights quantised by {found.method} are dequantised at load: they have the size of plain ones",)
 
 
 def stored_tensors(path: str | Path, dtype: torch.dtype) -> dict[str, StoredTensor]:
@@ -227,7 +248,7 @@ def _other(encoding: LinearFormat) -> LinearFormat | None:
 def _check_rest(left: Mapping[str, Header], found: Quantisation, wanted: str) -> None:
     for name, header in left.items():
         end = _end_of(name, _WRITERS)
-        is_code = header.dtype in _CODES and name.endswith(".weight")
+        is_code = header.dtype in _CODES and (header.dtype != "U8" or name.endswith(".weight"))
         if end is None and not is_code:
             continue
         writer = "a quantised weight" if end is None else f"what {_WRITERS[end]} writes"

@@ -1,4 +1,4 @@
-"""Quantisation of weights by a configuration: producer, encodings and layers. Imports no torch."""
+"""Configurations of quantised weights: producer, encodings and layers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hpu_duo.modeling.quantised.int4 import BITS, AWQInt, GPTQInt, PackedInt
 from hpu_duo.modeling.quantised.int8 import Int8
 from hpu_duo.modeling.quantised.mxfp4 import MXFP4
 
-_OF_CONFIG = ("quantization_config", "compression_config")
+OF_CONFIG = ("quantization_config", "compression_config")
 """Fields of config.json; the second one is what older files of compressed-tensors have."""
 
-_BESIDE = {
+BESIDE = {
     "hf_quant_config.json": "modelopt",
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
@@ -61,7 +61,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Quantisation:
-    """Quantisation of a checkpoint, by its configuration.
+    """A producer's description of the weights of a checkpoint.
 
     Attributes:
         method: the producer, as in ``METHODS``.
@@ -140,7 +140,7 @@ def find_quantisation(file: Path, fields: Mapping[str, Any]) -> Quantisation | N
 
 def without_quantisation(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json without those about quantised weights."""
-    rest = {name: value for name, value in fields.items() if name not in _OF_CONFIG}
+    rest = {name: value for name, value in fields.items() if name not in OF_CONFIG}
     if isinstance(text := rest.get("text_config"), dict):
         rest["text_config"] = without_quantisation(text)
     return rest
@@ -149,11 +149,11 @@ def without_quantisation(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _found(file: Path, fields: Mapping[str, Any]) -> tuple[object, str, str] | None:
     text = fields.get("text_config")
     for part in (fields, text if isinstance(text, dict) else {}):
-        for name in _OF_CONFIG:
+        for name in OF_CONFIG:
             if part.get(name) is not None:
                 unnamed = "compressed-tensors" if name == "compression_config" else ""
                 return part[name], unnamed, f"{name} in {file}"
-    for name, method in _BESIDE.items():
+    for name, method in BESIDE.items():
         beside = file.parent / name
         if beside.is_file():
             return _read(beside), method, f"file {beside}"

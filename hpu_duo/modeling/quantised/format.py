@@ -1,4 +1,4 @@
-"""Encodings of a weight, and the headers of the tensors that they are checked against.
+"""The interface of encodings of weights, and the headers of tensors that they check.
 
 Encodings import no torch: plans read configurations without it. Shapes: N outputs, K inputs, G groups of
 inputs.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FLOATS = ("F32", "BF16", "F16")
 """Data types of scales, by their names in safetensors files."""
 
-_SLAB = 1 << 22
+_SLAB = 1 << 18
 """Elements that are computed in float32 at a time."""
 
 

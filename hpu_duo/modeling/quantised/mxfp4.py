@@ -16,7 +16,7 @@ BLOCK = 32
 """Inputs that share an exponent."""
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))
-"""Value of each code."""
+"""Numbers by their codes."""
 _BIAS = 127
 _NAN = 255
 

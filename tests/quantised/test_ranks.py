@@ -1,0 +1,95 @@
+"""Two ranks serve a quantised checkpoint with the tokens of its plain twin, and no load takes much more."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpu_duo.device import Member, run_processes
+from hpu_duo.modeling.loading import load_model, read_config
+from hpu_duo.sampling import SamplingParams
+from tests.engine.tiny import PATTERN
+from tests.modeling.families import make_config, prompts_of, save_random
+from tests.quantised.test_checkpoints import LAYOUTS, SIZES
+from tests.quantised.writers import KINDS, write_twins
+from tests.ranks.test_memory import anonymous_bytes
+from tests.ranks.work import Case, serve
+
+TWINS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "blocks": ("fp8 block", "some layers", {}),
+    "groups": ("gptq mixed", "some layers", {"heads": {"pattern": PATTERN}}),
+    "fused": ("packed zeros", "fused projections", {}),
+    "experts": ("awq", "experts", {}),
+    "a head": ("int8 zeros", "a head", {}),
+}
+"""The producer, the layout and settings."""
+
+
+def case_of(directory: Path, kind: str, layout: str, settings: dict[str, Any]) -> tuple[Case, Case]:
+    """The plain checkpoint and the quantised one."""
+    family, fields, names = LAYOUTS[layout]
+    save_random(make_config(family, **{**SIZES, **fields}), directory / "plain")
+    quantised = write_twins(directory / "plain", directory / "quantised", KINDS[kind], names=names)
+    greedy = SamplingParams(max_tokens=6, temperature=0)
+    case = Case(
+        directory / "plain", prompts_of([5, 19]), [greedy] * 2, scheduler={"max_model_len": 48}, **settings
+    )
+    return case, replace(case, path=quantised)
+
+
+def test_two_ranks_cut_weights_after_they_are_dequantised(tmp_path: Path) -> None:
+    cases = {}
+    for name, (kind, layout, settings) in TWINS.items():
+        cases[name, "plain"], cases[name, "quantised"] = case_of(tmp_path / name, kind, layout, settings)
+    named = {" ".join(key): case for key, case in cases.items()}
+    answers = run_processes(serve, (named,), [{}] * 2, 600)[0]
+    for name in TWINS:
+        assert answers[f"{name} quantised"].tokens == answers[f"{name} plain"].tokens, name
+
+
+WIDE = {
+    **SIZES,
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+
+
+def peak_of_loading(member: Member, path: Path) -> tuple[int, int]:
+    """The most that loading adds at any moment, and the bytes of the model."""
+    config, peak, is_done = read_config(path), [0], threading.Event()
+    # What transformers imports lazily is not of the weights.
+    load_model(path.parent / "small", read_config(path.parent / "small"), torch.float32, torch.device("cpu"))
+    before = anonymous_bytes()
+
+    def watch() -> None:
+        while not is_done.is_set():
+            peak[0] = max(peak[0], anonymous_bytes() - before)
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    model = load_model(path, config, torch.float32, torch.device("cpu"))
+    is_done.set()
+    watcher.join()
+    return peak[0], sum(parameter.nbytes for parameter in model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fp8 block", "packed zeros", "gptq"])
+def test_a_load_takes_the_plain_model_and_about_a_layer(name: str, tmp_path: Path) -> None:
+    for directory, sizes in (("large", WIDE), ("small", SIZES)):
+        save_random(make_config("LlamaConfig", **sizes), tmp_path / f"plain {directory}")
+        write_twins(tmp_path / f"plain {directory}", tmp_path / directory, KINDS[name])
+    ((peak, size),) = run_processes(peak_of_loading, (tmp_path / "large",), [{}], 300)
+    layer = size / 8
+    assert peak < size + 1.5 * layer
