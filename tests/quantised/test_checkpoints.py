@@ -18,7 +18,7 @@ from hpu_duo.modeling.loading import load_model, read_config
 from hpu_duo.modeling.quantised.config import METHODS
 from tests.engine.tiny import PATTERN
 from tests.modeling.families import BLOCK, FAMILIES, IS_5, make_config, prompts_of, save_random
-from tests.quantised.writers import KINDS, Kind, fp8, mxfp4, set_config, write_twins
+from tests.quantised.writers import KINDS, LINEAR, Kind, fp8, mxfp4, set_config, write_twins
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -34,16 +34,11 @@ SIZES: dict[str, Any] = {
 PROMPTS = prompts_of([5, 19])
 
 
-def twins(
-    directory: Path, name: str, kind: Kind, names: str | None = None, **fields: Any
-) -> tuple[Path, Path]:
+def twins(directory: Path, name: str, kind: Kind, names: str = LINEAR, **fields: Any) -> tuple[Path, Path]:
     """A plain checkpoint and the quantised one that it comes from."""
     plain = directory / "plain"
     save_random(make_config(name, **{**SIZES, **fields}), plain)
-    quantised = write_twins(
-        plain, directory / "quantised", kind, **({} if names is None else {"names": names})
-    )
-    return plain, quantised
+    return plain, write_twins(plain, directory / "quantised", kind, names=names)
 
 
 def load(path: Path, **options: Any) -> HPUDuoModel:

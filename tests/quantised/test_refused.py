@@ -130,6 +130,11 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
         _put("weight", torch.ones(32, 48)),
         "weight_scale to be of compressed-tensors, .*, got what compressed-tensors, fp8 or modelopt writes",
     ),
+    "a plain one too": (
+        "gptq",
+        _put("weight", torch.ones(32, 48)),
+        "without q_proj.weight beside it, got both",
+    ),
     "ignored": ("gptq", _set("modules_to_not_convert", ["q_proj"]), "a plain weight, .*, got I32 codes"),
     "in no group": (
         "packed",

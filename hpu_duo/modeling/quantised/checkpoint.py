@@ -170,6 +170,8 @@ def dequantised(
         parts = _parts(encoding, layer, left, header, found)
         shape = _shape(encoding, parts, header, found)
         weight = layer if end.startswith("_") else f"{layer}.weight"
+        if weight != name and weight in headers:
+            raise header.refused(f"without {weight} beside it", "both")
         state[weight] = DequantisedTensor(encoding, parts, shape, dtype)
     wanted = " or ".join(f"*{_joined('', end)}" for end in sorted(ends))
     _check_rest(left, found, wanted)
@@ -178,7 +180,8 @@ def dequantised(
             f"expected tensors of {found.method} such as {wanted}, as the {found.where} says, got none in "
             f"{', '.join(sorted({str(header.file) for header in headers.values()}))}"
         )
-    return {**{name: header for name, header in left.items() if _end_of(name, _UNUSED) is None}, **state}
+    state |= {name: header for name, header in left.items() if _end_of(name, _UNUSED) is None}
+    return state
 
 
 def _joined(layer: str, end: str) -> str:
