@@ -31,7 +31,8 @@ Traffic = Mapping[BatchShape, float]
 _GROWTHS = tuple(2.0 ** (2 ** (i / 4) / 64) for i in range(33))
 
 
-def _halton(number: int, base: int) -> float:
+def halton(number: int, base: int) -> float:
+    """Return an element, from 1 on, of the Halton sequence of a base: numbers spread evenly over [0, 1)."""
     value, digit = 0.0, 1.0
     while number:
         digit /= base
@@ -61,7 +62,7 @@ def smoothed(limits: StepLimits, traffic: Traffic, blur: Blur) -> Traffic:
     for number, (shape, weight) in enumerate(sorted(traffic.items())):
         for neighbour in range(blur.neighbours):
             point = number * blur.neighbours + neighbour + 1
-            factors = [blur.spread ** (2 * _halton(point, base) - 1) for base in (2, 3, 5, 7)]
+            factors = [blur.spread ** (2 * halton(point, base) - 1) for base in (2, 3, 5, 7)]
             near = _near(limits, shape, factors)
             found[near] = found.get(near, 0.0) + weight * blur.share / blur.neighbours
     return found

@@ -21,7 +21,7 @@ FINE = Resolution()
 RECORDED = Blur(share=0.2, spread=1.5, neighbours=1)
 """Blur of recorded traffic: future steps are similar to recorded ones, and seldom equal."""
 
-ASSUMED = Blur(share=0.5, spread=3.0, neighbours=4)
+ASSUMED = Blur(share=0.5, spread=2.0, neighbours=1)
 """Blur of assumed traffic, which may differ more from that of the users."""
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from graphs import BatchShape, BucketTable, CostFunction, GraphMissError, Miss, StepLimits
+from graphs import BatchShape, BucketTable, CostFunction, GraphMissError, Miss, StepCost, StepLimits
 from graphs.planner import (
     ASSUMED,
     FINE,
@@ -24,6 +24,7 @@ from graphs.planner import (
     or_default,
     plan_table,
 )
+from graphs.planner.evaluation import halton
 from graphs.table import PlannedPadding
 from hpu_duo.engine.batch import exact_shape
 from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
@@ -265,56 +266,107 @@ class Simulation:
             self.engine.add(request)
 
 
-_LOADS = (0.05, 0.2, 0.5, 1.0, 2.0)
-"""Users, as shares of the requests that may run at the same time: from nearly idle to overloaded."""
-_STEPS_PER_LOAD = 1200
-_MEAN_PAUSE = 50
-_TYPICAL_PROMPT, _PROMPT_SIGMA = 1024, 1.2
-_TYPICAL_OUTPUT, _OUTPUT_SIGMA = 256, 0.8
-_LONG_SHARE = 0.2
-_SAMPLED_SHARE = 0.03
+_NUM_WORKLOADS = 40
+_STEPS_PER_WORKLOAD = 200
+_LOADS = (0.03, 2.0)
+_PAUSES = (1.0, 50.0)
+_SHORTEST_PROMPT, _LONGEST_PROMPT_SHARE = 128, 1 / 4
+_OUTPUTS, _LONGEST_OUTPUT_SHARE = (16, 4096), 1 / 8
+_SIGMA = 0.8
+_SHARE_THAT_SAMPLES, _SAMPLED_SHARE = 1 / 3, 0.5
 _MOST_SAMPLES = 8
 
 
-def prior(limits: StepLimits, seed: int = 0, table: BucketTable | None = None) -> dict[BatchShape, float]:
-    """The steps of a stated workload, as the scheduler plans them; no tensors, no model.
+@dataclass(frozen=True)
+class Population:
+    """Users of one kind, of which ``prior`` has many.
 
-    The duration of every step is one. Users send a request, wait for its end (of samples, the first one's),
-    pause for 50 steps on average (exponential), and send the next. Their number is 0.05, 0.2, 0.5, 1 and 2
-    times ``max_num_seqs``, for 1,200 steps each.
+    Attributes:
+        num_users: each has at most one request at a time.
+        pause: mean number of steps between a request and the next, exponential.
+        prompt, output: medians of log-normal numbers of tokens.
+        sampled_share: share of the prompts that are answered two to eight times, from one cached prompt.
+    """
 
-    - Four fifths of the prompts are log-normal, of median 1,024 tokens or an eighth of ``max_model_len`` if
-      that is less, and sigma 1.2. The others are long: spread evenly on a logarithmic scale from that median
-      to ``max_model_len``.
-    - Outputs are log-normal, of median 256 tokens or a sixteenth of ``max_model_len``, and sigma 0.8.
-    - 3 % of the prompts are answered two to eight times, from one cached prompt.
-    - Prompts have no common prefixes, so nothing is reused from a prefix cache.
-    - Prompts and outputs that exceed ``max_model_len`` or the blocks are cut.
+    num_users: int
+    pause: float
+    prompt: float
+    output: float
+    sampled_share: float
+
+    @classmethod
+    def drawn(cls, limits: StepLimits, number: int) -> Population:
+        """Return the kind of a number, from 0 on; the sizes of all together are spread evenly (Halton)."""
+        load, prompt, output, samples, pause = (halton(number + 1, base) for base in (2, 3, 5, 7, 11))
+        most = limits.max_model_len
+        longest_prompt = max(1.0, most * _LONGEST_PROMPT_SHARE)
+        longest_output = max(1.0, min(_OUTPUTS[1], most * _LONGEST_OUTPUT_SHARE))
+        return cls(
+            max(1, round(_between(*_LOADS, load) * limits.max_num_seqs)),
+            _between(*_PAUSES, pause),
+            _between(min(_SHORTEST_PROMPT, longest_prompt), longest_prompt, prompt),
+            _between(min(_OUTPUTS[0], longest_output), longest_output, output),
+            _SAMPLED_SHARE if samples < _SHARE_THAT_SAMPLES else 0.0,
+        )
+
+
+def _between(low: float, high: float, share: float) -> float:
+    """A number between two, at a share of the way on a logarithmic scale."""
+    return low * (high / low) ** share
+
+
+def prior(
+    limits: StepLimits,
+    seed: int = 0,
+    table: BucketTable | None = None,
+    cost: CostFunction | None = None,
+) -> dict[BatchShape, float]:
+    """The steps of stated workloads, as the scheduler plans them; no tensors, no model.
+
+    There are 40 kinds of users, each served for 200 steps from an idle start. The duration of every step is
+    one. Users send a request, wait for its end (of samples, the first one's), pause, and send the next. What
+    a kind is like is drawn evenly on a logarithmic scale, each figure independent of the others:
+
+    - as many users as 0.03 to 2 times ``max_num_seqs``, with pauses of 1 to 50 steps on average;
+    - prompts of 128 tokens to a quarter of ``max_model_len`` in the median, log-normal of sigma 0.8;
+    - outputs of 16 to 4,096 tokens, or an eighth of ``max_model_len`` if that is less, likewise;
+    - in a third of the kinds, half of the prompts are answered two to eight times, from one cached prompt.
+
+    Prompts have no common prefixes, so nothing is reused from a prefix cache. Prompts and outputs that exceed
+    ``max_model_len`` or the blocks are cut.
 
     Args:
-        seed: of the random generator.
+        seed: of the kinds and of their users.
         table: prompts end at the borders of its buckets, see ``ChunkTrimming``; None trims none.
+        cost: all kinds count alike by it, so that those with long steps do not outweigh the others; None
+            counts steps.
 
     Returns:
-        The number of steps of each shape; the same for the same arguments.
+        The frequency of each shape; the same for the same arguments.
     """
-    return dict(_prior(limits, seed) if table is None else _served(limits, seed, table))
+    served = _prior(limits, seed) if table is None else _served(limits, seed, table)
+    found: dict[BatchShape, float] = {}
+    for steps in served:
+        whole = 1.0 if cost is None else sum(cost(shape) * count for shape, count in steps.items())
+        for shape, count in steps.items():
+            found[shape] = found.get(shape, 0.0) + count / whole
+    return found
 
 
 @lru_cache(maxsize=16)
-def _prior(limits: StepLimits, seed: int) -> dict[BatchShape, float]:
+def _prior(limits: StepLimits, seed: int) -> tuple[Counter[BatchShape], ...]:
     return _served(limits, seed, None)
 
 
-def _served(limits: StepLimits, seed: int, table: BucketTable | None) -> dict[BatchShape, float]:
+def _served(limits: StepLimits, seed: int, table: BucketTable | None) -> tuple[Counter[BatchShape], ...]:
+    """Count the steps of each kind of users."""
     trimming = None if table is None else ChunkTrimming(table, limits.block_size).num_postponed
-    found: Counter[BatchShape] = Counter()
-    for number, load in enumerate(_LOADS):
-        rng = random.Random(seed * len(_LOADS) + number)
-        users = Users(limits, rng, max(1, round(load * limits.max_num_seqs)))
+    found = []
+    for number in range(seed * _NUM_WORKLOADS, (seed + 1) * _NUM_WORKLOADS):
+        users = Users(limits, random.Random(number), Population.drawn(limits, number))
         simulation = Simulation(SimulatedEngine(Scheduler(limits, trimming), _one_unit), users)
-        found.update(step.shape for step in simulation.steps(until=_STEPS_PER_LOAD))
-    return {shape: float(count) for shape, count in found.items()}
+        found.append(Counter(step.shape for step in simulation.steps(until=_STEPS_PER_WORKLOAD)))
+    return tuple(found)
 
 
 def _one_unit(bucket: BatchShape) -> float:
@@ -326,16 +378,17 @@ class Users:
 
     Args:
         rng: draws lengths and pauses.
-        num_users: at least 1.
+        population: the kind of users.
     """
 
-    def __init__(self, limits: StepLimits, rng: random.Random, num_users: int) -> None:
+    def __init__(self, limits: StepLimits, rng: random.Random, population: Population) -> None:
         held = limits.num_blocks * limits.block_size if limits.uses_blocks else limits.max_model_len
         self._limits = TokenLimits(max(2, min(limits.max_model_len, held)))
-        self._rng = rng
+        self._rng, self._population = rng, population
         self._num_sent = 0
         # The first requests of all users are spread over the time of one pause.
-        self._due: list[float] = sorted(rng.randrange(_MEAN_PAUSE) for _ in range(num_users))
+        spread = max(1, round(population.pause))
+        self._due: list[float] = sorted(rng.randrange(spread) for _ in range(population.num_users))
         self._due[0] = 0
 
     def due(self, now: float) -> list[Request]:
@@ -353,22 +406,20 @@ class Users:
     def ended(self, request: Request, now: float) -> None:
         """Let the user of the request pause."""
         if request.parent is None:
-            heapq.heappush(self._due, now + round(self._rng.expovariate(1 / _MEAN_PAUSE)))
+            heapq.heappush(self._due, now + round(self._rng.expovariate(1 / self._population.pause)))
 
     def _samples(self) -> list[Request]:
         """The next prompt with its lengths drawn, once for each sample."""
-        most = self._limits.max_model_len
-        typical = max(1.0, min(_TYPICAL_PROMPT, most / 8))
-        if self._rng.random() < _LONG_SHARE:
-            prompt = typical * (most / typical) ** self._rng.random()
-        else:
-            prompt = typical * math.exp(self._rng.gauss(0, _PROMPT_SIGMA))
-        output = min(_TYPICAL_OUTPUT, most / 16) * math.exp(self._rng.gauss(0, _OUTPUT_SIGMA))
+        most, kind = self._limits.max_model_len, self._population
+        prompt, output = (
+            max(1, round(median * math.exp(self._rng.gauss(0, _SIGMA))))
+            for median in (kind.prompt, kind.output)
+        )
         num_samples = 1
-        if self._rng.random() < _SAMPLED_SHARE:
+        if self._rng.random() < kind.sampled_share:
             num_samples = self._rng.randint(2, _MOST_SAMPLES)
-        num_prompt = min(max(1, round(prompt)), most - 1)
-        params = SamplingParams(max_tokens=min(max(1, round(output)), most - num_prompt), ignore_eos=True)
+        num_prompt = min(prompt, most - 1)
+        params = SamplingParams(max_tokens=min(output, most - num_prompt), ignore_eos=True)
         name = f"r{self._num_sent}"
         self._num_sent += 1
         first = Request(name, np.full(num_prompt, self._num_sent, np.int32), params, self._limits)
@@ -391,7 +442,7 @@ def plan_buckets(
     Args:
         budget: an int is a number of graphs.
         cost: default ``StepCost(block_size=limits.block_size)``.
-        traffic: recorded shapes and how often each occurs. None plans for ``prior(limits)``, blurred by
+        traffic: recorded shapes and how often each occurs. None plans for ``prior``, blurred by
             ``ASSUMED``, and returns the default table (``BucketTable.exponential``) if that costs less on
             other users of the same kind.
         resolution: finer is slower and pads less.
@@ -406,8 +457,9 @@ def plan_buckets(
     if traffic is not None:
         return _promising(plan_table(limits, budget, traffic, cost, resolution=resolution), traffic)
     budget.check_holds(limits.largest)  # validated before the simulation
-    planned = plan_table(limits, budget, prior(limits), cost, blur=ASSUMED, resolution=resolution)
-    others = prior(limits, seed=1)
+    cost = cost or StepCost(block_size=limits.block_size)
+    planned = plan_table(limits, budget, prior(limits, cost=cost), cost, blur=ASSUMED, resolution=resolution)
+    others = prior(limits, seed=1, cost=cost)
     return _promising(or_default(planned, budget, limits, others), others)
 
 

@@ -178,7 +178,7 @@ def measured_on(
     if recorded is not None:
         return recorded
     table = BucketTable(listed(chosen), cost) if trims_chunks else None
-    return prior(limits, seed=_MEASURED_SEED, table=table)
+    return prior(limits, seed=_MEASURED_SEED, table=table, cost=cost)
 
 
 def listed(chosen: tuple[BatchShape, ...] | Grid) -> tuple[BatchShape, ...]:
