@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from types import MappingProxyType
@@ -250,6 +250,40 @@ class GraphCache:
         for _ in range(1, self.backend.num_first_runs if self.captures(bucket) else 1):
             self.run_uncounted(bucket, fn, inputs)
         return True
+
+    def exchange(
+        self,
+        added: BatchShape,
+        dropped: BatchShape,
+        fn_of: Callable[[BatchShape], Callable[[Inputs], Any]],
+        make_inputs: Callable[[BatchShape], Inputs],
+    ) -> None:
+        """Capture another bucket, then drop one; no late capture, and if it fails, nothing has changed.
+
+        Args:
+            added: the new bucket.
+            dropped: a bucket of the table, whose executable is freed.
+            fn_of, make_inputs: see ``warm_up``.
+
+        Raises:
+            ValueError: the new bucket is in the table, or the old one is not.
+        """
+        before, is_sealed = self._table, self._is_sealed
+        if added in before or dropped not in before:
+            raise ValueError(f"expected a new bucket for one of the table, got {added} for {dropped}")
+        self._table, self._is_sealed = before.with_buckets([added]), False
+        try:
+            self.warm_up(added, fn_of, make_inputs)
+        except BaseException:
+            self._table = before
+            self._executables.pop(added, None)
+            raise
+        finally:
+            self._is_sealed = is_sealed
+        kept = (bucket for bucket in (*before, added) if bucket != dropped)
+        self._table = self._planned = replace(before, buckets=tuple(kept))
+        self._executables.pop(dropped, None)
+        self._run_before.discard(dropped)
 
     def _run_first(self, bucket: BatchShape, fn: Callable[[Inputs], Outputs], inputs: Inputs) -> Outputs:
         """Run a bucket without an executable, and store one unless it is too long."""

@@ -223,6 +223,7 @@ class GraphConfig:
             manifest's if they are not given.
         memory_bytes: set aside before the KV cache is sized; see ``hpu_duo.startup.tables``.
         fail_on_recompile: raises ``RecompileError``, which names what was compiled.
+        replan: see ``Engine.replan``.
         own_cost: rank the buckets of ``table`` by the table's own cost function; False = by the cost of a
             step of this model, as in the default table. Buckets from a file have no cost function.
     """
@@ -265,6 +266,13 @@ class GraphConfig:
         ENGINE,
         flags=("--fail-on-recompile",),
     )
+    replan: float | None = option(
+        None,
+        "Plan shapes for the traffic again while serving, and capture them for so many seconds.",
+        ENGINE,
+        metavar="SECONDS",
+        unset="the table stays as it is",
+    )
     own_cost: bool = True
 
     def __post_init__(self) -> None:
@@ -290,6 +298,10 @@ class GraphConfig:
         if self.memory_bytes is not None:
             check_at_least("graph_memory_bytes", self.memory_bytes, 0)
         check_bool("fail_on_recompile", self.fail_on_recompile)
+        if self.replan is not None:
+            _finite("replan", self.replan)
+            if not self.replan > 0:
+                raise ValueError(f"expected replan to be seconds above 0 or None, got {self.replan!r}")
         check_bool("own_cost", self.own_cost)
 
 

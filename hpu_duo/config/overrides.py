@@ -61,6 +61,7 @@ class EngineOverrides(TypedDict, total=False):
     max_captured_tokens: int | None
     graph_memory_bytes: int | None
     fail_on_recompile: bool
+    replan: float | None
     tensor_parallel_size: int
     expert_parallel: bool
     retrieval_parallel: str

@@ -19,6 +19,7 @@ from hpu_duo.engine.outputs import (
     FairLock,
     RequestOutput,
 )
+from hpu_duo.engine.replanning import FIRST_PLAN, Replanner
 from hpu_duo.engine.runner import Runner
 from hpu_duo.engine.samples import forced, score_of
 from hpu_duo.engine.scheduler import Scheduler
@@ -120,6 +121,38 @@ class Engine(NotPicklable):
     def profiler(self, profiler: StepListener | None) -> None:
         """Notify it of every step from now on."""
         self._stepper.telemetry.profiler = profiler
+
+    def replan(self, budget_s: float, first_plan: int = FIRST_PLAN) -> None:
+        """Plan the bucket table again for the steps that are served, in the background, from now on.
+
+        Args:
+            budget_s: seconds that the capture of other buckets may take, all together.
+            first_plan: number of steps before the first plan.
+
+        Raises:
+            ValueError: steps are not padded to a table.
+        """
+        if not self.runner.executor.uses_table:
+            raise ValueError(
+                "replan needs a table of buckets to exchange: expected graphs other than 'eager', or "
+                "buckets, got neither"
+            )
+        sample = self._stepper.telemetry.shapes.reservoir
+        self._stepper.replanner = Replanner(self.runner, self.scheduler.limits, sample, budget_s, first_plan)
+
+    def replan_idle(self) -> bool:
+        """Exchange a bucket of a table that was planned again, while no request waits.
+
+        Returns:
+            Whether there are more.
+        """
+        with interrupts_deferred() as deferral, self._turns:
+            replanner = self._stepper.replanner
+            if replanner is None or self.has_unfinished:
+                return False
+            with deferral.lifted():
+                replanner.advance(is_idle=True)
+            return replanner.can_go_on
 
     @property
     def drafter(self) -> Drafter | None:
@@ -334,9 +367,7 @@ class Engine(NotPicklable):
     def stats(self) -> EngineStats:
         """Return a snapshot of counts and memory."""
         with interrupts_deferred(), self._turns:
-            return EngineStats.of(
-                self._stepper.telemetry, self.scheduler, self.runner, self._patterns, self.notes
-            )
+            return EngineStats.of(self._stepper, self.scheduler, self.runner, self._patterns, self.notes)
 
     @property
     def _patterns(self) -> tuple[HeadPattern, HeadPattern] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,7 +19,7 @@ from hpu_duo.device.collectives import gather_from_ranks
 from hpu_duo.device.ranks import Ranks, WorkerRanks
 from hpu_duo.engine.batch import RowCounts, StepGeometry
 from hpu_duo.engine.compile_watch import CompileWatch, Counts
-from hpu_duo.engine.orders import Capture, Execute, FinishWarmUp, Order, SetTable, Touch
+from hpu_duo.engine.orders import Capture, Exchange, Execute, FinishWarmUp, Order, SetTable, Touch
 from hpu_duo.engine.step_input import (
     BLOCK_COPIES,
     ROW_COPIES,
@@ -254,10 +254,12 @@ class Executor(NotPicklable):
 
     def _run_in(self, uses_table: bool) -> None:
         self.uses_table = uses_table
-        # Shapes that miss the table, any number of them, share one place.
         stages = self.inputs if self.runtime.compiles_operators else None
         make_step = partial(_make_step, self.model, self.geometry, self.graphs, stages)
-        self.step_of = lru_cache(maxsize=len(self.graphs.table) + 1 if uses_table else 1)(make_step)
+        graphs = self.graphs
+        self.step_of = _StepFunctions(
+            make_step, lambda shape: uses_table and shape in graphs.table
+        ).__getitem__
 
     def bucket_of(self, shape: BatchShape) -> BatchShape:
         """The shape to pad a step to.
@@ -391,6 +393,24 @@ class Executor(NotPicklable):
         return {STAGED: self.inputs.buffer} if self.runtime.compiles_operators else fields
 
 
+class _StepFunctions(dict[BatchShape, Callable[[Mapping[str, torch.Tensor]], torch.Tensor]]):
+    """Step functions by shape: those of buckets, and that of the last shape that is none."""
+
+    def __init__(
+        self,
+        make: Callable[[BatchShape], Callable[[Mapping[str, torch.Tensor]], torch.Tensor]],
+        is_bucket: Callable[[BatchShape], bool],
+    ) -> None:
+        super().__init__()
+        self._make, self._is_bucket = make, is_bucket
+
+    def __missing__(self, shape: BatchShape) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
+        for other in [other for other in self if not self._is_bucket(other)]:
+            del self[other]
+        made = self[shape] = self._make(shape)
+        return made
+
+
 def _make_step(
     model: StepModel,
     geometry: StepGeometry,
@@ -497,6 +517,21 @@ class StepWarmUp:
         # As in a step: a lazy device compiles its collected operators here.
         with executor.leading(Capture(bucket)), executor.runtime.step(), padding:
             return executor.graphs.warm_up(bucket, executor.step_of, self._padding)
+
+    @torch.inference_mode()
+    def exchange(self, added: BatchShape, dropped: BatchShape) -> None:
+        """Capture a bucket between steps, and drop another one from the table.
+
+        Raises:
+            ValueError: the new bucket is in the table, or the old one is not.
+        """
+        executor = self._executor
+        padding = executor.model.live.none_of(added, executor.geometry.decode_len)
+        with executor.leading(Exchange(added, dropped)):
+            with executor.runtime.step(), padding:
+                executor.graphs.exchange(added, dropped, executor.step_of, self._padding)
+            if executor.runtime.compiles_operators:
+                self._run_operators((added,))
 
     @torch.inference_mode()
     def finish(self, captured: Iterable[BatchShape]) -> None:

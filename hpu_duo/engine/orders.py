@@ -41,6 +41,10 @@ class WarmsUp(Protocol):
         """End the warm-up."""
         ...
 
+    def exchange(self, added: BatchShape, dropped: BatchShape) -> None:
+        """Capture a bucket, and drop another one from the table."""
+        ...
+
 
 class WorkerRank(Protocol):
     """The interface of a ``Runner``, which executes orders."""
@@ -122,6 +126,18 @@ class FinishWarmUp:
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """The capture of a bucket while serving, in place of another one."""
+
+    added: BatchShape
+    dropped: BatchShape
+
+    def carry_out(self, runner: WorkerRank) -> None:
+        """Capture it."""
+        runner.warmup.exchange(self.added, self.dropped)
+
+
+@dataclass(frozen=True)
 class SetTable:
     """Another table of buckets."""
 
@@ -141,10 +157,10 @@ class Stop:
         """Do nothing; see ``follow``."""
 
 
-WARM_UP_ORDERS = (Touch, Capture, FinishWarmUp)
+WARM_UP_ORDERS = (Touch, Capture, FinishWarmUp, Exchange)
 """Orders that may compile, without a time limit."""
 
-Order: TypeAlias = Execute | Touch | Capture | FinishWarmUp | SetTable | Stop
+Order: TypeAlias = Execute | Touch | Capture | FinishWarmUp | Exchange | SetTable | Stop
 
 
 def follow(link: Link, runner: WorkerRank, done: Callable[[], None] = lambda: None) -> None:

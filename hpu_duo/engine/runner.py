@@ -152,6 +152,15 @@ class Runner(NotPicklable):
         self.executor.set_table(table, policy)
 
     @property
+    def table(self) -> BucketTable:
+        """The bucket table."""
+        return self.executor.graphs.table
+
+    def exchange(self, added: BatchShape, dropped: BatchShape) -> None:
+        """See ``StepWarmUp.exchange``."""
+        self.warmup.exchange(added, dropped)
+
+    @property
     def model(self) -> StepModel:
         """The model that steps run."""
         return self.executor.model

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 
 from graphs import StepLimits
 from hpu_duo.engine.head_stats import BudgetStats, RuleStats
-from hpu_duo.engine.telemetry import Telemetry, held_bytes
+from hpu_duo.engine.telemetry import held_bytes
 from hpu_duo.kv.plan import ring_slack
 from hpu_duo.parallel import ContextParallelBlocks
 from kernels_ref import LayerSpec
 
 if TYPE_CHECKING:
     from hpu_duo.engine.executor import Executor
+    from hpu_duo.engine.replanning import ReplanStats
     from hpu_duo.engine.runner import Runner
     from hpu_duo.engine.scheduler import Scheduler
+    from hpu_duo.engine.stepper import Stepper
     from hpu_duo.engine.telemetry import Drift
     from hpu_duo.heads import HeadPattern
     from hpu_duo.kv.allocations import KVAllocations
@@ -246,6 +248,7 @@ class EngineStats:
         prefixes: of the prefix cache; None without one.
         budget: of heads with a KV budget; None without any.
         ranks: traffic between ranks; None for one rank.
+        replanned: bucket tables that were planned while serving; None without ``replan``.
         drift: padding far beyond that which the bucket table was planned for, once detected; else None.
     """
 
@@ -280,6 +283,7 @@ class EngineStats:
     resolved: Resolved
     notes: tuple[str, ...] = ()
     drift: Drift | None = None
+    replanned: ReplanStats | None = None
     prefixes: PrefixStats | None = None
     budgets: tuple[BudgetStats, ...] = ()
     attention_rules: tuple[RuleStats, ...] = ()
@@ -288,13 +292,14 @@ class EngineStats:
     @classmethod
     def of(
         cls,
-        telemetry: Telemetry,
+        stepper: Stepper,
         scheduler: Scheduler,
         runner: Runner,
         patterns: tuple[HeadPattern, HeadPattern] | None,
         notes: tuple[str, ...] = (),
     ) -> EngineStats:
         """Collect the counters and current allocations."""
+        telemetry, replanner = stepper.telemetry, stepper.replanner
         counters = telemetry.counters
         allocations, memory, graphs = scheduler.allocations, runner.store.plan, runner.graphs.counters
         return cls(
@@ -329,6 +334,7 @@ class EngineStats:
             resolved=Resolved.of(runner, scheduler, patterns),
             notes=notes,
             drift=telemetry.shapes.drift,
+            replanned=None if replanner is None else replanner.stats,
             prefixes=PrefixStats.of(allocations, memory),
             ranks=RankStats.of(runner.executor),
             budgets=BudgetStats.of(counters.num_evicted_tokens, allocations, memory),

@@ -11,6 +11,7 @@ from graphs.interrupts import Deferral
 from hpu_duo.device.ranks import RankError
 from hpu_duo.engine.drafts import Drafter, Drafting, num_verified
 from hpu_duo.engine.outputs import OutputQueue, TokenLogprob, logprobs_of
+from hpu_duo.engine.replanning import Replanner
 from hpu_duo.engine.runner import Runner, StepHandle
 from hpu_duo.engine.samples import LiveSamples
 from hpu_duo.engine.scheduler import Scheduler
@@ -86,6 +87,7 @@ class Stepper:
         samples: the samples that have not ended.
         output_queue: receives the outputs.
         telemetry: recorders of steps and their shapes.
+        replanner: plans the bucket table again while serving; None = it stays as it is.
 
     Args:
         runner: the device side.
@@ -97,6 +99,7 @@ class Stepper:
         replanning = Replanning(runner.model.model.name_or_path or "DIR", scheduler.limits)
         self.telemetry = Telemetry(ShapeWatch(lambda: runner.graphs.table, replanning))
         self._runner, self._scheduler = runner, scheduler
+        self.replanner: Replanner | None = None
         self._isolation = FailureIsolation()
         self._uncollected: deque[tuple[CommittedToken, TokenLogprob | None]] = deque()
         self._drafting: Drafting | None = None
@@ -170,6 +173,9 @@ class Stepper:
         self._is_stepping = True
         try:
             self._advance(deferral)
+            if self.replanner is not None:
+                with deferral.lifted():
+                    self.replanner.advance()
         finally:
             self._is_stepping = False
             while self._aborted_meanwhile:

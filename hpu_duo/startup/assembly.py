@@ -190,6 +190,8 @@ def engine_around(
     engine.notes = frequencies_note(blueprint.text_config, blueprint.max_len)
     engine.hf_config = side.hf_config
     engine.pattern, engine.own_pattern = blueprint.pattern, blueprint.own_pattern
+    if config.graph.replan is not None:
+        engine.replan(config.graph.replan)
     resolved = engine.stats().resolved
     engine.notes = (*engine.notes, *_promotion_note(resolved))
     _log.info("engine of %s: %s", type(runner.model.model).__name__, resolved)
