@@ -273,6 +273,7 @@ class WarmUp:
         cache: the compiler's cache on disk; None of backends without one.
         notes: sentences for the user.
         backend: name of the capture backend.
+        num_jobs: processes that capture, no more than there are buckets.
         estimate: of ``buckets``.
 
     Raises:
@@ -317,8 +318,10 @@ class WarmUp:
         if compile_only:
             self._runner.runtime.compile_only()
         self._task: JobTask | None = None
-        self._resume, self._num_jobs = resume, min(num_jobs, max(1, len(self.buckets)))
-        if num_jobs != 1 and config is not None:
+        self._resume, self.num_jobs = resume, min(num_jobs, max(1, len(self.buckets)))
+        if num_jobs != 1:
+            if config is None:
+                raise ValueError(f"expected the configuration of the engine for {num_jobs} jobs, got None")
             check_jobs(num_jobs, engine, config, self.cache)
             graphs_of = self._configuration
             self._task = JobTask.of(engine, config, self._table, graphs_of, compile_only=compile_only)
@@ -373,14 +376,14 @@ class WarmUp:
                     progress(len(records), len(self.buckets), record)
 
         queue = BucketQueue(self.buckets)
-        with Jobs(self._num_jobs - 1, self._task, queue, note) as jobs:
+        with Jobs(self.num_jobs - 1, self._task, queue, note) as jobs:
             for bucket in queue:
                 self._check_spent(
                     time.perf_counter() - began, self._runner.runtime.used_bytes() - held, len(records)
                 )
                 note(*self._capture(bucket, self.buckets.index(bucket) + 1))
             self._wait(jobs)
-        for record in () if self._resume or self._num_jobs == 1 else tuple(records):
+        for record in () if self._resume or self.num_jobs == 1 else tuple(records):
             self._runner.warmup.capture(record.shape)
         if self._compile_only:
             check_unchanged(before, digest_tables(self._runner.model.model))

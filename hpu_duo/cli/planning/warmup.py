@@ -272,6 +272,8 @@ def print_estimate(console: Console, prepared: WarmUp) -> None:
     listed = "  ".join(f"{phase} x {count}" for phase, count in phases.items())
     table.add_row("graphs", f"{len(prepared.buckets)} ({prepared.backend}): {listed}")
     table.add_row("time", f"{_seconds(estimate)}; {_source(estimate, f'from: {estimate.source}')}")
+    if prepared.num_jobs > 1:
+        table.add_row("jobs", f"{prepared.num_jobs} processes, which take 1/{prepared.num_jobs} at best")
     if estimate.trace_s:
         table.add_row("tracing", f"{_duration(estimate.trace_s)} of it, each kind of layer once a graph")
     table.add_row(
