@@ -459,7 +459,8 @@ class EngineWork:
         for sizes, met in self._attended(layer, kv, bucket):
             counts, runs = count_attention(sizes, met)
             spilled += self._spilled_share(sizes, met) * self.kernels.whole_block_bytes(counts)
-            calls += num_region_calls(sizes, met, runs)
+            # What is cut depends on all parts of the step, whichever of them the group runs by itself.
+            calls += num_region_calls(sizes, replace(met, phase=bucket.phase), runs)
             # A score is a product of one head size, and the value that it weighs is another one.
             products += 2.0 * kv.elements_per_head * counts.scores
             products += 2.0 * counts.owner_pairs * (kv.elements_per_head - kv.head_dim + 1)

@@ -88,3 +88,9 @@ def test_what_is_sent_goes_over_one_link_to_each_device() -> None:
     sent = Work(sent_bytes=GAUDI3.pair_bytes_per_s)
     assert roof_seconds(sent, GAUDI3, 8).link == 1.0
     assert roof_seconds(sent, GAUDI3, 1).link == 0.0
+
+
+@pytest.mark.parametrize(("text", "calls"), [("--u/q4/s0/u64/l4", 0), ("c-u/q512/s0/u64/l4", 2)])
+def test_layers_by_context_are_cut_where_those_by_head_are(text: str, calls: int) -> None:
+    works = [served(8, 0.0, by).engine_work.of(BatchShape.parse(text)) for by in ("heads", "context")]
+    assert [work.num_region_calls / len(MODEL.layers) for work in works] == [calls, calls]
