@@ -52,10 +52,10 @@ def mixed_buckets(
     """Return buckets of the phases ``c-u``, ``csu`` and ``-su`` for a table of ``c--``, ``cs-`` and ``--u``.
 
     Each prompt bucket gets one beside the decodes of the largest sizes, one beside decodes with a quarter of
-    these blocks, one with a sixteenth, and so on. Each decode bucket gets two whose context is shared: by two
-    rows or more, which leaves at most half as many shared blocks, beside all of its blocks or a quarter of
-    them. One of the largest sizes covers every other decode with a shared prefix. Buckets that are in the
-    table already are left out, and no size exceeds the largest of the table.
+    these blocks, one with a sixteenth, and so on. Each decode bucket of several rows gets two with a shared
+    part, of half as many blocks because two rows or more read each: one beside all of its blocks, one beside
+    a quarter of them. One of the largest sizes covers all other decodes with a shared part. Buckets that are
+    in the table already are left out, and no size exceeds the largest of the table.
 
     Args:
         shapes: buckets of the table.
@@ -94,8 +94,11 @@ def _decode_sizes(decodes: Collection[BatchShape], number: int) -> dict[tuple[in
 
 
 def _sharing(decodes: Collection[BatchShape]) -> Iterator[BatchShape]:
-    """Decode buckets with a shared part."""
+    """Decode buckets with a shared part, whose blocks two rows or more read."""
     phase = Phase(shared=True, unique=True)
+    decodes = [shape for shape in decodes if shape.query_len > 1]
+    if not decodes:
+        return
     for shape in decodes:
         blocks = shape.num_unique_blocks
         for unique in (blocks, -(-blocks // 4)):
