@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,19 +14,23 @@ from tests.modeling.families import Zoo, prompts_of
 from tests.modeling.int8_format import INT8, rounded_ahead
 from tests.ranks.test_kv_budget import PATTERN
 from tests.ranks.work import Answer, Case, serve
+from tests.tiers import selected
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0)
 
 
-def serve_registered(member: Member, cases: dict[str, Case]) -> dict[str, Answer]:
+PLAIN = "plain "
+"""Begins the names of cases with plain stores, whose keys and values every rank rounds."""
+
+
+def rounding(name: str) -> AbstractContextManager[None]:
+    """Round keys and values of these cases."""
+    return rounded_ahead(pytest.MonkeyPatch()) if name.startswith(PLAIN) else nullcontext()
+
+
+def serve_both(member: Member, cases: dict[str, Case]) -> dict[str, Answer]:
     """Serve in processes that have imported this file, and so know the format."""
-    return serve(member, cases)
-
-
-def serve_rounded(member: Member, cases: dict[str, Case]) -> dict[str, Answer]:
-    """Serve with plain stores, of keys and values that every rank has rounded."""
-    with rounded_ahead(pytest.MonkeyPatch()):
-        return serve(member, cases)
+    return serve(member, cases, rounding)
 
 
 def case_of(zoo: Zoo, **settings: Any) -> Case:
@@ -45,32 +50,23 @@ def case_of(zoo: Zoo, **settings: Any) -> Case:
 
 
 @pytest.fixture(scope="module")
-def cases(zoo: Zoo) -> dict[str, Case]:
+def answers(zoo: Zoo, request: pytest.FixtureRequest) -> dict[str, Answer]:
+    """Answers of the cases that this run has, and of those with plain stores."""
     duo = {"heads": {"pattern": PATTERN}}
-    return {
-        "heads": case_of(zoo),
-        "duo": case_of(zoo, **duo),
-        "context": case_of(zoo, parallel={"retrieval_parallel": "context"}, **duo),
+    settings: dict[str, Any] = {
+        "heads": {},
+        "duo": duo,
+        "context": {"parallel": {"retrieval_parallel": "context"}, **duo},
     }
-
-
-@pytest.fixture(scope="module")
-def answers(cases: dict[str, Case]) -> dict[str, Answer]:
-    return run_processes(serve_registered, (cases,), [{}] * 2, 600)[0]
-
-
-@pytest.fixture(scope="module")
-def expected(cases: dict[str, Case]) -> dict[str, Answer]:
+    cases = {name: case_of(zoo, **settings[name]) for name in selected(request, "name")}
     cache = {"num_blocks": 64, "enable_prefix_caching": False}
-    plain = {name: replace(case, cache=cache) for name, case in cases.items()}
-    return run_processes(serve_rounded, (plain,), [{}] * 2, 600)[0]
+    plain = {PLAIN + name: replace(case, cache=cache) for name, case in cases.items()}
+    return run_processes(serve_both, ({**cases, **plain},), [{}] * 2, 600)[0]
 
 
-@pytest.mark.parametrize("name", ["heads", "duo", "context"])
-def test_ranks_answer_like_those_that_round_ahead(
-    answers: dict[str, Answer], expected: dict[str, Answer], name: str
-) -> None:
+@pytest.mark.parametrize("name", [pytest.param("heads", marks=pytest.mark.slow), "duo", "context"])
+def test_ranks_answer_like_those_that_round_ahead(answers: dict[str, Answer], name: str) -> None:
     answer = answers[name]
-    assert answer.tokens == expected[name].tokens
+    assert answer.tokens == answers[PLAIN + name].tokens
     assert all(own.kv_bytes == own.planned_bytes for own in answer.of_ranks)
     assert answer.seen["cached"] > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -279,8 +280,12 @@ def serve_here(case: Case) -> Answer:
     return _answer(assemble(case.config(1), frozenset()), case)
 
 
-def serve(member: Member, cases: dict[str, Case]) -> dict[str, Answer]:
-    """Serve all cases by all ranks; returns what rank 0 got."""
+def serve(
+    member: Member,
+    cases: dict[str, Case],
+    within: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+) -> dict[str, Answer]:
+    """Serve all cases by all ranks, each inside a context for its name; returns what rank 0 got."""
     torch.set_num_threads(1)
     kind = next(iter(cases.values())).model.get("device", "cpu")
     config = next(iter(cases.values())).config(member.size)
@@ -289,7 +294,11 @@ def serve(member: Member, cases: dict[str, Case]) -> dict[str, Answer]:
     own = Ranks(member.rank, member.size)
     with joined(own, place.runtime.collectives(), store, place.device, 120.0) as membership:
         assert all(case.model.get("device", "cpu") == kind for case in cases.values())
-        return {name: _serve(case, member, membership) for name, case in cases.items()}
+        answers = {}
+        for name, case in cases.items():
+            with within(name):
+                answers[name] = _serve(case, member, membership)
+        return answers
 
 
 def _serve(case: Case, member: Member, membership: Membership) -> Answer:
