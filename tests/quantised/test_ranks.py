@@ -12,7 +12,11 @@ import pytest
 import torch
 
 from hpu_duo.device import Member, run_processes
-from hpu_duo.modeling.loading import load_model, read_config
+from hpu_duo.device.ranks import Ranks
+from hpu_duo.modeling.loading import build_without_weights, load_model, read_config
+from hpu_duo.modeling.probe import read_layers
+from hpu_duo.parallel.config import RankHeads
+from hpu_duo.parallel.loading import load_share
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN
 from tests.modeling.families import make_config, prompts_of, save_random
@@ -22,11 +26,12 @@ from tests.ranks.test_memory import anonymous_bytes
 from tests.ranks.work import Case, serve
 
 TWINS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "zeros": ("int8 zeros", "biases", {}),
     "blocks": ("fp8 block", "some layers", {}),
     "groups": ("gptq mixed", "some layers", {"heads": {"pattern": PATTERN}}),
     "fused": ("packed zeros", "fused projections", {}),
     "experts": ("awq", "experts", {}),
-    "a head": ("int8 zeros", "a head", {}),
+    "a head": ("fp8 tensor", "a head", {}),
 }
 """The producer, the layout and settings."""
 
@@ -43,14 +48,29 @@ def case_of(directory: Path, kind: str, layout: str, settings: dict[str, Any]) -
     return case, replace(case, path=quantised)
 
 
-def test_two_ranks_cut_weights_after_they_are_dequantised(tmp_path: Path) -> None:
-    cases = {}
-    for name, (kind, layout, settings) in TWINS.items():
-        cases[name, "plain"], cases[name, "quantised"] = case_of(tmp_path / name, kind, layout, settings)
-    named = {" ".join(key): case for key, case in cases.items()}
-    answers = run_processes(serve, (named,), [{}] * 2, 600)[0]
-    for name in TWINS:
-        assert answers[f"{name} quantised"].tokens == answers[f"{name} plain"].tokens, name
+@pytest.mark.parametrize("name", TWINS)
+def test_shares_are_those_of_the_plain_twin(name: str, tmp_path: Path) -> None:
+    cases = case_of(tmp_path, *TWINS[name])
+    for rank in range(2):
+        expected, got = (share_of(case.path, rank) for case in cases)
+        assert expected.keys() == got.keys()
+        for key, weight in expected.items():
+            assert torch.equal(got[key], weight), (rank, key)
+
+
+def share_of(path: Path, rank: int) -> dict[str, torch.Tensor]:
+    """The weights of one of two ranks, each with a KV head and its two query heads."""
+    config = read_config(path)
+    whole = build_without_weights(path, config, torch.float32)
+    layers = read_layers(whole)
+    heads = [RankHeads((rank,), (2 * rank, 2 * rank + 1))] * len(layers)
+    return load_share(path, config, torch.float32, whole, layers, heads, Ranks(rank, 2)).state_dict()
+
+
+def test_two_ranks_serve_the_tokens_of_the_plain_twin(tmp_path: Path) -> None:
+    plain, quantised = case_of(tmp_path, *TWINS["groups"])
+    answers = run_processes(serve, ({"plain": plain, "quantised": quantised},), [{}] * 2, 600)[0]
+    assert answers["quantised"].tokens == answers["plain"].tokens
 
 
 WIDE = {
