@@ -111,5 +111,4 @@ def test_a_load_takes_the_plain_model_and_about_a_layer(name: str, tmp_path: Pat
         save_random(make_config("LlamaConfig", **sizes), tmp_path / f"plain {directory}")
         write_twins(tmp_path / f"plain {directory}", tmp_path / directory, KINDS[name])
     ((peak, size),) = run_processes(peak_of_loading, (tmp_path / "large",), [{}], 300)
-    layer = size / 8
-    assert peak < size + 1.5 * layer
+    assert peak < size + size / WIDE["num_hidden_layers"]
