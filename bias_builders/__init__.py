@@ -32,14 +32,17 @@ if TYPE_CHECKING:
     from bias_builders.expand import (
         Held,
         Leading,
+        Ring,
         Seen,
         causal_mask,
         leading_slots,
         leading_visible,
         ring_mask,
+        ring_slot,
         seen_mask,
+        slot_position,
+        stays_in_ring,
     )
-    from bias_builders.ring import Ring, ring_slot, slot_position, stays_in_ring
     from bias_builders.rule_texts import describe_rule
     from bias_builders.top_blocks import TopBlocks, highest
 
@@ -99,10 +102,10 @@ _HOMES = {
     "leading_visible": "bias_builders.expand",
     "ring_mask": "bias_builders.expand",
     "seen_mask": "bias_builders.expand",
-    "Ring": "bias_builders.ring",
-    "ring_slot": "bias_builders.ring",
-    "slot_position": "bias_builders.ring",
-    "stays_in_ring": "bias_builders.ring",
+    "Ring": "bias_builders.expand",
+    "ring_slot": "bias_builders.expand",
+    "slot_position": "bias_builders.expand",
+    "stays_in_ring": "bias_builders.expand",
     "TopBlocks": "bias_builders.top_blocks",
     "highest": "bias_builders.top_blocks",
 }

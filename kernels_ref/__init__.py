@@ -14,14 +14,13 @@ from kernels_ref.groups import (
     SlotView,
     TokenClass,
     WholePrompts,
-    prepare_step,
 )
 from kernels_ref.hpu.attention import FusedOperators
 from kernels_ref.impl import Implementation
 from kernels_ref.partial import FLOOR, Partial, Scoring, Softmax, empty, merge, normalise
 from kernels_ref.rows import RowKind, RowTensor
 from kernels_ref.step import Step, StepParts, StepTensors
-from kernels_ref.unified import LayerCache, LayerSpec, stores_of, unified_attention
+from kernels_ref.unified import LayerCache, LayerSpec, prepare_step, stores_of, unified_attention
 from kernels_ref.units import (
     Encoding,
     KVRecord,

@@ -1,16 +1,28 @@
-"""Implementations of the kernels that compute the parts."""
+"""Implementations of the kernels that compute the parts.
+
+Where a compiler traces them, their long loops are operators in its graph; see ``kernels_ref.loops``.
+
+Shapes: as in ``kernels_ref.reference``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from bias_builders import TopBlocks
+from kernels_ref import loops
+from kernels_ref.chunks import MOST_RINGS, QUERY_STEP, even_size, num_parts
 from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators
-from kernels_ref.partial import Partial
-from kernels_ref.step import PartInputs
+from kernels_ref.hpu.parts import FusedKernels
+from kernels_ref.loops import How, as_operator, loop, run_body
+from kernels_ref.partial import Partial, Scoring, empty
+from kernels_ref.sparse import MASK_BYTES
+from kernels_ref.step import PartInputs, StepParts
 from kernels_ref.units import KVRecord, KVUnits
 
 if TYPE_CHECKING:
@@ -139,3 +151,223 @@ def kernels(impl: Implementation, operators: FusedOperators = NO_OPERATORS) -> K
             from kernels_ref.hpu.parts import FusedKernels
 
             return FusedKernels(operators)
+
+
+def looped(run: Kernels, scoring: Scoring, operators: FusedOperators, parts: StepParts) -> Kernels:
+    """Return kernels whose loops are operators where a compiler traces them; ``run`` itself otherwise.
+
+    Args:
+        run: portable kernels, or those on fused operators.
+        operators: that ``run`` calls.
+        parts: that the step runs.
+    """
+    most = scoring.chunks.most_inline
+    if most is None or not torch.compiler.is_dynamo_compiling():
+        return run
+    # With new keys a graph would be too large even if both parts are short, so it is cut between them.
+    most_shared = 0 if parts.causal else most
+    most_unique = 0 if parts.causal and not parts.shared else most
+    return LoopedKernels(run, FusedKernels(operators), most, most_shared, min(most, MOST_RINGS), most_unique)
+
+
+@dataclass(frozen=True)
+class LoopedKernels:
+    """Kernels whose parts stay in the graph only if they are a few slices or chunks long.
+
+    Args:
+        inner: kernels of the parts that stay.
+        fused: the fused operators, or none.
+        most: slices of the causal part that stay.
+        most_shared, most_rings, most_unique: chunks of the shared part, slices that read rings, and chunks of
+            the unique part that stay.
+    """
+
+    inner: Kernels
+    fused: FusedKernels
+    most: int
+    most_shared: int
+    most_rings: int
+    most_unique: int
+
+    def causal(self, inputs: PartInputs) -> Partial:
+        """Tokens of prompt rows against the new keys of their own row."""
+        t, num_queries, most = inputs.tensors, inputs.q.shape[0], self._slice(inputs.scoring)
+        if num_parts(num_queries, most) <= self.most:
+            return self.inner.causal(inputs)
+        size = even_size(num_queries, most, QUERY_STEP)
+        how = How(inputs.scoring, self.fused.operators, size, t.row_start.shape[0], inputs.rule)
+        plan = (t.causal_row, t.positions, t.row_query_start)
+        return as_operator("causal", inputs.q, (*inputs.new, *plan), how)
+
+    def shared_blocks(self, inputs: PartInputs) -> Partial:
+        """Every query against the blocks that several rows read, or a prompt row."""
+        q_QKGD, _, units, t, scoring, rule, _ = inputs
+        num_queries, num_kv, group, _ = q_QKGD.shape
+        slots, key_bytes = units.layout.num_slots, units.key_bytes
+        if self.fused.fuses(scoring):
+            element_bytes = q_QKGD.element_size() + (0 if rule is None else MASK_BYTES)
+            size = scoring.chunks.masked(num_queries, slots, key_bytes, element_bytes)
+        else:
+            size = scoring.chunks.shared(num_queries * num_kv * group, slots, key_bytes)
+        num_blocks = t.shared_block.shape[0]
+        if num_parts(num_blocks, size) <= self.most_shared:
+            return self.inner.shared_blocks(inputs)
+        size = even_size(num_blocks, size)
+        how = How(
+            scoring, self.fused.operators, size, rule=rule, layout=units.layout, format=units.encoding.format
+        )
+        plan = [t.row_start, t.row, t.shared_block, t.shared_start, t.shared_reads]
+        plan += [] if rule is None else [t.positions]
+        return as_operator("shared_blocks", q_QKGD, (*units.tensors, *plan), how)
+
+    def chosen_blocks(self, inputs: PartInputs, tiles: TileStep, choice: TopBlocks) -> Partial:
+        """Tokens of prompt rows against the blocks that are chosen for them."""
+        return self.inner.chosen_blocks(inputs, tiles, choice)
+
+    def shared_rings(self, inputs: PartInputs, ring: RingStep) -> Partial:
+        """Tokens of prompt rows against their rings as of before the step."""
+        t, num_queries, most = inputs.tensors, inputs.q.shape[0], self._slice(inputs.scoring)
+        if num_parts(num_queries, most) <= self.most_rings:
+            return self.inner.shared_rings(inputs, ring)
+        size = even_size(num_queries, most, QUERY_STEP)
+        how = How(inputs.scoring, self.fused.operators, size, rule=inputs.window)
+        plan = (t.causal_row, t.positions, t.chunk_row, ring.chunk_position)
+        return as_operator("shared_rings", inputs.q, (*inputs.scratch, *plan), how)
+
+    def unique_blocks(self, inputs: PartInputs, blocks: BlockStep) -> Partial:
+        """Decode rows against the blocks that only they read."""
+        q_NKHD, _, units, t, scoring, rule, _ = inputs
+        num_rows, num_kv, heads, dim = q_NKHD.shape
+        key_bytes = units.key_bytes
+        size = scoring.chunks.unique(num_rows, num_kv * heads, units.layout.num_slots, dim, key_bytes)
+        num_blocks = t.owner.shape[0]
+        if num_parts(num_blocks, size) <= self.most_unique:
+            return self.inner.unique_blocks(inputs, blocks)
+        if num_parts(num_blocks, size) > 1:
+            # Several chunks outside the graph are gathered, as in the shared part.
+            size = even_size(num_blocks, scoring.chunks.gathered(size, key_bytes))
+        none = inputs._replace(tensors=t._replace(owner=t.owner[:0]))
+        total = self.inner.unique_blocks(none, blocks)
+        how = How(
+            scoring, self.fused.operators, size, rule=rule, layout=units.layout, format=units.encoding.format
+        )
+        plan = (t.owner,) if rule is None else (t.owner, t.owner_start, blocks.end)
+        return as_operator("unique_blocks", q_NKHD, (*total, *units.tensors, *plan), how)
+
+    def unique_rings(self, inputs: PartInputs, ring: RingStep) -> Partial:
+        """Decode rows against their own ring."""
+        return self.inner.unique_rings(inputs, ring)
+
+    def rows_in_rings(self, inputs: PartInputs, ring: RingStep) -> torch.Tensor:
+        """Attention of decode rows whose ring is all that they see."""
+        return self.inner.rows_in_rings(inputs, ring)
+
+    def unique_with_weights(self, inputs: PartInputs, ring: RingStep) -> tuple[Partial, torch.Tensor]:
+        """Decode rows against their own slots, with the weight of each slot."""
+        return self.inner.unique_with_weights(inputs, ring)
+
+    def column_sums(
+        self,
+        inputs: PartInputs,
+        lse_QKG: torch.Tensor,
+        slots_PKCD: torch.Tensor | None,
+        chunk: ChunkStep,
+        num_observed: int | None,
+    ) -> torch.Tensor:
+        """Sums of the weights of prompt rows by slot and new key."""
+        return self.inner.column_sums(inputs, lse_QKG, slots_PKCD, chunk, num_observed)
+
+    def eviction_victims(
+        self,
+        score_NKC: torch.Tensor | None,
+        position_NKC: torch.Tensor,
+        is_protected: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The eviction victim of each head."""
+        return self.inner.eviction_victims(score_NKC, position_NKC, is_protected)
+
+    def write_kv(self, units: KVUnits, index: torch.Tensor, record: KVRecord) -> None:
+        """Write the keys and values of new tokens."""
+        self.inner.write_kv(units, index, record)
+
+    def finish(
+        self,
+        q_QKGD: torch.Tensor,
+        of_tokens: list[Partial],
+        of_rows: Partial | None,
+        decode_slot: torch.Tensor,
+        sinks_KG: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Merge, add sink logits, normalise."""
+        return self.inner.finish(q_QKGD, of_tokens, of_rows, decode_slot, sinks_KG)
+
+    def _slice(self, scoring: Scoring) -> int:
+        slices = scoring.slices
+        return slices.masked_queries if self.fused.fuses(scoring) else slices.queries
+
+
+@loop
+def causal(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How) -> Partial:
+    """Each slice of queries against the slices of keys that it can reach, and the sinks before them."""
+    k_QKD, v_QKD, causal_row, positions, row_query_start = tensors
+    new = *(x.contiguous() for x in (q_QKGD, k_QKD, v_QKD)), causal_row, positions
+    num_slices, rule = num_parts(len(q_QKGD), how.size), how.rule
+    num_reached = num_slices if rule is None else loops.slices_reached(rule, how.size, num_slices)
+    has_sinks = rule is not None and rule.sink > 0
+    nothing = empty(q_QKGD.new_empty(how.size, *q_QKGD.shape[1:]))
+    zero = _zero(q_QKGD)
+    number, parts = zero, []
+    for place in range(num_slices):
+        total: Sequence[torch.Tensor] = nothing
+        if has_sinks and place > num_reached:
+            total = run_body(loops.sinks_before, how, number, *new, row_query_start)
+        back = zero
+        for _ in range(min(place, num_reached) + 1):
+            *total, back = run_body(loops.own_keys, how, number, back, *total, *new)
+        parts.append(total)
+        number = number + 1
+    return _joined(parts, len(q_QKGD))
+
+
+@loop
+def shared_blocks(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How) -> Partial:
+    """Every query against one chunk of shared blocks after the other."""
+    q_QKGD, number = q_QKGD.contiguous(), _zero(q_QKGD)
+    num, has_rule = how.format.num_tensors, how.rule is not None
+    block, told = tensors[num + 2], (q_QKGD, *(tensors if has_rule else tensors[: num + 5]))
+    total: Sequence[torch.Tensor] = empty(q_QKGD)
+    for _ in range(num_parts(len(block), how.size)):
+        *total, number = run_body(loops.shared_chunk, how, number, *total, *told)
+    return Partial(*total)
+
+
+@loop
+def shared_rings(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How) -> Partial:
+    """Each slice of queries against the rings of prompts."""
+    told, number, parts = (q_QKGD.contiguous(), *tensors), _zero(q_QKGD), []
+    for _ in range(num_parts(len(q_QKGD), how.size)):
+        *part, number = run_body(loops.rings, how, number, *told)
+        parts.append(part)
+    return _joined(parts, len(q_QKGD))
+
+
+@loop
+def unique_blocks(q_NKHD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How) -> Partial:
+    """Decode rows against one chunk of whole blocks after the other, merged into their partials."""
+    seen, plan = tensors[:3], tensors[3:]
+    owner, told, number = plan[how.format.num_tensors], (q_NKHD.contiguous(), *plan), _zero(q_NKHD)
+    # With the strides that the body returns, so that one region serves all chunks.
+    total: Sequence[torch.Tensor] = loops.in_order(seen)
+    for _ in range(num_parts(len(owner), how.size)):
+        *total, number = run_body(loops.unique_chunk, how, number, *total, *told)
+    return Partial(*total)
+
+
+def _zero(like: torch.Tensor) -> torch.Tensor:
+    """Number of the first round of a loop, on the device; a body returns the next one."""
+    return torch.zeros(1, dtype=torch.int32, device=like.device)
+
+
+def _joined(parts: Sequence[Sequence[torch.Tensor]], num_queries: int) -> Partial:
+    """The partial of all queries from those of slices; the last one may have queries past the end."""
+    return Partial(*(torch.cat(list(each))[:num_queries] for each in zip(*parts)))

@@ -1,11 +1,11 @@
-"""Attention of one layer: every group of heads stores its new keys and values, and attends.
+"""A step, and its attention in one layer: every group of heads stores its new keys and values, and attends.
 
 Shapes: Q query tokens, H query heads, K key/value heads, G = H / K, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -15,11 +15,10 @@ from kernels_ref.chunks import DEFAULT_BOUNDS, DEFAULT_SLICES, ChunkBounds, Slic
 from kernels_ref.formats import PLAIN
 from kernels_ref.groups import GroupKind, HeadGroup
 from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators
-from kernels_ref.impl import Implementation, Kernels, kernels
-from kernels_ref.looped import looped
+from kernels_ref.impl import Implementation, Kernels, kernels, looped
 from kernels_ref.partial import Partial, Scoring, Softmax, finish_rows, placed
 from kernels_ref.rows import RowKind
-from kernels_ref.step import PartInputs, Step
+from kernels_ref.step import DecodeRows, PartInputs, PlanKey, Step, StepParts, StepTensors
 from kernels_ref.units import KVUnits, NewKV, UnitLayout
 
 LayerCache: TypeAlias = tuple[KVUnits, ...]
@@ -91,6 +90,32 @@ def stores_of(
         for group, units in zip(spec.groups, cache):
             found.setdefault(group.kind, {})[units.layout] = None
     return {kind: tuple(layouts) for kind, layouts in found.items()}
+
+
+def prepare_step(
+    parts: StepParts,
+    tensors: StepTensors,
+    *,
+    decode_len: int,
+    stores: Mapping[GroupKind, Sequence[UnitLayout]],
+    mask_dtype: torch.dtype | None = None,
+) -> Step:
+    """Derive on the device, once a step, the tensors that all layers need.
+
+    Args:
+        decode_len: most tokens of a decode row (M).
+        stores: the kinds of head groups, with the distinct layouts of their stores.
+        mask_dtype: type of queries where kernels read masks, see ``Implementation.reads_masks``; None where
+            they derive visibility themselves.
+    """
+    rows = DecodeRows.of(parts, tensors, decode_len)
+    plans: dict[PlanKey, Any] = {}
+    for kind, layouts in stores.items():
+        prepared: Mapping[UnitLayout, Any] = kind.prepare(parts, tensors, rows, layouts)
+        if mask_dtype is not None and parts.unique:
+            prepared = kind.masked(prepared, mask_dtype)
+        plans.update({(kind.key, layout): plan for layout, plan in prepared.items()})
+    return Step(parts, tensors, decode_len, rows.token, rows.slot, plans)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ import torch
 from graphs.interrupts import interrupts_deferred
 from hpu_duo.engine.intake import Add, Calls, Entry, Intake
 from hpu_duo.engine.outputs import FairLock
-from hpu_duo.engine.runner import Runner
 from hpu_duo.engine.scheduler import Scheduler
-from hpu_duo.engine.stepper import Stepper
+from hpu_duo.engine.stepper import Runner, Stepper
 from hpu_duo.kv.holds import Adoption
 from hpu_duo.kv.prefix_tree import PrefixNode
 from hpu_duo.kv.row_state import RowState

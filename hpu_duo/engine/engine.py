@@ -20,11 +20,10 @@ from hpu_duo.engine.outputs import (
     RequestOutput,
 )
 from hpu_duo.engine.replanning import FIRST_PLAN, Replanner
-from hpu_duo.engine.runner import Runner
 from hpu_duo.engine.samples import forced, score_of
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.stats import EngineStats
-from hpu_duo.engine.stepper import Stepper
+from hpu_duo.engine.stepper import Runner, Stepper
 from hpu_duo.not_picklable import NotPicklable
 from hpu_duo.request import TokenLimits
 from hpu_duo.sampling import SamplingParams

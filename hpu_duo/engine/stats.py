@@ -15,9 +15,8 @@ from kernels_ref import LayerSpec
 if TYPE_CHECKING:
     from hpu_duo.engine.executor import Executor
     from hpu_duo.engine.replanning import ReplanStats
-    from hpu_duo.engine.runner import Runner
     from hpu_duo.engine.scheduler import Scheduler
-    from hpu_duo.engine.stepper import Stepper
+    from hpu_duo.engine.stepper import Runner, Stepper
     from hpu_duo.engine.telemetry import Drift
     from hpu_duo.heads import HeadPattern
     from hpu_duo.kv.allocations import KVAllocations
@@ -326,7 +325,7 @@ class EngineStats:
             held_bytes=held_bytes(allocations, memory),
             full_attention_bytes=memory.full_attention_bytes(scheduler.num_cached_tokens),
             peak_held_bytes=counters.peak_held_bytes,
-            peak_full_attention_bytes=counters.peak_full_attention_bytes,
+            peak_full_attention_bytes=memory.full_attention_bytes(counters.peak_cached_tokens),
             peak_unshared_bytes=counters.peak_unshared_bytes,
             host_s=counters.host_s,
             device_s=counters.device_s,

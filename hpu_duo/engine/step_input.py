@@ -1,9 +1,9 @@
-"""The input of one step as plain data, and its builder."""
+"""The input of one step as plain data, its builder, and the result of the step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -13,7 +13,7 @@ from graphs import BatchShape, HostInputs
 from hpu_duo.engine.batch import StepBatch, StepGeometry, fill
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.copies import NO_COPIES, Copy, CopyLists, padded_size
-from hpu_duo.sampling import RowError, SamplingBatch, SamplingRow
+from hpu_duo.sampling import RowError, SamplingBatch, SamplingRow, TokenLogprobs
 
 BLOCK_COPIES = "block_copies"
 """Name of a field of the integers, like the next constant."""
@@ -100,6 +100,36 @@ class BuiltStep:
     message: StepInput
     host_sampled: Mapping[int, SamplingRow]
     errors: Mapping[int, Exception]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of a step.
+
+    Attributes:
+        message: the step.
+        token_ids: int32 ``[plan.num_samples]``, row after row.
+        logprobs: CPU tensors with one entry per ``token_ids``, if some request has them enabled.
+        device_s: seconds of the device, both phases together.
+        errors: errors of rows that could not be sampled, by ring row, each with the number of its first
+            token that is undefined: 0, or more behind drafts.
+    """
+
+    message: StepInput
+    token_ids: npt.NDArray[np.int32]
+    logprobs: TokenLogprobs | None
+    device_s: float
+    errors: Mapping[int, tuple[int, Exception]] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> BatchShape:
+        """The exact shape."""
+        return self.message.shape
+
+    @property
+    def bucket(self) -> BatchShape:
+        """The bucket that it was padded to."""
+        return self.message.bucket
 
 
 class StepBuilder:

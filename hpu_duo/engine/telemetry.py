@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from graphs.bucket_file import ShapeRecorder
-    from hpu_duo.engine.runner import StepResult
-    from hpu_duo.engine.step_input import StepInput
+    from hpu_duo.engine.step_input import StepInput, StepResult
     from hpu_duo.engine.step_plan import StepPlan
     from hpu_duo.kv.allocations import KVAllocations
     from hpu_duo.kv.plan import MemoryPlan, SparseKind
@@ -50,7 +49,6 @@ class StepCounters:
     tiles: dict[SparseKind, TileCounts] = field(default_factory=dict)
     peak_cached_tokens: int = 0
     peak_held_bytes: int = 0
-    peak_full_attention_bytes: int = 0
     peak_unshared_bytes: int = 0
     host_s: float = 0.0
     device_s: float = 0.0
@@ -80,7 +78,6 @@ class StepCounters:
         if cached >= self.peak_cached_tokens:
             self.peak_cached_tokens = cached
             self.peak_held_bytes = held_bytes(allocations, memory)
-            self.peak_full_attention_bytes = memory.full_attention_bytes(cached)
             self.peak_unshared_bytes = num_blocks * memory.block_bytes + len(plan.rows) * memory.row_bytes
 
 

@@ -6,23 +6,20 @@ are sampled here, from logits that are copied to the host.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hpu_duo.sampling.params import RowError
+from hpu_duo.sampling.params import RowError, SamplingParams
 from hpu_duo.sampling.rows import (
     FORBIDDEN,
-    RowTensors,
-    RowValues,
     SamplingRow,
     blank_masks,
-    is_plain,
-    row_values,
     write_mask,
 )
 
@@ -162,6 +159,51 @@ class PositionList:
 def pad_to_power_of_two(size: int) -> int:
     """The smallest power of two of at least ``size`` and 16."""
     return max(_MIN_SIZE, 1 << (size - 1).bit_length())
+
+
+class RowValues(NamedTuple):
+    """The parameters of one row, on the host. The defaults are those of a row without request."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    log_min_p: float = FORBIDDEN
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    top_k: float = 0.0
+    is_greedy: float = 1.0
+
+
+class RowTensors(NamedTuple):
+    """The same parameters of all rows, on the device, and each row's uniform number; all float32 [N]."""
+
+    temperature: Tensor
+    top_p: Tensor
+    log_min_p: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    top_k: Tensor
+    is_greedy: Tensor
+    uniform: Tensor
+
+
+def row_values(params: SamplingParams, vocab_size: int) -> RowValues:
+    """Return the values of a row with these parameters."""
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    if params.is_greedy:
+        return RowValues(1.0, 1.0, FORBIDDEN, *penalties)
+    log_min_p = math.log(params.min_p) if params.min_p > 0.0 else FORBIDDEN
+    top_k = params.top_k if 0 < params.top_k < vocab_size else 0
+    return RowValues(params.temperature, params.top_p, log_min_p, *penalties, top_k, 0.0)
+
+
+def is_plain(row: SamplingRow | None) -> bool:
+    """Whether the row needs only an argmax over the raw logits."""
+    if row is None:
+        return True
+    params = row.params
+    return params.is_plain_greedy and row.num_output_tokens >= params.min_tokens and row.grammar is None
 
 
 _MIN_STATIC_LIST = 64

@@ -1,8 +1,7 @@
-"""Rows of logits: whose they are, their parameters and token history, and the tokens they may sample."""
+"""Rows of logits: whose they are, their token history, and the tokens they may sample."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -134,51 +133,6 @@ class SamplingRow(NamedTuple):
     eos_token_ids: Sequence[int] = ()
     choose: HostChoice | None = None
     grammar: GrammarState | None = None
-
-
-class RowValues(NamedTuple):
-    """The parameters of one row, on the host. The defaults are those of a row without request."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    log_min_p: float = FORBIDDEN
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    top_k: float = 0.0
-    is_greedy: float = 1.0
-
-
-class RowTensors(NamedTuple):
-    """The same parameters of all rows, on the device, and each row's uniform number; all float32 [N]."""
-
-    temperature: Tensor
-    top_p: Tensor
-    log_min_p: Tensor
-    repetition_penalty: Tensor
-    presence_penalty: Tensor
-    frequency_penalty: Tensor
-    top_k: Tensor
-    is_greedy: Tensor
-    uniform: Tensor
-
-
-def row_values(params: SamplingParams, vocab_size: int) -> RowValues:
-    """Return the values of a row with these parameters."""
-    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    if params.is_greedy:
-        return RowValues(1.0, 1.0, FORBIDDEN, *penalties)
-    log_min_p = math.log(params.min_p) if params.min_p > 0.0 else FORBIDDEN
-    top_k = params.top_k if 0 < params.top_k < vocab_size else 0
-    return RowValues(params.temperature, params.top_p, log_min_p, *penalties, top_k, 0.0)
-
-
-def is_plain(row: SamplingRow | None) -> bool:
-    """Whether the row needs only an argmax over the raw logits."""
-    if row is None:
-        return True
-    params = row.params
-    return params.is_plain_greedy and row.num_output_tokens >= params.min_tokens and row.grammar is None
 
 
 # N logit rows, V vocabulary, W = ceil(V / 32) words of 32 tokens, B bytes of 8

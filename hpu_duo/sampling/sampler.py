@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpu_duo.sampling.batch import SamplingBatch, SamplingRoute
-from hpu_duo.sampling.rows import FORBIDDEN, RowTensors, forbid
+from hpu_duo.sampling.batch import RowTensors, SamplingBatch, SamplingRoute
+from hpu_duo.sampling.rows import FORBIDDEN, forbid
 from kernels_ref.x86 import library as x86
 
 

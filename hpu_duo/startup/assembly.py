@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from hpu_duo.config.engine import EngineConfig
 from hpu_duo.config.limits import SchedulerConfig
 from hpu_duo.engine.engine import Engine
-from hpu_duo.engine.runner import Runner
 from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
 from hpu_duo.engine.stats import Resolved
 from hpu_duo.engine.step_plan import StepPlan
+from hpu_duo.engine.stepper import Runner
 from hpu_duo.garbage import collector_paused
 from hpu_duo.heads.eviction.fastgen import TokenClassifier
 from hpu_duo.modeling.config_checks import NoPositionsError, frequencies_note

@@ -17,7 +17,7 @@ from hpu_duo.config.engine import EngineConfig
 from hpu_duo.device import DeviceRuntime, own_device, resolve_device, runtime_for
 from hpu_duo.device.ranks import Membership, WorkerRanks
 from hpu_duo.engine.executor import Executor, SpreadLogits
-from hpu_duo.engine.runner import Runner
+from hpu_duo.engine.stepper import Runner
 from hpu_duo.heads import permute_heads
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore

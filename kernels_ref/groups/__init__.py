@@ -8,7 +8,6 @@ from kernels_ref.groups.kind import (
     HeadSizes,
     Owner,
     PartSizes,
-    prepare_step,
 )
 from kernels_ref.groups.kv_policy import FutureQueries, KVPolicy, SlotView, TokenClass
 from kernels_ref.groups.rings import Rings
@@ -35,5 +34,4 @@ __all__ = [
     "SlotView",
     "TokenClass",
     "WholePrompts",
-    "prepare_step",
 ]

@@ -10,7 +10,7 @@ Shapes: Q query tokens, K key/value heads of the group, G query heads of each, D
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -19,7 +19,7 @@ import torch
 
 from kernels_ref.chunks import DEFAULT_BOUNDS, DEFAULT_SLICES, QUERY_SLICE, ChunkBounds
 from kernels_ref.formats import PLAIN, KVFormat
-from kernels_ref.step import DecodeRows, PartInputs, PlanKey, Step, StepParts, StepTensors
+from kernels_ref.step import DecodeRows, PartInputs, Step, StepParts, StepTensors
 from kernels_ref.units import UnitLayout
 
 if TYPE_CHECKING:
@@ -217,32 +217,6 @@ class HeadGroup:
                 f"expected keys and values of {self.kind.describe()} in the model's dtype, kv_format "
                 f"{PLAIN.name!r}, got {self.format.name!r}"
             )
-
-
-def prepare_step(
-    parts: StepParts,
-    tensors: StepTensors,
-    *,
-    decode_len: int,
-    stores: Mapping[GroupKind, Sequence[UnitLayout]],
-    mask_dtype: torch.dtype | None = None,
-) -> Step:
-    """Derive on the device, once a step, the tensors that all layers need.
-
-    Args:
-        decode_len: most tokens of a decode row (M).
-        stores: the kinds of head groups, with the distinct layouts of their stores.
-        mask_dtype: type of queries where kernels read masks, see ``Implementation.reads_masks``; None where
-            they derive visibility themselves.
-    """
-    rows = DecodeRows.of(parts, tensors, decode_len)
-    plans: dict[PlanKey, Any] = {}
-    for kind, layouts in stores.items():
-        prepared: Mapping[UnitLayout, Any] = kind.prepare(parts, tensors, rows, layouts)
-        if mask_dtype is not None and parts.unique:
-            prepared = kind.masked(prepared, mask_dtype)
-        plans.update({(kind.key, layout): plan for layout, plan in prepared.items()})
-    return Step(parts, tensors, decode_len, rows.token, rows.slot, plans)
 
 
 FLOAT32 = 4

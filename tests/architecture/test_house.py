@@ -10,10 +10,10 @@ from kernels_ref.x86 import library
 from tests.house import count_decode_step
 
 STEPS = {
-    ("x86", "eager"): (357, 48),
-    ("x86", "replay"): (161, 32),
-    ("torch", "eager"): (458, 56),
-    ("torch", "replay"): (262, 41),
+    ("x86", "eager"): (357, 39),
+    ("x86", "replay"): (160, 29),
+    ("torch", "eager"): (458, 42),
+    ("torch", "replay"): (257, 34),
 }
 """Calls and files of one decode step by kernels and capture backend, see ``python -m tests.house``.
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import Result
 
 from hpu_duo.builtin import PATTERN_DIR
-from hpu_duo.engine.runner import Runner
+from hpu_duo.engine.stepper import Runner
 from hpu_duo.heads import HeadPattern
 from hpu_duo.lab.eval.interval import wilson
 

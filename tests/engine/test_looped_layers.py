@@ -19,8 +19,7 @@ from hpu_duo.startup.blueprint import chunk_bounds
 from kernels_ref import Implementation, Scoring, StepParts
 from kernels_ref.chunks import ChunkBounds, Slices
 from kernels_ref.hpu.attention import NO_OPERATORS
-from kernels_ref.impl import kernels
-from kernels_ref.looped import LoopedKernels, looped
+from kernels_ref.impl import LoopedKernels, kernels, looped
 from tests.engine.tiny import PATTERN, Tiny, serve
 from tests.modeling.families import prompts_of
 from tests.vendor import choose_mode, importable

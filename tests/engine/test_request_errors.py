@@ -18,9 +18,9 @@ from graphs import BatchShape, BucketTable, GraphMissError, StepCost
 from graphs.bucket_file import ShapeRecorder, read_shapes
 from hpu_duo import HPUDuoModel
 from hpu_duo.engine.outputs import RequestOutput
-from hpu_duo.engine.runner import StepHandle
 from hpu_duo.engine.samples import SampleState
 from hpu_duo.engine.step_plan import StepPlan
+from hpu_duo.engine.stepper import StepHandle
 from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import Tiny, assert_holds_nothing, serve, tokens_of

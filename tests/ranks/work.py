@@ -26,8 +26,8 @@ from hpu_duo.device import Member
 from hpu_duo.device.ranks import Membership, RankError, Ranks, Sent, joined
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.orders import Execute, FinishWarmUp, Order, Stop, Touch, follow
-from hpu_duo.engine.runner import Runner
 from hpu_duo.engine.step_input import StepInput
+from hpu_duo.engine.stepper import Runner
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.startup.assembly import assemble, engine_around
 from hpu_duo.startup.device_side import Place

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpu_duo.sampling import PenaltyState, SamplingBatch, SamplingParams, SamplingRoute, SamplingRow
-from hpu_duo.sampling.rows import FORBIDDEN, RowTensors, RowValues
+from hpu_duo.sampling.batch import RowTensors, RowValues
+from hpu_duo.sampling.rows import FORBIDDEN
 
 GREEDY = SamplingRow(SamplingParams(temperature=0))
 V = 100

@@ -16,7 +16,8 @@ from transformers.generation.logits_process import (
 )
 
 from hpu_duo.sampling import PenaltyState, SamplingBatch, SamplingParams, SamplingRow
-from hpu_duo.sampling.rows import FORBIDDEN, RowTensors
+from hpu_duo.sampling.batch import RowTensors
+from hpu_duo.sampling.rows import FORBIDDEN
 from hpu_duo.sampling.sampler import filter_scores, penalize
 from tests.sampling.reference import kept_tokens
 
