@@ -62,6 +62,7 @@ def test_streaming_heads_halve_the_memory_before_they_cost_an_answer() -> None:
     assert table["100%"][1] == 0
 
 
+@pytest.mark.slow
 def test_heads_are_identified_and_enough_to_answer_with() -> None:
     lines = run(
         "identify_heads.py", "--steps", "20", "--max-length", "288", "--num-tokens", "800"

@@ -17,6 +17,7 @@ from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import MAX_LEN, PATTERN, Tiny, serve, tokens_of
 from tests.engine.token_counter import TokenCounter, counting, registered
 from tests.modeling.families import BLOCK, prompts_of
+from tests.tiers import crossed
 
 pytestmark = pytest.mark.instruction_set
 
@@ -50,9 +51,13 @@ def test_memory_is_planned_and_taken_to_the_byte(tiny: Tiny, pattern: HeadPatter
     assert store.plan.block_bytes == without.block_bytes
 
 
-@PATTERNS
 @pytest.mark.parametrize(
-    "graphs", ["eager", "replay", CompileBackend("eager")], ids=["eager", "replay", "compile"]
+    ("graphs", "pattern"),
+    crossed(
+        {"eager": "eager", "replay": "replay", "compile": CompileBackend("eager")},
+        {"full": None, "duo": PATTERN},
+        others=[pytest.mark.slow],
+    ),
 )
 def test_plain_requests_are_counted_in_chunks_batches_and_moved_rows(
     tiny: Tiny, pattern: HeadPattern | None, graphs: Any
