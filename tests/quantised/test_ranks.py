@@ -105,7 +105,7 @@ def peak_of_loading(member: Member, path: Path) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fp8 block", "packed zeros", "gptq"])
+@pytest.mark.parametrize("name", ["fp8 block", "gptq"])
 def test_a_load_takes_the_plain_model_and_about_a_layer(name: str, tmp_path: Path) -> None:
     for directory, sizes in (("large", WIDE), ("small", SIZES)):
         save_random(make_config("LlamaConfig", **sizes), tmp_path / f"plain {directory}")

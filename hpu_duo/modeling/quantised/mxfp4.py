@@ -51,12 +51,14 @@ class MXFP4:
             scales = scales.view(torch.uint8)
         whole = codes.new_empty(shape, dtype=dtype)
         values = codes.new_tensor(VALUES, dtype=torch.float32)
+        byte = torch.arange(256, device=codes.device)
+        of_byte = torch.stack((values[byte & 15], values[byte >> 4]), dim=-1)
+        factors = torch.ldexp(torch.ones_like(byte, dtype=torch.float32), byte - _BIAS)
+        factors[_NAN] = float("nan")
         # Expert by expert, so that float32 is there for one only.
         for expert, (halves, exponents) in enumerate(zip(codes, scales, strict=True)):
-            index = halves.new_empty(*halves.shape, 2)
-            index[..., 0], index[..., 1] = halves & 15, halves >> 4
-            exponent = exponents.int() - _BIAS
-            weight = values[index.flatten(-2).int()].ldexp_(exponent[..., None])
-            weight[exponents == _NAN] = float("nan")
-            whole[expert] = weight.flatten(1).t()
+            # Several times as fast as an index.
+            pairs = torch.nn.functional.embedding(halves.int(), of_byte)
+            pairs *= factors[exponents.int()][..., None, None]
+            whole[expert] = pairs.to(dtype).view(len(halves), -1).t()
         return whole
