@@ -29,7 +29,7 @@ LEAVES = (
 
 READS_ENVIRONMENT = (
     "hpu_duo.device.habana_environment",
-    "hpu_duo.device.launched",
+    "hpu_duo.device.ranks",
     "hpu_duo.device.loopback",
     "hpu_duo.device.processes",
     "kernels_ref.x86.library",

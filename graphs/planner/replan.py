@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphs.limits import StepLimits
-from graphs.planner.cells import Bools, Floats, Levels, holds, price, to_levels, to_shapes
+from graphs.planner.cells import Bools, Floats, holds, price, to_levels, to_shapes
 from graphs.planner.evaluation import Traffic
 from graphs.planner.plan import plan_table
 from graphs.shape import BatchShape
@@ -114,5 +114,4 @@ class _Way:
         return best
 
     def _holds_all(self, chosen: Bools) -> bool:
-        covered: Levels = self._covers[chosen].any(axis=0)
-        return bool(covered.all())
+        return bool(np.all(self._covers[chosen].any(axis=0)))

@@ -18,13 +18,13 @@ from hpu_duo.cli.inspection.show_kept import show_kept
 from hpu_duo.cli.inspection.steps import bench_steps, replay
 from hpu_duo.cli.options import ManyValues, refuse_empty_paths
 from hpu_duo.cli.planning.plan import capacity, plan
+from hpu_duo.cli.planning.simulate import simulate
 from hpu_duo.cli.planning.table import app as table_app
+from hpu_duo.cli.planning.train_ranker import train_ranker
 from hpu_duo.cli.planning.warmup import warmup
 from hpu_duo.cli.serving.bench import bench_app
 from hpu_duo.cli.serving.options import plug_in
 from hpu_duo.cli.serving.serve import serve
-from hpu_duo.cli.simulation.simulate import simulate
-from hpu_duo.cli.simulation.train_ranker import train_ranker
 from hpu_duo.cli.terminal import delivered
 from hpu_duo.cli.text.generate import generate
 from hpu_duo.cli.text.passkey import passkey

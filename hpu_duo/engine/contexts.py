@@ -14,8 +14,7 @@ from hpu_duo.engine.intake import Add, Calls, Entry, Intake
 from hpu_duo.engine.outputs import FairLock
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.stepper import Runner, Stepper
-from hpu_duo.kv.holds import Adoption
-from hpu_duo.kv.prefix_tree import PrefixNode
+from hpu_duo.kv.prefix_tree import Adoption, PrefixNode
 from hpu_duo.kv.row_state import RowState
 from hpu_duo.kv.store import UnitTensor, block_tensors
 from hpu_duo.prefix_hold import PrefixHold

@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
 from graphs import StepLimits
-from hpu_duo.engine.head_stats import BudgetStats, RuleStats
-from hpu_duo.engine.telemetry import held_bytes
+from hpu_duo.engine.telemetry import BudgetStats, RuleStats, held_bytes
 from hpu_duo.kv.plan import ring_slack
 from hpu_duo.parallel import ContextParallelBlocks
 from kernels_ref import LayerSpec

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from hpu_duo.engine.head_stats import kept_positions
+from hpu_duo.engine.telemetry import kept_positions
 from hpu_duo.heads.permute import ORDER_ATTRIBUTE
 from hpu_duo.request import RequestStatus
 from kernels_ref import Budget, GroupKind, Rings

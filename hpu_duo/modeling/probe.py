@@ -1,4 +1,4 @@
-"""Record the attention calls of a model, and read the window of each layer.
+"""Record the attention calls of a model, and find the window and the further state of each layer.
 
 A trial at load compares a flat batch with transformers' own run of each text alone, since the attention call
 does not show everything that a model does with a text: biases that ride on the mask, positions counted from
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -27,12 +27,31 @@ from hpu_duo.modeling.attention import (
     attending,
     placeholder_mask,
 )
-from hpu_duo.modeling.row_kinds import row_kinds
 from kernels_ref import RowKind
 from kernels_ref.groups.budget_chunks import turned, turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+FindRowKind: TypeAlias = Callable[[Any, int], RowKind | None]
+"""Returns the state of a layer, or None, from the configuration of the text model and the layer's number."""
+
+ROW_KINDS: dict[str, FindRowKind] = {}
+"""Functions that find the states of a model, by the names of their kinds."""
+
+
+def row_kinds(text_config: Any, layer: int) -> tuple[RowKind, ...]:
+    """Return the kinds of state that a layer has, in the order of ``ROW_KINDS``.
+
+    Raises:
+        ValueError: a kind has another name than it is registered under.
+    """
+    found = {name: kind for name, find in ROW_KINDS.items() if (kind := find(text_config, layer)) is not None}
+    for name, kind in found.items():
+        if kind.name != name:
+            raise ValueError(f"expected a row state of kind {name!r}, as registered, got {kind.name!r}")
+    return tuple(found.values())
 
 
 # Errors of a model's forward for unsupported arguments, or an unsupported mask.

@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from hpu_duo.device import Member, process_environments, usable_name
 from hpu_duo.device.heartbeats import Heartbeat, Heartbeats, Report, Signs, blamed, may_follow
-from hpu_duo.device.launched import Launched
 from hpu_duo.device.processes import (
     HOST,
     Family,
@@ -30,7 +29,7 @@ from hpu_duo.device.processes import (
     first_failure,
     store_in,
 )
-from hpu_duo.device.ranks import MEETING_S, Membership, RankError, Ranks, Sent, joined
+from hpu_duo.device.ranks import MEETING_S, Launched, Membership, RankError, Ranks, Sent, joined
 from hpu_duo.engine.orders import WARM_UP_ORDERS, Order, Stop
 
 _END_S = 3.0

@@ -25,8 +25,7 @@ from hpu_duo.config.kv_plan import KVPlan
 from hpu_duo.device import DeviceRuntime, Member, resolve_device, usable_name
 from hpu_duo.device.collectives import check_exchanges
 from hpu_duo.device.habana_environment import card_type
-from hpu_duo.device.launched import TORCHRUN, Launched
-from hpu_duo.device.ranks import MEETING_S, Membership, Ranks, WorkerRanks
+from hpu_duo.device.ranks import MEETING_S, TORCHRUN, Launched, Membership, Ranks, WorkerRanks
 from hpu_duo.engine.orders import follow
 from hpu_duo.garbage import collector_paused
 from hpu_duo.heads import HeadPattern

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpu_duo.device.launched import Launched
+from hpu_duo.device.ranks import Launched
 
 TOLD = {
     "RANK": "9",

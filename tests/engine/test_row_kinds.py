@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from graphs.backends.compile import CompileBackend
 from hpu_duo import HeadPattern, HPUDuoModel
-from hpu_duo.modeling.row_kinds import ROW_KINDS
+from hpu_duo.modeling.probe import ROW_KINDS
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import MAX_LEN, PATTERN, Tiny, serve, tokens_of
 from tests.engine.token_counter import TokenCounter, counting, registered

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bias_builders import Dilated, Fixed, Rule, RuleUnion, Strided, TopBlocks, Window, encode_rule
-from hpu_duo.engine.head_stats import TILE, TileCounts, count_chosen, count_tiles
+from hpu_duo.engine.telemetry import TILE, TileCounts, count_chosen, count_tiles
 from kernels_ref import NewKV, Step
 from kernels_ref.sdpa.sparse import chosen_blocks, sparse_causal, sparse_shared
 from kernels_ref.units import write_indices

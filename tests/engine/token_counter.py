@@ -12,7 +12,7 @@ import torch
 
 from hpu_duo import HPUDuoModel
 from hpu_duo.engine.step_plan import StepPlan
-from hpu_duo.modeling.row_kinds import ROW_KINDS
+from hpu_duo.modeling.probe import ROW_KINDS
 from kernels_ref import RowKind, RowTensor, Step
 from kernels_ref.units import index_dtype
 

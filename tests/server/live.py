@@ -14,8 +14,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from hpu_duo import HPUDuoModel
 from hpu_duo.server.config import ServerConfig
-from hpu_duo.server.http.connections import ConnectionLimits, Connections
-from hpu_duo.server.http.listening import DrainingServer, Tls, bind
+from hpu_duo.server.http.listening import ConnectionLimits, Connections, DrainingServer, Tls, bind
 from hpu_duo.server.http.routes import create_app
 from hpu_duo.server.running.admission import Stage
 from hpu_duo.server.service import Service, Sink

@@ -12,8 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hpu_duo.server.http.connections import ConnectionLimits
-from hpu_duo.server.http.listening import Tls
+from hpu_duo.server.http.listening import ConnectionLimits, Tls
 from tests.server.conftest import TinyChat
 from tests.server.live import HOST, KEY, PATIENCE_S, Live, live, wait_until
 from tests.server.test_pressure import slowed

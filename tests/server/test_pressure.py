@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from hpu_duo.request import Request
-from hpu_duo.server.http.connections import ConnectionLimits
+from hpu_duo.server.http.listening import ConnectionLimits
 from hpu_duo.server.running import AsyncEngine
 from hpu_duo.server.running.admission import Admission
 from tests.server.conftest import TinyChat

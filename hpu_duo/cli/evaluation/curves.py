@@ -20,15 +20,17 @@ from hpu_duo.cli.evaluation.report import (
     KV_COLUMNS,
     REPORT,
     RESULTS,
+    Evaluation,
+    Measure,
+    Records,
+    Report,
     check_outputs,
     finish,
     show,
     warn_of_failures,
     write_text,
 )
-from hpu_duo.cli.evaluation.runner import Evaluation, Measure, Records, Report
-from hpu_duo.cli.loading import load_model, with_pattern
-from hpu_duo.cli.options import grouped
+from hpu_duo.cli.options import grouped, load_model, with_pattern
 from hpu_duo.cli.terminal import Waiting, check_matplotlib, user_errors
 from hpu_duo.config.overrides import EngineOverrides
 

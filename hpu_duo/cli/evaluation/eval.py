@@ -13,12 +13,15 @@ from hpu_duo.cli.evaluation.curves import curve, kvpress
 from hpu_duo.cli.evaluation.questions import longbench, longbench_v2, ruler
 from hpu_duo.cli.evaluation.report import (
     KV_COLUMNS,
+    Evaluation,
+    Measure,
+    Records,
+    Report,
     SimulatedDecodes,
     ask_full_attention,
     check_simulated_decodes,
     show,
 )
-from hpu_duo.cli.evaluation.runner import Evaluation, Measure, Records, Report
 from hpu_duo.cli.options import ManyValues, grouped
 from hpu_duo.cli.terminal import check_matplotlib, user_errors
 from hpu_duo.extras import install_command

@@ -11,8 +11,7 @@ import typer
 
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
 from hpu_duo.cli import options as opt
-from hpu_duo.cli.loading import load_model, with_pattern
-from hpu_duo.cli.options import Only
+from hpu_duo.cli.options import Only, load_model, with_pattern
 from hpu_duo.config.engine import SETTINGS
 from hpu_duo.config.overrides import EngineOverrides
 

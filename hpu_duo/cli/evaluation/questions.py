@@ -15,13 +15,15 @@ from hpu_duo.cli.evaluation import options as eopt
 from hpu_duo.cli.evaluation.report import (
     KV_COLUMNS,
     ChatTemplate,
+    Evaluation,
     Limit,
+    Measure,
+    Report,
     SimulatedDecodes,
     check_simulated_decodes,
     limited,
     write_text,
 )
-from hpu_duo.cli.evaluation.runner import Evaluation, Measure, Report
 from hpu_duo.cli.options import grouped
 from hpu_duo.cli.terminal import user_errors
 from hpu_duo.writable import check_file

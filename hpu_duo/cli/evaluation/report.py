@@ -1,9 +1,10 @@
-"""The result of an evaluation, as tables, pictures and JSON: accuracy beside bytes kept."""
+"""The run of an evaluation, and its result as tables, pictures and JSON: accuracy beside bytes stored."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,11 +12,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hpu_duo.cli.terminal import show_bytes
+from hpu_duo.cli.terminal import show_bytes, user_errors
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
     from hpu_duo.lab.eval import PasskeyResult, PasskeyTask, Subject
+
 
 REPORT = "report.json"
 RESULTS = "results.jsonl"
@@ -367,3 +369,69 @@ def draw_policies(rows: Sequence[Mapping[str, Any]], png: Path) -> None:
     handles = panels[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
     save(figure, png)
+
+
+Records = list[dict[str, Any]]
+Measure = Callable[[Any], Iterable[dict[str, Any]]]
+"""From a ``ResultFile``, or None, to records."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Results of an evaluation, to be shown.
+
+    Attributes:
+        rows: lines of the table.
+        columns: of the table.
+        fields: the report as JSON.
+        note: below the table.
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+    columns: Sequence[str]
+    fields: Mapping[str, Any]
+    note: str = NOTE
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A measurement.
+
+    Attributes:
+        kind: of results, for the first line of their file.
+        settings: returns what the results depend on; called only where they are written.
+        prepare: checks everything and loads the model, and returns what measures, record by record, those
+            that are in the file left out. All that is refused is refused here.
+        report: turns records into a table; the model is no longer in memory.
+        files: that ``report`` writes, besides the report itself.
+    """
+
+    kind: str
+    settings: Callable[[], dict[str, Any]]
+    prepare: Callable[[], Measure]
+    report: Callable[[Records], Report]
+    files: tuple[str, ...] = ()
+
+    def run(self, out: Path | None, as_json: bool) -> None:
+        """Run it.
+
+        Args:
+            out: directory of the results; None writes nothing.
+            as_json: print one JSON object in place of a table.
+        """
+        with user_errors():
+            from hpu_duo.lab.eval import ResultFile, ResultsNotWrittenError
+
+            results = None
+            if out is not None:
+                check_outputs(out / RESULTS, [out / name for name in (*self.files, REPORT)])
+                results = ResultFile(out / RESULTS, self.kind, self.settings())
+            measure = self.prepare()
+        with user_errors(ResultsNotWrittenError):
+            records = list(measure(results))
+            # One model at a time in memory, where the report needs another one.
+            del measure
+            found = self.report(records)
+            if not as_json:
+                show(found.rows, found.columns, found.note)
+            finish(found.fields, out, as_json)

@@ -12,8 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hpu_duo.cli.loading import load_model
-from hpu_duo.cli.options import Engine, Json, grouped, model_option
+from hpu_duo.cli.options import Engine, Json, grouped, load_model, model_option
 from hpu_duo.cli.terminal import Waiting, mark, show_bytes, user_errors
 from hpu_duo.config.overrides import EngineOverrides
 from hpu_duo.lab.selftest.facts import Fact, machine_facts

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hpu_duo.cli import options as opt
-from hpu_duo.cli.loading import load_model
-from hpu_duo.cli.options import encode, grouped, read_prompts, tokenizer_of
+from hpu_duo.cli.options import encode, grouped, load_model, read_prompts, tokenizer_of
 from hpu_duo.cli.terminal import can_show, check_drawing, user_errors
 from hpu_duo.writable import check_file
 

@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hpu_duo.cli import options as opt
-from hpu_duo.cli.loading import load_cold, load_model, with_own_pattern
-from hpu_duo.cli.options import Only, grouped
+from hpu_duo.cli.options import Only, grouped, load_cold, load_model, with_own_pattern
 from hpu_duo.cli.terminal import user_errors
 from hpu_duo.config.overrides import EngineOverrides
 from hpu_duo.writable import check_file

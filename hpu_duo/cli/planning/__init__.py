@@ -1,1 +1,1 @@
-"""Commands that size a deployment: capacity, tables of buckets, warm-up."""
+"""Commands that size a deployment: capacity, tables of buckets, warm-up, simulation."""

@@ -13,8 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hpu_duo.cli import options as opt
-from hpu_duo.cli.loading import load_model
-from hpu_duo.cli.options import Only, grouped
+from hpu_duo.cli.options import Only, grouped, load_model
 from hpu_duo.cli.terminal import show_bytes, user_errors
 from hpu_duo.config.overrides import EngineOverrides
 from hpu_duo.writable import check_file

@@ -19,8 +19,7 @@ from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
     from hpu_duo.fleet.replicas.front import Front
-    from hpu_duo.server.http.connections import Connections
-    from hpu_duo.server.http.listening import Tls
+    from hpu_duo.server.http.listening import Connections, Tls
     from hpu_duo.server.telemetry.request_log import RequestLog
     from hpu_duo.server.telemetry.tracing import Tracing
 
@@ -141,7 +140,7 @@ class ListeningOptions:
         Raises:
             ValueError: a value is out of range.
         """
-        from hpu_duo.server.http.connections import ConnectionLimits, Connections
+        from hpu_duo.server.http.listening import ConnectionLimits, Connections
 
         most = self.max_unauthenticated_connections
         return Connections(ConnectionLimits(max_unauthenticated=most), needs_key=bool(self.keys))

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from hpu_duo.cli import options as opt
-from hpu_duo.cli.loading import load_cold
-from hpu_duo.cli.options import Only, grouped
+from hpu_duo.cli.options import Only, grouped, load_cold
 from hpu_duo.cli.serving.options import (
     CallOptions,
     ListeningOptions,
@@ -30,8 +29,7 @@ from hpu_duo.extras import install_command
 
 if TYPE_CHECKING:
     from hpu_duo.fleet.replicas.front import Front
-    from hpu_duo.server.http.connections import Connections
-    from hpu_duo.server.http.listening import Ending, Tls
+    from hpu_duo.server.http.listening import Connections, Ending, Tls
 
 _FAILED = 1
 
@@ -137,7 +135,7 @@ def serve(
                 f"{', '.join(missing)}"
             )
         if engine.get("rank_launcher") != "own":
-            from hpu_duo.device.launched import follows_another
+            from hpu_duo.device.ranks import follows_another
 
             if replicated.replicas is not None:
                 raise ValueError("--replicas start their own processes: expected --rank-launcher own with it")

@@ -14,8 +14,7 @@ import typer
 from rich.console import Console
 
 from hpu_duo.cli import options as opt
-from hpu_duo.cli.loading import load_model
-from hpu_duo.cli.options import STDIN, decoded, encode, grouped, read_prompts, tokenizer_of
+from hpu_duo.cli.options import STDIN, decoded, encode, grouped, load_model, read_prompts, tokenizer_of
 from hpu_duo.cli.terminal import INTERRUPTED, user_errors
 from hpu_duo.cli.text.run import LiveView, Run, RunReport, run_fields, run_table
 from hpu_duo.writable import check_file

@@ -12,8 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hpu_duo.cli import options as opt
-from hpu_duo.cli.loading import load_model
-from hpu_duo.cli.options import Only, encode, grouped, tokenizer_of
+from hpu_duo.cli.options import Only, encode, grouped, load_model, tokenizer_of
 from hpu_duo.cli.terminal import INTERRUPTED, mark, user_errors
 from hpu_duo.cli.text.run import LiveView, Run, RunReport, run_fields, run_table
 from hpu_duo.config.overrides import EngineOverrides

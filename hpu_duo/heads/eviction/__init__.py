@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 
-from hpu_duo.heads.eviction.by_attention import TOVA, HeavyHitters, SnapKV
+from hpu_duo.heads.eviction.by_attention import TOVA, ExpectedAttention, HeavyHitters, SnapKV
 from hpu_duo.heads.eviction.by_position import Fixed, Local, StreamingLLM, Strided
-from hpu_duo.heads.eviction.expected_attention import ExpectedAttention
 from hpu_duo.heads.eviction.fastgen import FastGenSet
 from hpu_duo.option_spec import call_with_options
 from kernels_ref import KVPolicy

@@ -15,7 +15,13 @@ from rich.table import Table
 
 from hpu_duo.cli.options import Json, Only, Seed, grouped
 from hpu_duo.cli.planning.hardware import HardwareOptions
-from hpu_duo.cli.simulation.options import Asked, MachineOptions, ReplicaOptions, RequestOptions, ServedLimits
+from hpu_duo.cli.planning.simulate_options import (
+    Asked,
+    MachineOptions,
+    ReplicaOptions,
+    RequestOptions,
+    ServedLimits,
+)
 from hpu_duo.cli.terminal import check_drawing, user_errors
 from hpu_duo.config.limits import SchedulerConfig
 from hpu_duo.garbage import collector_paused

@@ -1,1 +1,0 @@
-"""``hpu-duo simulate``."""
