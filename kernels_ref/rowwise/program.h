@@ -1,4 +1,4 @@
-// What a fused elementwise program is made of; kernels_ref/rowwise/program.py writes it.
+// What a fused elementwise program is made of; kernels_ref/rowwise/__init__.py writes it.
 
 #pragma once
 
@@ -18,7 +18,7 @@ constexpr int64_t kUneven = -1;
 
 enum Type { kFloat = 0, kBfloat16 = 1, kBool = 2 };
 
-// The numbers are those of kernels_ref/rowwise/program.py.
+// The numbers are those of kernels_ref/rowwise/__init__.py.
 enum Code {
   kLoad, kConstant, kStore, kPlace, kCopy, kNeg, kAbs, kExp, kLog, kSqrt, kRsqrt, kReciprocal, kSigmoid, kTanh,
   kSilu, kRelu, kGelu, kGeluTanh, kCos, kSin, kAdd, kSub, kMul, kDiv, kMax, kMin, kLess, kLessEqual, kGreater,
