@@ -26,8 +26,6 @@ from hpu_duo.sampling.rows import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hpu_duo.sampling.rows import SamplingRow
-
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9

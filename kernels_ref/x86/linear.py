@@ -5,7 +5,7 @@ Products are summed in float32 and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -78,29 +78,12 @@ def multiply(
     return torch.ops.hpu_duo_x86.linear.default(x, packed, bias, out_features, live, instructions)
 
 
-def multiply_each(
-    x: torch.Tensor,
-    packed: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    out_features: Sequence[int],
-    live: torch.Tensor | None = None,
-    instructions: Instructions = "best",
-) -> list[torch.Tensor]:
-    """The results of ``multiply`` with several weights that have the same inputs, bit for bit.
-
-    Inputs are packed once for all of them, and threads share all outputs.
-
-    Raises:
-        ValueError: as ``multiply``, or the numbers of weights, biases and ``out_features`` differ.
-    """
-    results: list[torch.Tensor] = each_operator()(
-        x, [*packed], [*biases], [*out_features], live, instructions
-    )
-    return results
-
-
 def each_operator() -> Callable[..., list[torch.Tensor]]:
-    """The operator of ``multiply_each``.
+    """The operator that multiplies the same inputs with several weights, as ``multiply`` does, bit for bit.
+
+    It takes ``x``, lists of packed weights, biases and numbers of outputs, ``live`` and ``instructions``.
+    Inputs are packed once for all of them, and threads share all outputs. Its errors are those of
+    ``multiply``, and ValueError if the lists differ in length.
 
     Raises:
         ValueError: there is no such kernel here.

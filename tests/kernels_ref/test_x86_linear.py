@@ -80,7 +80,7 @@ def test_products_with_several_weights_are_those_with_each(
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        got = linear.multiply_each(x, packed, biases, sizes, counts, instructions)
+        got = linear.each_operator()(x, packed, biases, sizes, counts, instructions)
     finally:
         torch.set_num_threads(before)
     for result, *weight in zip(got, packed, biases, sizes, strict=True):
@@ -92,11 +92,11 @@ def test_weights_of_other_inputs_or_without_a_bias_or_none_each_are_refused() ->
     x = torch.randn(2, 64).bfloat16()
     packed = [linear.pack(torch.randn(70, inputs).bfloat16()) for inputs in (64, 96)]
     with pytest.raises(ValueError, match="expected weights of 64 packed inputs, got one of 96"):
-        linear.multiply_each(x, packed, [None, None], [70, 70])
+        linear.each_operator()(x, packed, [None, None], [70, 70], None)
     with pytest.raises(ValueError, match="got 2 weights, 1 biases and 2 numbers"):
-        linear.multiply_each(x, packed, [None], [70, 70])
+        linear.each_operator()(x, packed, [None], [70, 70], None)
     with pytest.raises(ValueError, match="got 0 weights, 0 biases and 0 numbers"):
-        linear.multiply_each(x, [], [], [])
+        linear.each_operator()(x, [], [], [], None)
 
 
 @pytest.mark.skipif(not has_tiles(), reason="needs a CPU with AMX")
