@@ -157,7 +157,7 @@ def placed(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         rows: ``[L, K, G, D]``.
         index: ``[Q]``.
     """
-    return torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, 0, 0, 1)).index_select(0, index)
+    return torch.constant_pad_nd(rows, (0, 0, 0, 0, 0, 0, 0, 1)).index_select(0, index)
 
 
 def fold(q_LKGD: torch.Tensor, decode_len: int) -> torch.Tensor:

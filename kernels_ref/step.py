@@ -75,6 +75,11 @@ class StepParts:
     shared: bool
     unique: bool
 
+    @property
+    def has_decodes_only(self) -> bool:
+        """Whether decode rows read their own blocks and rings, and nothing else runs."""
+        return self.unique and not (self.causal or self.shared)
+
 
 class Step(NamedTuple):
     """A step ready for the layers.
@@ -87,7 +92,8 @@ class Step(NamedTuple):
         decode_slot: place of each token among those, ``N * M`` for tokens of other rows, ``[Q]``.
         plans: tensors derived for each kind of head group, by kind and layout of the store.
         keeps_rows: whether groups return the results of decode rows in the order of their tokens,
-            ``[N * M, K, G, D]``, in a step that has no others; the layer places them once.
+            ``[N * M, K, G, D]``, in a step that has no others; the layer places them once. Only where kernels
+            read masks.
     """
 
     parts: StepParts

@@ -114,8 +114,10 @@ def prepare_step(
         prepared: Mapping[UnitLayout, Any] = kind.prepare(parts, tensors, rows, layouts)
         if mask_dtype is not None and parts.unique:
             prepared = kind.masked(prepared, mask_dtype)
-        plans.update({(kind.key, layout): plan for layout, plan in prepared.items()})
-    return Step(parts, tensors, decode_len, rows.token, rows.slot, plans)
+        for layout, plan in prepared.items():
+            plans[kind.key, layout] = plan
+    keeps_rows = mask_dtype is not None and parts.has_decodes_only
+    return Step(parts, tensors, decode_len, rows.token, rows.slot, plans, keeps_rows)
 
 
 @dataclass(frozen=True)
@@ -185,9 +187,8 @@ def unified_attention(
     run = looped(kernels(spec.impl, spec.operators), scoring, spec.operators, step.parts)
     if not spec.writes:
         run = cast("Kernels", ReadOnlyKernels(run))
-    parts = step.parts
-    if spec.impl.reads_masks and parts.unique and not (parts.causal or parts.shared):
-        run, step = cast("Kernels", RowKernels(run)), step._replace(keeps_rows=True)
+    if step.keeps_rows:
+        run = cast("Kernels", RowKernels(run))
     q_QKGD = (q_QHD * spec.scale).unflatten(1, (-1, spec.group_size))
     sinks_KG = None if sinks_H is None else sinks_H.view(-1, spec.group_size)
     outputs, end = [], 0

@@ -135,12 +135,13 @@ def staged_step(
     parts = StepParts(bucket.phase.causal, bucket.phase.shared, bucket.phase.unique)
     prepare = region_of(("prepare",), _preparing(model, geometry, layout, parts))
     keys = [(kind.key, layout) for kind, layouts in model.stores.items() for layout in layouts]
+    decode_len, keeps_rows = geometry.decode_len, model.mask_dtype is not None and parts.has_decodes_only
 
     def step(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         token_ids, logit_index, tensors, token, slot, plans = prepare(inputs[STAGED])
         if parts.causal and parts.shared:
             model.copy_to_scratch(tensors.chunk_row, region_of)
-        prepared = Step(parts, tensors, geometry.decode_len, token, slot, dict(zip(keys, plans)))
+        prepared = Step(parts, tensors, decode_len, token, slot, dict(zip(keys, plans)), keeps_rows)
         with in_regions(region_of):
             return model.logits(token_ids, prepared, logit_index, runners)
 

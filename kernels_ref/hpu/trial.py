@@ -174,8 +174,9 @@ def _try_row_attention(sizes: _Sizes, softmax: Softmax) -> float:
     scores = torch.matmul(q.double(), k.double().transpose(2, 3)).masked_fill(~masks.visible, -math.inf)
     expected = torch.matmul(scores.softmax(dim=-1), v.double())
     on = sizes.device
-    given = [x.masked_fill(masks.unused, math.nan).to(on) for x in (k, v)]
-    got = attend_rows(q.to(on), *given, SlotMasks(*(x.to(on) for x in masks if x is not None)), softmax)
+    k, v = (x.masked_fill(masks.unused, math.nan).to(on) for x in (k, v))
+    there = SlotMasks(*(x.to(on) for x in masks if x is not None))
+    got = attend_rows(q.to(on), k, v, there, softmax)
     error, allowed = _largest(got.cpu().double() - expected), _allowed(sizes.dtype, softmax)
     if not error <= allowed:
         raise _Refusal(f"its results are off by {error:.2g}, expected at most {allowed:.2g}")
