@@ -2,8 +2,12 @@
 
     python -m benchmarks.kernel_work
 
-Prints the constants of ``hpu_duo/planning/work.py`` and how close they come to the audit. Steps of two
+Prints the constants of ``hpu_duo/planning/work.py`` and how close they come to the audit. Steps of a few
 layers of several models are traced on tensors without data, which takes some minutes; nothing is measured.
+
+Decodes are one pass in these buckets, and with fused operators shared blocks are one chunk, so only the sum
+of ``unique_alone`` and ``unique_chunks``, or of ``shared`` and ``shared_chunks``, is found. The constants keep
+the operators of a chunk that fits with several of them had found.
 """
 
 from __future__ import annotations
@@ -27,21 +31,23 @@ from hpu_duo.planning.read_model import read_model
 from hpu_duo.planning.work import AttentionCounts, AttentionRuns, KernelWork
 
 NUM_LAYERS = 2
-_COMMON = {"num_hidden_layers": NUM_LAYERS, "vocab_size": 32_000, "max_position_embeddings": 262_144}
+_COMMON = {"vocab_size": 32_000, "max_position_embeddings": 262_144}
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "of 1 billion": {
-        **{"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64},
+        **{"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64, "num_hidden_layers": 2},
         **{"num_attention_heads": 32, "num_key_value_heads": 8},
     },
     "of 8 billion": {
-        **{"hidden_size": 4096, "intermediate_size": 14_336},
+        **{"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 6},
         **{"num_attention_heads": 32, "num_key_value_heads": 8},
     },
     "without groups": {
-        **{"hidden_size": 4096, "intermediate_size": 11_008},
+        **{"hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 4},
         **{"num_attention_heads": 32, "num_key_value_heads": 32},
     },
 }
+"""Numbers of layers differ, so that operators of a step and of a layer are told apart."""
+
 BUCKETS = (
     *("--u/q1/s0/u64/l1", "--u/q1/s0/u512/l1", "--u/q16/s0/u64/l16", "--u/q16/s0/u512/l16"),
     *("--u/q64/s0/u1024/l64", "c--/q128/s0/u0/l1", "c--/q512/s0/u0/l4", "c--/q2048/s0/u0/l1"),
@@ -68,7 +74,8 @@ def points(attention: str) -> Iterator[Point]:
             LlamaConfig(**_COMMON, **config, dtype="bfloat16").save_pretrained(folder)
             num_kv = config["num_key_value_heads"]
             for num_retrieval in (num_kv, num_kv // 2, num_kv // 4):
-                structure = structure_of(Path(folder), attention, num_retrieval, num_kv)
+                num_layers = config["num_hidden_layers"]
+                structure = structure_of(Path(folder), attention, num_retrieval, num_kv, num_layers)
                 for text in BUCKETS:
                     yield _point(structure, read_model(folder), attention, BatchShape.parse(text))
 
@@ -113,7 +120,7 @@ def _point(structure: Structure, size: ModelSize, attention: str, bucket: BatchS
     linear = [tokens * num_layers * size.hidden_size, tokens * size.matrix_params / size.hidden_size]
     known = work.of(bucket)
     return Point(
-        np.array([1.0, num_layers, *runs]),
+        np.array([1.0, float(work.has_rings), num_layers, *runs]),
         np.array([*linear, *counts]),
         known.weight_bytes + known.kv_bytes,
         step.total.num_launches,
@@ -153,7 +160,7 @@ def main() -> None:
         counts = np.array([each.counts for each in found])
         of_counts = solve(counts, num_bytes - known, num_bytes)
         print(attention)
-        _print_fields(("step", "layer", *AttentionRuns._fields), of_runs)
+        _print_fields(("step", "step with rings", "layer", *AttentionRuns._fields), of_runs)
         _print_ratio("operators", runs @ of_runs / launches)
         _print_fields(("hidden", "width", *AttentionCounts._fields), of_counts)
         _print_ratio("bytes", (counts @ of_counts + known) / num_bytes)

@@ -346,6 +346,11 @@ class EngineWork:
         if len(self.kv_layers) != len(self.model.layers):
             raise ValueError(f"expected {len(self.model.layers)} KV layers, got {len(self.kv_layers)}")
 
+    @property
+    def has_rings(self) -> bool:
+        """Whether any heads have rings."""
+        return any(group.kind.owner is not Owner.BLOCK for kv in self.kv_layers for group in kv.groups)
+
     def of(self, bucket: BatchShape) -> Work:
         """Return the work of a step in ``bucket``, padding included."""
         total = self._linear(bucket)
@@ -520,6 +525,7 @@ class EngineWork:
             + met * self._expert_bytes,
             reduced_bytes=ALL_REDUCES_PER_LAYER * num_layers * tokens * model.hidden_size * ACTIVATION_BYTES,
             num_launches=self.kernels.step_launches
+            + self.kernels.ring_step_launches * self.has_rings
             + (self.kernels.layer_launches + self._expert_launches(tokens, copies)) * num_layers,
         )
 

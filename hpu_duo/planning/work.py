@@ -135,16 +135,21 @@ class AttentionRuns(NamedTuple):
 
     Attributes:
         blocks, rings: 1 for a group of the kind.
+        split: 1 for rings in steps of several tokens, whose new keys and values are copied apart from those
+            of other groups.
         causal, causal_slices, causal_cuts: the causal part of blocks, its slices, and 1 if they are several.
         band, band_slices, band_sinks, band_cuts: the same of rings, and slices with sinks before them.
         shared, shared_chunks: the shared part of blocks, and its chunks.
         rings_read, rings_read_slices: the shared part of rings, and its slices.
         unique, unique_chunks: the unique part of blocks, and its chunks.
+        unique_alone: the unique part in steps that have no other, in place of ``unique``.
         rings_own: the unique part of rings.
+        rings_alone: the unique part where nothing is merged with it, in place of ``rings_own``.
     """
 
     blocks: float = 0.0
     rings: float = 0.0
+    split: float = 0.0
     causal: float = 0.0
     causal_slices: float = 0.0
     causal_cuts: float = 0.0
@@ -158,7 +163,9 @@ class AttentionRuns(NamedTuple):
     rings_read_slices: float = 0.0
     unique: float = 0.0
     unique_chunks: float = 0.0
+    unique_alone: float = 0.0
     rings_own: float = 0.0
+    rings_alone: float = 0.0
 
 
 def count_attention(sizes: GroupSizes, bucket: BatchShape) -> tuple[AttentionCounts, AttentionRuns]:
@@ -193,6 +200,7 @@ def _count_blocks(sizes: GroupSizes, bucket: BatchShape) -> tuple[AttentionCount
     rows, blocks = bucket.num_logits, bucket.num_unique_blocks
     row_heads = heads * sizes.decode_len
     chunks = -(-blocks // sizes.unique_chunk(rows))
+    is_alone = not (phase.causal or phase.shared)
     own = blocks * slots * row_heads
     tails = rows * tails_per_row(sizes.decode_len) * slots
     kv_elements = 2 * sizes.heads.num_heads * dim
@@ -205,7 +213,7 @@ def _count_blocks(sizes: GroupSizes, bucket: BatchShape) -> tuple[AttentionCount
         tail_scores=tails * row_heads,
         tail_elements=tails * kv_elements,
         block_elements=blocks * slots * kv_elements,
-    ), runs._replace(unique=1, unique_chunks=chunks)
+    ), runs._replace(unique=int(not is_alone), unique_alone=int(is_alone), unique_chunks=chunks)
 
 
 def _count_rings(
@@ -213,7 +221,7 @@ def _count_rings(
 ) -> tuple[AttentionCounts, AttentionRuns]:
     phase, query_len = bucket.phase, bucket.query_len
     num_slots = sizes.heads.kind.num_slots(sizes.block_size)
-    counts, runs = _of_tokens(sizes, query_len), AttentionRuns(rings=1)
+    counts, runs = _of_tokens(sizes, query_len), AttentionRuns(rings=1, split=int(query_len > 1))
     pairs = keys = num_partials = 0
     if phase.causal:
         pairs, keys, slices, sinks = _causal(query_len, sizes.query_slice, window)
@@ -235,7 +243,7 @@ def _count_rings(
         scores=counts.scores + scores,
         tail_scores=scores,
         tail_elements=slots * 2 * sizes.heads.num_heads * sizes.head_dim,
-    ), runs._replace(rings_own=1)
+    ), runs._replace(rings_own=int(phase.causal), rings_alone=int(not phase.causal))
 
 
 def _of_tokens(sizes: GroupSizes, query_len: int) -> AttentionCounts:
@@ -271,7 +279,7 @@ def _causal(query_len: int, query_slice: int, window: Window | None) -> tuple[in
 
 
 PUBLISHED_LAYER_LAUNCHES = 111
-"""Assumed operators of a layer in published runs: those of a plain decode of the portable kernels."""
+"""Assumed operators of a layer in published runs, as many as a decode of the portable kernels once had."""
 
 
 _MASK_BYTES_PER_SLOT = 3
@@ -285,6 +293,7 @@ class KernelWork:
     Attributes:
         is_fused: whether dense attention is one operator.
         step_launches: operators of a step outside of its layers.
+        ring_step_launches: further ones of models with rings.
         layer_launches: operators of a layer outside of its attention.
         launches: operators of each run of a part.
         bytes_of: bytes moved for each count of attention.
@@ -299,6 +308,7 @@ class KernelWork:
     bytes_of: AttentionCounts
     hidden_bytes: float
     width_bytes: float
+    ring_step_launches: float = 0.0
 
     def step_cost_launches(self, chunks: ChunkBounds, unique_blocks: int) -> Launches:
         """Return the same operators for ``graphs.StepCost``, which has blocks only.
@@ -315,7 +325,7 @@ class KernelWork:
             causal_slice=each.causal_slices,
             shared=each.shared,
             shared_chunk=each.shared_chunks,
-            unique=each.unique,
+            unique=each.unique_alone,
             unique_chunk=each.unique_chunks,
             query_slice=slices.masked_queries if self.is_fused else slices.queries,
             shared_pairs=Launches.shared_pairs if pairs is None else round(pairs / CacheConfig.block_size),
@@ -345,22 +355,27 @@ class KernelWork:
 
 PORTABLE = KernelWork(
     is_fused=False,
-    step_launches=0.0,
-    layer_launches=45.8,
+    step_launches=32.0,
+    ring_step_launches=18.0,
+    layer_launches=30.2,
     launches=AttentionRuns(
-        causal=12.2,
-        causal_slices=22.8,
-        causal_cuts=4.2,
-        band=5.6,
-        band_slices=43.9,
-        band_cuts=4.2,
-        shared=18.3,
-        shared_chunks=44.2,
-        rings_read=27.9,
-        rings_read_slices=28.0,
-        unique=47.4,
+        rings=9.5,
+        split=6.1,
+        causal=11.9,
+        causal_slices=22.3,
+        causal_cuts=3.1,
+        band=8.3,
+        band_slices=15.4,
+        band_sinks=27.9,
+        band_cuts=2.9,
+        shared=16.2,
+        shared_chunks=44.3,
+        rings_read=29.4,
+        rings_read_slices=27.3,
+        unique=44.6,
         unique_chunks=33.0,
-        rings_own=49.2,
+        unique_alone=34.3,
+        rings_own=43.5,
     ),
     bytes_of=AttentionCounts(
         pairs=18.9,
@@ -381,22 +396,27 @@ PORTABLE = KernelWork(
 
 FUSED = KernelWork(
     is_fused=True,
-    step_launches=0.0,
-    layer_launches=45.5,
+    step_launches=32.0,
+    ring_step_launches=18.0,
+    layer_launches=31.0,
     launches=AttentionRuns(
-        causal=12.3,
+        rings=6.0,
+        split=5.0,
+        causal=11.4,
         causal_slices=25.0,
         causal_cuts=3.0,
-        band=5.9,
-        band_slices=46.0,
-        band_cuts=2.8,
-        shared=16.4,
-        shared_chunks=46.9,
-        rings_read=27.8,
+        band=18.6,
+        band_slices=10.0,
+        band_sinks=36.0,
+        band_cuts=3.0,
+        shared=16.2,
+        shared_chunks=46.8,
+        rings_read=26.8,
         rings_read_slices=28.0,
-        unique=46.8,
+        unique=42.7,
         unique_chunks=35.0,
-        rings_own=48.6,
+        unique_alone=32.3,
+        rings_own=41.0,
     ),
     bytes_of=AttentionCounts(
         pairs=7.6,
