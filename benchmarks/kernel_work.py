@@ -5,9 +5,9 @@
 Prints the constants of ``hpu_duo/planning/work.py`` and how close they come to the audit. Steps of a few
 layers of several models are traced on tensors without data, which takes some minutes; nothing is measured.
 
-Decodes are one pass in these buckets, and with fused operators shared blocks are one chunk, so only the sum
-of ``unique_alone`` and ``unique_chunks``, or of ``shared`` and ``shared_chunks``, is found. The constants keep
-the operators of a chunk that fits with several of them had found.
+Decodes are one pass in these buckets, and with fused operators shared blocks are one chunk. So only the sum
+of ``unique_alone`` and ``unique_chunks``, or of ``shared`` and ``shared_chunks``, is found; the constants
+keep the operators of a chunk that fits with several of them had found.
 """
 
 from __future__ import annotations
