@@ -199,7 +199,8 @@ def finish(
     """
     if of_rows is not None:
         if not of_tokens:
-            return placed(finish_rows(of_rows, sinks_KG, q_QKGD.dtype), decode_slot)
+            total = of_rows if sinks_KG is None else sink_logits(sinks_KG, of_rows)
+            return placed(normalise(total, q_QKGD.dtype), decode_slot)
         of_tokens = [*of_tokens, select(of_rows, decode_slot)]
     total = of_tokens[0] if of_tokens else empty(q_QKGD)
     for partial in of_tokens[1:]:
@@ -207,11 +208,6 @@ def finish(
     if sinks_KG is not None:
         total = sink_logits(sinks_KG, total)
     return normalise(total, q_QKGD.dtype)
-
-
-def finish_rows(of_rows: Partial, sinks_KG: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Add sink logits to the partial of decode rows and normalise: ``[L, K, G, D]`` in ``dtype``."""
-    return normalise(of_rows if sinks_KG is None else sink_logits(sinks_KG, of_rows), dtype)
 
 
 class Softmax(str, Enum):

@@ -16,7 +16,7 @@ from kernels_ref.formats import PLAIN
 from kernels_ref.groups import GroupKind, HeadGroup
 from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators
 from kernels_ref.impl import Implementation, Kernels, kernels, looped
-from kernels_ref.partial import Partial, Scoring, Softmax, finish_rows, placed
+from kernels_ref.partial import Partial, Scoring, Softmax, normalise, placed, sink_logits
 from kernels_ref.rows import RowKind
 from kernels_ref.step import DecodeRows, PartInputs, PlanKey, Step, StepParts, StepTensors
 from kernels_ref.units import KVUnits, NewKV, UnitLayout
@@ -158,7 +158,7 @@ class RowKernels:
     ) -> torch.Tensor:
         """Add sink logits and normalise: ``[L, K, G, D]``."""
         assert of_rows is not None, "a step of decodes has the unique part"
-        return finish_rows(of_rows, sinks_KG, q_QKGD.dtype)
+        return normalise(of_rows if sinks_KG is None else sink_logits(sinks_KG, of_rows), q_QKGD.dtype)
 
     def __getattr__(self, name: str) -> Any:
         """Return a kernel of ``inner``."""
