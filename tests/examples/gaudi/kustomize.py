@@ -101,9 +101,9 @@ def _merged(base: Any, patch: Any, field: str = "") -> Any:
         patches = {one["name"]: one for one in patch}
         unknown = set(patches) - {one["name"] for one in base}
         assert not unknown or field in _MAY_GROW, f"the patch names {unknown}, which is not there"
-        merged = [_merged(one, patches.get(one["name"], {})) for one in base]
         # kustomize puts what is new first.
-        return [copy.deepcopy(one) for one in patch if one["name"] in unknown] + merged
+        added = [copy.deepcopy(one) for one in patch if one["name"] in unknown]
+        return added + [_merged(one, patches.get(one["name"], {})) for one in base]
     return copy.deepcopy(patch)
 
 
