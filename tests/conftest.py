@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+
+from hpu_duo.garbage import collector_paused, leave_out_what_is_there
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -24,13 +26,15 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
     """Leave modules and collected tests, which stay, out of the garbage collections of all tests.
 
-    They are millions of objects, and a collection that visits them takes seconds.
+    They are a million objects, and a collection that visits them takes about a second.
     """
-    gc.collect()
-    gc.freeze()
+    with collector_paused():
+        yield
+    leave_out_what_is_there()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
