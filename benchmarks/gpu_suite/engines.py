@@ -24,7 +24,7 @@ from hpu_duo.config.engine import (
     SchedulerConfig,
 )
 from hpu_duo.engine.engine import Engine
-from hpu_duo.kv.copies import CopyLists
+from hpu_duo.kv.pool import CopyLists
 from hpu_duo.modeling.attention import LAYER_ATTRIBUTE, NAME
 from hpu_duo.modeling.loading import dtype_option
 from hpu_duo.sampling import SamplingParams

@@ -16,7 +16,7 @@ from hpu_duo.generation import GenerativeModel
 from hpu_duo.not_picklable import NotPicklable
 
 if TYPE_CHECKING:
-    from hpu_duo.prefix_hold import PrefixHold
+    from hpu_duo.request import PrefixHold
 
 
 class PrefixContext(NotPicklable):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hpu_duo.generation import GenerativeModel
-    from hpu_duo.prefix_hold import PrefixHold
+    from hpu_duo.request import PrefixHold
 
 
 @dataclass(frozen=True)

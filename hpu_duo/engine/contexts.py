@@ -17,7 +17,7 @@ from hpu_duo.engine.stepper import Runner, Stepper
 from hpu_duo.kv.prefix_tree import Adoption, PrefixNode
 from hpu_duo.kv.row_state import RowState
 from hpu_duo.kv.store import UnitTensor, block_tensors
-from hpu_duo.prefix_hold import PrefixHold
+from hpu_duo.request import PrefixHold
 from hpu_duo.sampling import SamplingParams
 
 

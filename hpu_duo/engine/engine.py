@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hpu_duo.engine.drafts import Drafter
     from hpu_duo.engine.telemetry import StepListener, StepSink
     from hpu_duo.heads import HeadPattern
-    from hpu_duo.prefix_hold import PrefixHold
+    from hpu_duo.request import PrefixHold
     from hpu_duo.scheduling.ranker import Ranker
 
 

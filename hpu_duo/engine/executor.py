@@ -28,7 +28,7 @@ from hpu_duo.engine.step_input import (
     message_fields,
     most_copies,
 )
-from hpu_duo.kv.copies import copy_sizes
+from hpu_duo.kv.pool import copy_sizes
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.step_model import StepModel, run_layer
 from hpu_duo.not_picklable import NotPicklable

@@ -18,8 +18,7 @@ from hpu_duo.engine.samples import SampleState
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.stepper import Stepper
 from hpu_duo.extras import install_command
-from hpu_duo.prefix_hold import PrefixHold
-from hpu_duo.request import FinishReason, Request, TokenLimits
+from hpu_duo.request import FinishReason, PrefixHold, Request, TokenLimits
 from hpu_duo.sampling import (
     FieldError,
     SamplingParams,

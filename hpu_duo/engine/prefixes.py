@@ -14,8 +14,7 @@ from hpu_duo.engine.step_plan import StepDraft, StepPlan
 from hpu_duo.kv.allocations import KVAllocations
 from hpu_duo.kv.prefix import PrefixHit
 from hpu_duo.kv.prefix_tree import PrefixNode
-from hpu_duo.prefix_hold import PrefixHold
-from hpu_duo.request import Request, RequestStatus
+from hpu_duo.request import PrefixHold, Request, RequestStatus
 
 
 class PrefixHolding:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from graphs import BatchShape, HostInputs
 from hpu_duo.engine.batch import StepBatch, StepGeometry, fill
 from hpu_duo.engine.step_plan import StepPlan
-from hpu_duo.kv.copies import NO_COPIES, Copy, CopyLists, padded_size
+from hpu_duo.kv.pool import NO_COPIES, Copy, CopyLists, padded_size
 from hpu_duo.sampling import RowError, SamplingBatch, SamplingRow, TokenLogprobs
 
 BLOCK_COPIES = "block_copies"

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from graphs import StepLimits
 from hpu_duo.kv.allocations import KVAllocations
-from hpu_duo.kv.copies import Copy
+from hpu_duo.kv.pool import Copy
 from hpu_duo.request import NO_REGION, FinishReason, Request, RequestStatus
 from hpu_duo.scheduling import SchedulingPolicy
 

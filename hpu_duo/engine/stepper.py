@@ -26,7 +26,7 @@ from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.step_input import BuiltStep, StepBuilder, StepResult
 from hpu_duo.engine.step_plan import CommittedToken, StepPlan
 from hpu_duo.engine.telemetry import Replanning, ShapeWatch, Telemetry
-from hpu_duo.kv.copies import Copy
+from hpu_duo.kv.pool import Copy
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.not_picklable import NotPicklable

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hpu_duo.config.engine import EngineConfig
     from hpu_duo.engine.engine import Engine
     from hpu_duo.engine.outputs import Completion, RequestOutput
-    from hpu_duo.prefix_hold import PrefixHold
+    from hpu_duo.request import PrefixHold
 
 
 TokenLists: TypeAlias = Sequence[Sequence[int]]

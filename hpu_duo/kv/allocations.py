@@ -7,12 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from graphs import StepLimits
-from hpu_duo.kv.copies import BlockCopy, BlockSwap, Copy, RowCopy
-from hpu_duo.kv.pool import BlockMove, BlockPool, RowPool
+from hpu_duo.kv.pool import BlockCopy, BlockMove, BlockPool, BlockSwap, Copy, RowCopy, RowPool
 from hpu_duo.kv.prefix import PrefixCache, PrefixHit
 from hpu_duo.kv.prefix_tree import Adoption
-from hpu_duo.prefix_hold import PrefixHold
-from hpu_duo.request import NO_REGION, NO_ROW, Request
+from hpu_duo.request import NO_REGION, NO_ROW, PrefixHold, Request
 
 
 def block_moves(max_num_batched_tokens: int, block_size: int) -> int:

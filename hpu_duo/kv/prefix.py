@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from hpu_duo.kv.copies import Copy, RowCopy
-from hpu_duo.kv.pool import BlockMove, BlockPool
+from hpu_duo.kv.pool import BlockMove, BlockPool, Copy, RowCopy
 from hpu_duo.kv.prefix_tree import NO_BLOCK, Adoption, PrefixHolds, PrefixNode, PrefixTree
-from hpu_duo.prefix_hold import PrefixHold
-from hpu_duo.request import Request
+from hpu_duo.request import PrefixHold, Request
 
 
 @dataclass(frozen=True)

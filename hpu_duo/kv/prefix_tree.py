@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hpu_duo.prefix_hold import PrefixHold
+from hpu_duo.request import PrefixHold
 
 NO_BLOCK = -1
 _TOKEN_BYTES = np.dtype(np.int32).itemsize

@@ -13,8 +13,7 @@ from hpu_duo.parallel.head_exchange import (
     head_exchanges,
     summed_score_bytes,
 )
-from hpu_duo.parallel.modules import Sums, connect
-from hpu_duo.parallel.shared_scores import ScoreExchange, SharedPolicy
+from hpu_duo.parallel.modules import ScoreExchange, SharedPolicy, Sums, connect
 
 __all__ = [
     "ContextParallelBlocks",

@@ -17,8 +17,7 @@ from bias_builders import Leading, leading_visible
 from graphs import BatchShape
 from hpu_duo.device.collectives import gather_from_ranks, send_to_ranks
 from hpu_duo.parallel.config import first_head
-from hpu_duo.parallel.modules import RMSNormOverRanks, SummedOverRanks, VocabParallelEmbedding
-from hpu_duo.parallel.shared_scores import SharedPolicy
+from hpu_duo.parallel.modules import RMSNormOverRanks, SharedPolicy, SummedOverRanks, VocabParallelEmbedding
 from kernels_ref import (
     Blocks,
     Budget,

@@ -8,9 +8,15 @@ from functools import cached_property
 
 from graphs import CARD_STEP_TOKENS, BatchShape, Phase, StepCost, StepLimits
 from graphs.planner import GraphBudget
-from hpu_duo.config.device_budget import GRAPH_MEMORY_SHARE, DeviceBudget
 from hpu_duo.config.engine import ParallelConfig
-from hpu_duo.config.limits import CARD_LIMITS, HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
+from hpu_duo.config.limits import (
+    CARD_LIMITS,
+    GRAPH_MEMORY_SHARE,
+    HPU_LAYER_KINDS,
+    CacheConfig,
+    DeviceBudget,
+    SchedulerConfig,
+)
 from hpu_duo.heads import HeadPattern
 from hpu_duo.kv.allocations import block_moves
 from hpu_duo.kv.plan import LayerKV, MemoryPlan, chunk_grid, last_chunk, ring_slack, widest_row
@@ -47,7 +53,7 @@ class Serving:
         max_num_seqs: most running requests, even if more fit.
         max_num_batched_tokens: of one step; longer prompts are cut into chunks.
         device_memory_utilization: share of the devices' memory for weights, graphs and KV cache together; see
-            ``hpu_duo.config.device_budget``.
+            ``hpu_duo.config.limits``.
         graph_memory: share of that without weights, for graphs instead of the KV cache.
         enable_prefix_caching, num_prefix_snapshots: see ``CacheConfig``.
         sink, recent: tokens that streaming heads store.

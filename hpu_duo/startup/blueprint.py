@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from graphs import CaptureBackend
-from hpu_duo.config.device_budget import DeviceBudget
 from hpu_duo.config.engine import CacheConfig, EngineConfig, SchedulerConfig
+from hpu_duo.config.limits import DeviceBudget
 from hpu_duo.heads import HeadPattern
 from hpu_duo.heads.eviction import make_kv_policy
 from hpu_duo.kv.plan import LayerKV, MemoryPlan

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from graphs import CaptureBackend, GraphCache, MissPolicy, StepLimits, make_backend
 from graphs.backends import CHOSEN_LATER, chosen_name
 from graphs.backends.replay import ReplayBackend
-from hpu_duo.config.device_budget import DeviceBudget
 from hpu_duo.config.engine import EngineConfig
+from hpu_duo.config.limits import DeviceBudget
 from hpu_duo.device import DeviceRuntime, own_device, resolve_device, runtime_for
 from hpu_duo.device.ranks import Membership, WorkerRanks
 from hpu_duo.engine.executor import Executor, SpreadLogits

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hpu_duo import HPUDuoModel
-from hpu_duo.config.device_budget import DEVICE_MEMORY_UTILIZATION, DeviceBudget
 from hpu_duo.config.engine import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from hpu_duo.config.limits import DEVICE_MEMORY_UTILIZATION, DeviceBudget
 from hpu_duo.lab.audit import build_structure
 from hpu_duo.planning import GAUDI2, Deployment, Format, Serving
 from hpu_duo.planning.read_model import read_model

@@ -17,7 +17,7 @@ from hpu_duo import HPUDuoModel
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.sampling import SamplingParams
 from kernels_ref import sdpa
-from kernels_ref.sdpa.operators import write_as_operator
+from kernels_ref.sdpa import write_as_operator
 from tests.engine.tiny import MAX_LEN, PATTERN, Tiny, assert_holds_nothing
 from tests.modeling.families import VOCAB
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hpu_duo.engine.step_plan import ScheduledRow, StepPlan
-from hpu_duo.kv.copies import BlockCopy, BlockSwap, Copy, RowCopy
+from hpu_duo.kv.pool import BlockCopy, BlockSwap, Copy, RowCopy
 from hpu_duo.request import Request, TokenLimits
 from hpu_duo.sampling.params import SamplingParams
 

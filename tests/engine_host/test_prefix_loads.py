@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from hpu_duo.prefix_hold import PrefixHold
+from hpu_duo.request import PrefixHold
 from tests.engine_host.test_prefix_properties import STEMS, PrefixMachine
 
 

@@ -16,8 +16,7 @@ from hpu_duo.engine.batch import exact_shape
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.prefix_tree import PrefixNode, PrefixRoot, PrefixTree
-from hpu_duo.prefix_hold import PrefixHold
-from hpu_duo.request import FinishReason, Request
+from hpu_duo.request import FinishReason, PrefixHold, Request
 from tests.engine_host.prefix_draws import STEMS, prefix_limits
 from tests.engine_host.simulated_device import VOCAB_SIZE, SimulatedDevice, make_request, outputs_alone
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpu_duo.engine.scheduler import Scheduler
-from hpu_duo.kv.copies import RowCopy
+from hpu_duo.kv.pool import RowCopy
 from hpu_duo.request import FinishReason, RequestStatus
 from tests.engine_host.planning import LIMITS, add, planned, shares_of, stepped
 from tests.engine_host.simulated_device import EOS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hpu_duo.engine.scheduler import Scheduler
-from hpu_duo.kv.copies import BlockCopy, RowCopy
+from hpu_duo.kv.pool import BlockCopy, RowCopy
 from hpu_duo.request import Request, RequestStatus
 from tests.engine_host.planning import LIMITS, add, planned, shares_of, stepped
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from hpu_duo.kv.allocations import KVAllocations
-from hpu_duo.kv.copies import BlockCopy, RowCopy
+from hpu_duo.kv.pool import BlockCopy, RowCopy
 from hpu_duo.request import NO_ROW, Request, TokenLimits
 from hpu_duo.sampling.params import SamplingParams
 

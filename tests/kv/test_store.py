@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.kv.copies import BlockCopy, BlockSwap, Copy, CopyLists, RowCopy, copy_sizes, padded_size
 from hpu_duo.kv.plan import MemoryPlan
+from hpu_duo.kv.pool import BlockCopy, BlockSwap, Copy, CopyLists, RowCopy, copy_sizes, padded_size
 from hpu_duo.kv.store import KVStore
 from kernels_ref import Owner
 from tests.kv.layers import layer_kv

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpu_duo.device.ranks import Ranks
 from hpu_duo.heads.eviction import KV_POLICIES, make_kv_policy
-from hpu_duo.parallel import RankHeads, ScoreExchange, SharedPolicy, placed, shared_scores
+from hpu_duo.parallel import RankHeads, ScoreExchange, SharedPolicy, modules, placed
 from kernels_ref import FutureQueries, KVPolicy, SlotView
 from tests.ranks.threads import ThreadRanks
 
@@ -28,7 +28,7 @@ QUICK = settings(
 def patched(monkeypatch: pytest.MonkeyPatch) -> Patch:
     def patch(size: int) -> ThreadRanks:
         ranks = ThreadRanks(size)
-        monkeypatch.setattr(shared_scores, "sum_over_ranks", ranks.sum)
+        monkeypatch.setattr(modules, "sum_over_ranks", ranks.sum)
         return ranks
 
     return patch

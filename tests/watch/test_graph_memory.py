@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bias_builders import Window
 from graphs import BatchShape, BucketTable
 from graphs.backends.cuda import CudaBackend
-from hpu_duo.config.device_budget import DeviceBudget
+from hpu_duo.config.limits import DeviceBudget
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.startup.tables import KEPT, GraphMemory, StepSizes, plan_with_graphs
 from kernels_ref import Blocks, Rings

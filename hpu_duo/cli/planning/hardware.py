@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpu_duo.cli.options import changed, of_setting
-from hpu_duo.config.device_budget import GRAPH_MEMORY_SHARE
-from hpu_duo.config.limits import HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
+from hpu_duo.config.limits import GRAPH_MEMORY_SHARE, HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
 from hpu_duo.config.overrides import EngineOverrides
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hpu_duo.engine.engine import Engine
     from hpu_duo.engine.outputs import Completion, RequestOutput
     from hpu_duo.engine.stats import EngineStats, PrefixStats
-    from hpu_duo.prefix_hold import PrefixHold
+    from hpu_duo.request import PrefixHold
     from hpu_duo.sampling import SamplingParams
 
 

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from graphs import BatchShape, BucketTable, EagerBackend, StepLimits
-from hpu_duo.config.device_budget import DeviceBudget
 from hpu_duo.config.engine import CacheConfig, EngineConfig, ModelConfig
+from hpu_duo.config.limits import DeviceBudget
 from hpu_duo.device import resolve_device
 from hpu_duo.device.placing import replace_tensors
 from hpu_duo.engine.batch import StepGeometry
