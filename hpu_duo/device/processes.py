@@ -408,6 +408,13 @@ def member_environment(member: Member) -> dict[str, str]:
     }
 
 
+def helper_environment() -> dict[str, str]:
+    """Return the environment variables of a process of one thread with the same packages as this one."""
+    home = str(Path(__file__).parents[2])
+    paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+
+
 def become(member: Member, own: Mapping[str, str]) -> None:
     """Set the variables of a member in this process, before it acquires a device.
 

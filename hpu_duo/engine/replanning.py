@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import subprocess
 import sys
@@ -12,13 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Protocol
 
-import graphs
 from graphs import BatchShape, BucketTable, StepLimits
 from graphs.planner.replan import Exchange, Replan
 from graphs.table import ShapeReservoir
+from hpu_duo.device.processes import helper_environment
 from hpu_duo.device.ranks import RankError
 
 _log = logging.getLogger(__name__)
@@ -186,8 +184,6 @@ class _Planning:
 
     def __init__(self, table: BucketTable, limits: StepLimits, traffic: dict[BatchShape, int]) -> None:
         self._result: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        home = str(Path(graphs.__file__).parents[1])
-        paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH", "")]))
         with tempfile.TemporaryFile() as arguments:
             pickle.dump((table, limits, traffic), arguments)
             arguments.seek(0)
@@ -195,7 +191,7 @@ class _Planning:
                 [sys.executable, "-m", "graphs.planner"],
                 stdin=arguments,
                 stdout=self._result,
-                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+                env=helper_environment(),
             )
 
     def result(self) -> Replan | None:

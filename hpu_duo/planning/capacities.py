@@ -21,9 +21,9 @@ from hpu_duo.heads import HeadPattern
 from hpu_duo.kv.allocations import block_moves
 from hpu_duo.kv.plan import LayerKV, MemoryPlan, chunk_grid, last_chunk, ring_slack, widest_row
 from hpu_duo.kv.prefix import default_snapshots_within
-from hpu_duo.planning.engine_work import EngineWork, GraphMemory, WarmUp
+from hpu_duo.planning.engine_work import EngineWork, WarmUp
 from hpu_duo.planning.kept import KeptByHeads
-from hpu_duo.planning.model import Format, Hardware, ModelSize
+from hpu_duo.planning.model import Format, Hardware, ModelSize, TableMemory
 from hpu_duo.planning.retrieval_choice import (
     ChoiceCosts,
     RetrievalChoice,
@@ -339,23 +339,20 @@ class Deployment:
         rows = (num_rows + self.count_snapshots(num_rows) + 1) * one.row_bytes + one.scratch_bytes
         return max(0, (self.kv_bytes - rows) // one.block_bytes - 1)
 
-    def graph_memory(self, num_graphs: int, kept_bytes: int, fused_bytes: int) -> GraphMemory:
+    def graph_memory(self, num_graphs: int, kept_bytes: int, fused_bytes: int) -> TableMemory:
         """Compare what graphs keep with what is reserved for them.
 
         Args:
             num_graphs: their number.
             kept_bytes, fused_bytes: on one device, with the portable kernels and with fused operators.
         """
-        serving, one = self.serving, self._units
-        num = serving.num_devices
+        serving, one, num = self.serving, self._units, self.serving.num_devices
         memory, weights = num * serving.hardware.memory_bytes, self.model.weight_bytes(serving.weights)
         budget = DeviceBudget.of_own_device(memory, weights, serving.device_memory_utilization)
-        kept, fused = (
-            num * num_bytes // one.block_bytes if one.uses_blocks else 0
-            for num_bytes in (kept_bytes, fused_bytes)
-        )
+        blocks = num if one.uses_blocks else 0
+        kept, fused = (blocks * each // max(1, one.block_bytes) for each in (kept_bytes, fused_bytes))
         reserved = budget.graph_bytes(serving.graph_memory) // num
-        return GraphMemory(num_graphs, kept_bytes, kept, fused_bytes, fused, reserved)
+        return TableMemory(num_graphs, kept_bytes, kept, fused_bytes, fused, reserved)
 
     @cached_property
     def engine_work(self) -> EngineWork:

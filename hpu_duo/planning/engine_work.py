@@ -45,8 +45,6 @@ from kernels_ref.chunks import (
 from kernels_ref.loops import slices_reached
 from kernels_ref.units import SCRATCH_STORES
 
-_GIB = 1 << 30
-
 SECONDS_PER_GRAPH = (0.7, 14.0)
 """Seconds of warm-up of one graph with one kind of layer: from 49 s for 72 graphs (Llama 8B, bf16, Gaudi 2,
 documentation of vllm-gaudi) to 14 s each for 126 (vllm-gaudi, pull request 1160)."""
@@ -154,37 +152,6 @@ class WarmUp:
             compiled[1] + traced[1],
             is_bound,
         )
-
-
-class GraphMemory(NamedTuple):
-    """Memory that the graphs of a table keep on one device, if each has intermediates of its own.
-
-    Attributes:
-        num_graphs: buckets of the table.
-        kept_bytes: sum over the table, with the portable kernels.
-        kept_blocks: KV blocks that would fit there instead; 0 where no head needs any.
-        fused_bytes, fused_blocks: the same with fused operators.
-        reserved_bytes: set aside for graphs, beside the KV cache.
-    """
-
-    num_graphs: int
-    kept_bytes: int
-    kept_blocks: int
-    fused_bytes: int
-    fused_blocks: int
-    reserved_bytes: int
-
-    def describe(self) -> str:
-        """Describe it in words, with what is not reserved."""
-        reserved = self.reserved_bytes / _GIB
-        text = (
-            f"{self.num_graphs} graphs keep up to {self.kept_bytes / _GIB:.1f} GiB on each device if each "
-            f"has intermediates of its own, as much as {self.kept_blocks:,} KV blocks; with fused operators "
-            f"{self.fused_bytes / _GIB:.1f} GiB, {self.fused_blocks:,} blocks; {reserved:.1f} GiB are "
-            "reserved"
-        )
-        missing = max(self.kept_bytes, self.fused_bytes) - self.reserved_bytes
-        return f"{text}, up to {missing / _GIB:.1f} GiB too few." if missing > 0 else f"{text}."
 
 
 _SIDE_BY_SIDE = ({"causal_slices", "shared_chunks"}, {"band_slices", "rings_read_slices"})

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bias_builders import Window
 from hpu_duo.heads import CountRule, fewest_promotions
@@ -395,3 +395,34 @@ def plain_model(
         other_params=num_layers * other + hidden + table,
         max_positions=max_positions,
     )
+
+
+class TableMemory(NamedTuple):
+    """Memory that the graphs of a table keep on one device, if each has intermediates of its own.
+
+    Attributes:
+        num_graphs: buckets of the table.
+        kept_bytes: sum over the table, with the portable kernels.
+        kept_blocks: KV blocks that would fit there instead; 0 where no head needs any.
+        fused_bytes, fused_blocks: the same with fused operators.
+        reserved_bytes: set aside for graphs, beside the KV cache.
+    """
+
+    num_graphs: int
+    kept_bytes: int
+    kept_blocks: int
+    fused_bytes: int
+    fused_blocks: int
+    reserved_bytes: int
+
+    def describe(self) -> str:
+        """Describe it in words, with what is not reserved."""
+        reserved = self.reserved_bytes / _GIB
+        text = (
+            f"{self.num_graphs} graphs keep up to {self.kept_bytes / _GIB:.1f} GiB on each device if each "
+            f"has intermediates of its own, as much as {self.kept_blocks:,} KV blocks; with fused operators "
+            f"{self.fused_bytes / _GIB:.1f} GiB, {self.fused_blocks:,} blocks; {reserved:.1f} GiB are "
+            "reserved"
+        )
+        missing = max(self.kept_bytes, self.fused_bytes) - self.reserved_bytes
+        return f"{text}, up to {missing / _GIB:.1f} GiB too few." if missing > 0 else f"{text}."

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from graphs import BatchShape
     from hpu_duo.kv.plan import LayerKV
     from hpu_duo.planning import Capacity, Deployment, Format, KeptByHeads, ModelSize, Serving
-    from hpu_duo.planning.engine_work import GraphMemory
+    from hpu_duo.planning.model import TableMemory
 
 DEFAULT_SPARSITIES = [0.0, 0.5, 0.75]
 DEFAULT_KV_FORMATS = ["bf16", "fp8"]
@@ -207,7 +207,7 @@ class HardwareOptions:
             for one in self._formats()
         ]
 
-    def graph_memories(self, model: Path, size: ModelSize, serving: Serving) -> list[GraphMemory | None]:
+    def graph_memories(self, model: Path, size: ModelSize, serving: Serving) -> list[TableMemory | None]:
         """Memory of the graphs of the default table of every choice of ``compare``; None where nothing fits.
 
         Args:
@@ -217,7 +217,7 @@ class HardwareOptions:
         from hpu_duo.planning import Deployment, step_cost, step_limits
 
         longest = max(self.context or default_contexts(size.max_positions))
-        found: list[GraphMemory | None] = []
+        found: list[TableMemory | None] = []
         for share in self._shares(serving):
             for one in self._formats():
                 deployment = Deployment(size, serving, share, one, longest)
@@ -348,7 +348,7 @@ def served_graph_bytes(
 
 def graph_memory(
     model: Path, deployment: Deployment, buckets: Sequence[BatchShape], decode_len: int = 1
-) -> GraphMemory:
+) -> TableMemory:
     """Memory that the graphs of a table keep on one device, with either kernels."""
     portable, fused = (
         round(sum(map(served_graph_bytes(model, deployment, decode_len, attention), buckets)))

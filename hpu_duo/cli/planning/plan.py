@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from graphs import BatchShape
     from graphs.planner import GraphBudget, PaddingReport, Traffic
     from hpu_duo.cli.planning.setting import Setting
-    from hpu_duo.planning.engine_work import GraphMemory
+    from hpu_duo.planning.model import TableMemory
 
 _BUDGET = "Budget"
 _OUTPUT = "Output"
@@ -335,7 +335,7 @@ def _fields(
     setting: Setting,
     reports: Mapping[str, PaddingReport],
     shapes: tuple[BatchShape, ...] | None,
-    kept_memory: GraphMemory | None,
+    kept_memory: TableMemory | None,
 ) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "limits": asdict(setting.limits),
@@ -355,7 +355,7 @@ def _show(
     reports: Mapping[str, PaddingReport],
     shapes: tuple[BatchShape, ...] | None,
     is_recorded: bool,
-    kept_memory: GraphMemory | None,
+    kept_memory: TableMemory | None,
 ) -> None:
     from hpu_duo.cli.planning.setting import bucket_table, padding_table
     from hpu_duo.cli.planning.tables import print_report

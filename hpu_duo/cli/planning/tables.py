@@ -13,7 +13,7 @@ from hpu_duo.cli.terminal import show_bytes
 
 if TYPE_CHECKING:
     from hpu_duo.planning import Capacity, CapacityPoint, Hardware, ModelSize, Serving, WarmUp
-    from hpu_duo.planning.engine_work import GraphMemory
+    from hpu_duo.planning.model import TableMemory
 
 
 def hardware_table(hardware: Hardware) -> Table:
@@ -39,7 +39,7 @@ def print_report(
     found: Sequence[Capacity],
     console: Console | None = None,
     *,
-    memories: Sequence[GraphMemory | None] = (),
+    memories: Sequence[TableMemory | None] = (),
 ) -> None:
     """Print hardware, memory, requests that fit, predicted speeds, warm-up, and how certain they are.
 
@@ -115,7 +115,7 @@ def _warm_up_table(found: Sequence[Capacity]) -> Table:
     return table
 
 
-def _graph_memory_table(found: Sequence[Capacity], memories: Sequence[GraphMemory | None]) -> Table:
+def _graph_memory_table(found: Sequence[Capacity], memories: Sequence[TableMemory | None]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("streaming", "KV"):
         table.add_column(name, style="dim")
@@ -127,7 +127,7 @@ def _graph_memory_table(found: Sequence[Capacity], memories: Sequence[GraphMemor
     return table
 
 
-def _graph_memory_cells(memory: GraphMemory) -> tuple[str, ...]:
+def _graph_memory_cells(memory: TableMemory) -> tuple[str, ...]:
     return (
         str(memory.num_graphs),
         show_bytes(memory.fused_bytes),
