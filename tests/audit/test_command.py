@@ -99,11 +99,11 @@ def test_a_note_is_shown_with_its_sources_and_ends_with_zero(
         return out.index_select(0, out[:, 0, 0, 0].argsort())
 
     monkeypatch.setattr(reference, "finish", sorting)
-    result = run("--bucket", BUCKETS[0])
+    result = run("--bucket", BUCKETS[1])
     assert result.exit_code == 0, result.output
     for text in ("Findings", "note", "64-bit tensor", "moe-routing", "topk_gen.cpp", "Nothing forbidden"):
         assert text in result.stdout
-    fields = json.loads(run("--bucket", BUCKETS[0], "--json").stdout)
+    fields = json.loads(run("--bucket", BUCKETS[1], "--json").stdout)
     (note,) = fields["notes"]
     assert (note["rule"], note["severity"]) == ("WIDE_DTYPE", "note")
     assert note["operator"] == "aten.index_select.default"
@@ -120,7 +120,7 @@ def test_a_forbidden_operator_ends_with_one(run: Run, monkeypatch: pytest.Monkey
         return out + (out > 0).sum(dim=0).to(out.dtype)
 
     monkeypatch.setattr(reference, "finish", counting)
-    result = run("--bucket", BUCKETS[0])
+    result = run("--bucket", BUCKETS[1])
     assert result.exit_code == 1, result.output
     for text in ("Findings", "forbidden", "aten.sum", "test_command.py", "1 forbidden"):
         assert text in result.stdout

@@ -127,7 +127,7 @@ def test_what_graphs_keep_is_shown_however_little_is_reserved(hpu_duo: Run) -> N
 
     usual, less = memory(), memory("--graph-memory", "0.01")
     assert usual["kept_bytes"] > usual["fused_bytes"] > usual["reserved_bytes"] > less["reserved_bytes"]
-    assert less["fused_bytes"] >= usual["fused_bytes"]
+    assert less["fused_bytes"] > 0.9 * usual["fused_bytes"] > less["reserved_bytes"]
     assert usual["fused_blocks"] == usual["fused_bytes"] >> 24
     by_heads, by_context = (
         memory("--devices", "8", "--retrieval-parallel", each) for each in ("heads", "context")
