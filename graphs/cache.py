@@ -8,13 +8,22 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from graphs.shape import BatchShape
 from graphs.table import BucketTable, Miss
 
 if TYPE_CHECKING:
     from graphs.backends.base import CaptureBackend, Inputs, Outputs, Region
+
+
+@runtime_checkable
+class KeepsRegions(Protocol):
+    """A capture backend that stores the compiled regions of each bucket."""
+
+    def forget(self, shape: BatchShape) -> None:
+        """Free the regions of a bucket that is not in the table any more."""
+        ...
 
 
 class MissPolicy(Enum):
@@ -262,7 +271,7 @@ class GraphCache:
 
         Args:
             added: the new bucket.
-            dropped: a bucket of the table, whose executable is freed.
+            dropped: a bucket of the table, whose executable and regions are freed.
             fn_of, make_inputs: see ``warm_up``.
 
         Raises:
@@ -276,14 +285,20 @@ class GraphCache:
             self.warm_up(added, fn_of, make_inputs)
         except BaseException:
             self._table = before
-            self._executables.pop(added, None)
+            self._free(added)
             raise
         finally:
             self._is_sealed = is_sealed
         kept = (bucket for bucket in (*before, added) if bucket != dropped)
         self._table = self._planned = replace(before, buckets=tuple(kept))
-        self._executables.pop(dropped, None)
-        self._run_before.discard(dropped)
+        self._free(dropped)
+
+    def _free(self, bucket: BatchShape) -> None:
+        """Free the executable and the regions of a bucket that is not in the table."""
+        self._executables.pop(bucket, None)
+        self._run_before.discard(bucket)
+        if isinstance(self.backend, KeepsRegions):
+            self.backend.forget(bucket)
 
     def _run_first(self, bucket: BatchShape, fn: Callable[[Inputs], Outputs], inputs: Inputs) -> Outputs:
         """Run a bucket without an executable, and store one unless it is too long."""

@@ -191,6 +191,11 @@ class CompileBackend:
             self._regions[place] = compiled if self._guards else _Direct(private, compiled)
         return cast(Region, self._regions[place])
 
+    def forget(self, shape: BatchShape) -> None:
+        """Free the compiled regions of a bucket that has left the table."""
+        for place in [place for place in self._regions if place[0] == shape]:
+            del self._regions[place]
+
 
 class _Direct:
     """A compiled function that is called without guards from its second call on.

@@ -105,6 +105,37 @@ def test_a_miss_runs_uncaptured_at_its_exact_shape_under_the_eager_policy() -> N
     assert counters.steps == {"--u": 2}
 
 
+def test_an_exchanged_bucket_leaves_no_executable_and_no_region() -> None:
+    backend = CompileBackend("eager")
+    cache = GraphCache(backend, TABLE)
+
+    def steps(bucket: BatchShape) -> Callable[[Inputs], Any]:
+        region = cache.region(bucket, "total", total)
+        return lambda inputs: region(inputs)
+
+    for bucket in TABLE:
+        cache.warm_up(bucket, steps, make_inputs)
+    cache.seal()
+    cache.exchange(OUTSIDE, B16, steps, make_inputs)
+    assert set(cache.table) == set(cache.captured) == {B8, PREFILL, OUTSIDE}
+    assert {shape for shape, _ in backend.keys} == {B8, PREFILL, OUTSIDE}
+    assert (cache.counters.captures, cache.counters.late_captures) == (4, 0)
+    with pytest.raises(ValueError, match="expected a new bucket for one of the table"):
+        cache.exchange(B8, PREFILL, steps, make_inputs)
+
+    def fails(inputs: Inputs) -> None:
+        raise MemoryError
+
+    def failing(bucket: BatchShape) -> Callable[[Inputs], Any]:
+        cache.region(bucket, "total", total)
+        return fails
+
+    with pytest.raises(MemoryError):
+        cache.exchange(B16, B8, failing, make_inputs)
+    assert set(cache.table) == set(cache.captured) == {B8, PREFILL, OUTSIDE}
+    assert {shape for shape, _ in backend.keys} == {B8, PREFILL, OUTSIDE}
+
+
 def test_regions_of_buckets_go_to_the_backend_and_those_of_eager_runs_do_not() -> None:
     cache, backend = make_cache(MissPolicy.EAGER)
     assert cache.region(B8, "layer", abs)(-3) == ("region", 3)
