@@ -154,6 +154,12 @@ class Engine(NotPicklable):
             return replanner.can_go_on
 
     @property
+    def is_planning(self) -> bool:
+        """Whether another process plans the bucket table; ``replan_idle`` takes its result."""
+        replanner = self._stepper.replanner
+        return replanner is not None and replanner.is_planning
+
+    @property
     def drafter(self) -> Drafter | None:
         """Proposes tokens that decodes verify, up to ``decode_len - 1`` in a step; None = no drafts."""
         return self._stepper.drafter

@@ -122,6 +122,11 @@ class Replanner:
         """Whether an idle engine has buckets to capture, within the budget."""
         return bool(self._waiting) and self._capture_s + self._longest_s < self._budget_s
 
+    @property
+    def is_planning(self) -> bool:
+        """Whether a plan is computed, which an idle engine takes when it is there."""
+        return self._planning is not None and not self._has_failed
+
     def advance(self, *, is_idle: bool = False) -> None:
         """Start or collect a plan, or capture one bucket, if it is time for that.
 

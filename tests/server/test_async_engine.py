@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -24,6 +25,7 @@ from hpu_duo.server.running import (
     RequestFailedError,
     SlowReaderError,
     Submission,
+    async_engine,
 )
 from hpu_duo.server.running.admission import Admission, NotServingError, QueueFullError, Stage, Timing
 from tests.engine.tiny import assert_holds_nothing, tokens_of
@@ -313,3 +315,36 @@ def test_outputs_of_samples_end_their_request_with_the_last_of_them() -> None:
     assert [one.choice for one in batch] == [5, 5, 4]
     stream.close()
     assert not aborted
+
+
+class Planning:
+    """An idle engine whose bucket table has been planned when it is looked at for the third time."""
+
+    has_unfinished = False
+
+    def __init__(self) -> None:
+        self.num_looks, self.is_taken = 0, threading.Event()
+
+    def stats(self) -> None:
+        pass
+
+    @property
+    def is_planning(self) -> bool:
+        return self.num_looks < 3
+
+    def replan_idle(self) -> bool:
+        self.num_looks += 1
+        if self.num_looks == 3:
+            self.is_taken.set()
+        return False
+
+
+def test_an_idle_engine_takes_a_planned_table_without_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "_PLAN_S", 0.001)
+    engine = Planning()
+    thread = async_engine.EngineThread(engine, None)  # type: ignore[arg-type]
+    thread.start()
+    try:
+        assert engine.is_taken.wait(60)
+    finally:
+        assert thread.stop(60)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Protocol, TypeVar
 from weakref import WeakMethod
@@ -30,6 +30,8 @@ Command = Callable[["Engine"], None]
 """A command to run between two steps; it must not raise."""
 
 _SNAPSHOT_S = 0.25
+_PLAN_S = 1.0
+"""Seconds after which an idle engine looks whether a bucket table has been planned."""
 _MOST_FAILURES = 8
 """Most successive failed steps. The engine isolates a request that makes steps fail in fewer."""
 
@@ -112,7 +114,11 @@ class EngineThread:
             while self._commands.empty() and self._engine.replan_idle():
                 pass
             self._take_snapshot()
-            self._commands.get()(self._engine)
+            try:
+                command = self._commands.get(timeout=_PLAN_S if self._engine.is_planning else None)
+            except Empty:
+                return
+            command(self._engine)
         while not self._commands.empty():
             self._commands.get()(self._engine)
 
