@@ -28,14 +28,11 @@ from hpu_duo.kv.plan import SparseKind
 from kernels_ref import Budget, ChosenBlocks
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from graphs.bucket_file import ShapeRecorder
     from hpu_duo.engine.step_input import StepInput, StepResult
     from hpu_duo.engine.step_plan import StepPlan
     from hpu_duo.kv.allocations import KVAllocations
-    from hpu_duo.kv.plan import LayerKV, MemoryPlan, SparseKind
+    from hpu_duo.kv.plan import LayerKV, MemoryPlan
     from hpu_duo.kv.store import KVStore
     from kernels_ref import HeadGroup
 
