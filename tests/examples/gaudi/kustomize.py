@@ -50,10 +50,15 @@ def _built(directory: Path, found: list[Resource]) -> list[Resource]:
     for name in text.get("components", ()):
         found = _built(_inside(directory, name), found)
     for each in text.get("patches", ()):
-        assert set(each) == {"path"}, f"{file}: {each}"
+        assert set(each) <= {"path", "target"}, f"{file}: {each}"
         patch = yaml.safe_load(_inside(directory, each["path"]).read_text(encoding="utf-8"))
         targets = [one for one in found if _key(one) == _key(patch)]
-        assert len(targets) == 1, f"{file}: {_key(patch)} is the name of {len(targets)} resources"
+        if "target" in each:  # as many as there are, none included
+            assert each["target"] == {"kind": patch["kind"], "name": patch["metadata"]["name"]}, (
+                f"{file}: {each}"
+            )
+        else:
+            assert len(targets) == 1, f"{file}: {_key(patch)} is the name of {len(targets)} resources"
         found = [_merged(one, patch) if _key(one) == _key(patch) else one for one in found]
     for image in text.get("images", ()):
         found = [_with_image(one, image) for one in found]

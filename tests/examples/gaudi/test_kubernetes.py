@@ -135,12 +135,12 @@ def test_the_settings_reach_the_pod_and_name_its_volumes(overlay: Path) -> None:
     assert all(one["metadata"]["namespace"] == "hpu-duo" for one in resources)
 
 
-def built_with(overlay: Path, name: str, directory: Path) -> list[Resource]:
-    """The resources of an overlay with one more component."""
+def built_with(overlay: Path, directory: Path, *names: str) -> list[Resource]:
+    """The resources of an overlay with more components."""
     text = yaml.safe_load((overlay / "kustomization.yaml").read_text(encoding="utf-8"))
     text["resources"] = [str((overlay / one).resolve()) for one in text["resources"]]
     text["components"] = [str((overlay / one).resolve()) for one in text["components"]]
-    text["components"].append(str(KUBERNETES / "components" / name))
+    text["components"] += [str(KUBERNETES / "components" / name) for name in names]
     (directory / "settings.env").write_text((overlay / "settings.env").read_text(encoding="utf-8"))
     (directory / "kustomization.yaml").write_text(yaml.safe_dump(text), encoding="utf-8")
     resources = build(directory)
@@ -152,7 +152,7 @@ def built_with(overlay: Path, name: str, directory: Path) -> list[Resource]:
 
 def with_component(overlay: Path, name: str, directory: Path) -> dict[str, Any]:
     """The pod of an overlay with one more component."""
-    return pod(built_with(overlay, name, directory))
+    return pod(built_with(overlay, directory, name))
 
 
 def test_a_pod_takes_the_hosts_shared_memory_only_if_asked_to(overlay: Path, tmp_path: Path) -> None:
@@ -162,9 +162,19 @@ def test_a_pod_takes_the_hosts_shared_memory_only_if_asked_to(overlay: Path, tmp
 
 def test_openshift_may_choose_the_user_and_adds_nothing(overlay: Path, tmp_path: Path) -> None:
     """By restricted-v2: no user or group of our own, no added capability, nothing of the host."""
-    spec = with_component(overlay, "openshift", tmp_path)
+    assert_confined(with_component(overlay, "openshift", tmp_path))
+
+
+@pytest.mark.parametrize("name", ["gaudi2", "gaudi3"])
+def test_openshift_may_choose_the_user_of_the_job_that_warms_up(name: str, tmp_path: Path) -> None:
+    resources = built_with(KUBERNETES / "overlays" / name, tmp_path, "shared-recipes", "openshift")
+    assert_confined(pod(resources))
+    assert_confined(only(resources, "Job")["spec"]["template"]["spec"])
+
+
+def assert_confined(spec: dict[str, Any]) -> None:
     assert set(spec["securityContext"]) == {"runAsNonRoot", "fsGroupChangePolicy", "seccompProfile"}
-    for container in (*spec["initContainers"], *spec["containers"]):
+    for container in (*spec.get("initContainers", ()), *spec["containers"]):
         assert container["securityContext"] == {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
@@ -176,7 +186,7 @@ def test_a_job_fills_the_recipe_cache_once_for_all_pods(name: str, tmp_path: Pat
     """Job and pods have the same state and recipes, on a volume that the bridge knows to be shared."""
     overlay = KUBERNETES / "overlays" / name
     first, second = pod(build(overlay))["initContainers"][0], pod(build(overlay))["containers"][0]
-    resources = built_with(overlay, "shared-recipes", tmp_path)
+    resources = built_with(overlay, tmp_path, "shared-recipes")
     spec, job = pod(resources), only(resources, "Job")["spec"]["template"]["spec"]
     (filling,), (waiting,), (server,) = job["containers"], spec["initContainers"], spec["containers"]
     # What an init container does without the component.

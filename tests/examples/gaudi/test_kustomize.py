@@ -65,13 +65,14 @@ def test_kustomize_renders_an_overlay_as_the_tests_build_it(kubectl: str, overla
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("component", ADDED)
-def test_kustomize_adds_a_component_as_the_tests_do(kubectl: str, component: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("components", [*ADDED, "shared-recipes openshift"])
+def test_kustomize_adds_components_as_the_tests_do(kubectl: str, components: str, tmp_path: Path) -> None:
     shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
     overlay = tmp_path / "kubernetes" / "overlays" / "gaudi3"
     file = overlay / "kustomization.yaml"
     text = yaml.safe_load(file.read_text(encoding="utf-8"))
-    if (added := f"../../components/{component}") not in text["components"]:
-        text["components"].append(added)
+    for component in components.split():
+        if (added := f"../../components/{component}") not in text["components"]:
+            text["components"].append(added)
     file.write_text(yaml.safe_dump(text), encoding="utf-8")
     assert comparable(rendered(kubectl, overlay)) == comparable(build(overlay))
