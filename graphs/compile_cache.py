@@ -60,7 +60,8 @@ class CompileCache:
             found = _read(file)
             if not found:
                 replace_file(file, uuid.uuid4().hex + "\n")
-                # Of two processes that create it, both take the last one's.
+                # Of two processes that create it at once, one may have an identifier that the other replaces:
+                # what it notes in a manifest is then captured again.
                 found = _read(file)
         except OSError as error:
             reason = error.strerror or str(error)
