@@ -334,19 +334,19 @@ def shared_blocks(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: Ho
     """Every query against one chunk of shared blocks after the other."""
     q_QKGD, number = q_QKGD.contiguous(), _zero(q_QKGD)
     num, has_rule = how.format.num_tensors, how.rule is not None
-    block, told = tensors[num + 2], (q_QKGD, *(tensors if has_rule else tensors[: num + 5]))
+    block, rest = tensors[num + 2], (q_QKGD, *(tensors if has_rule else tensors[: num + 5]))
     total: Sequence[torch.Tensor] = empty(q_QKGD)
     for _ in range(num_parts(len(block), how.size)):
-        *total, number = run_body(loops.shared_chunk, how, number, *total, *told)
+        *total, number = run_body(loops.shared_chunk, how, number, *total, *rest)
     return Partial(*total)
 
 
 @loop
 def shared_rings(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How) -> Partial:
     """Each slice of queries against the rings of prompts."""
-    told, number, parts = (q_QKGD.contiguous(), *tensors), _zero(q_QKGD), []
+    rest, number, parts = (q_QKGD.contiguous(), *tensors), _zero(q_QKGD), []
     for _ in range(num_parts(len(q_QKGD), how.size)):
-        *part, number = run_body(loops.rings, how, number, *told)
+        *part, number = run_body(loops.rings, how, number, *rest)
         parts.append(part)
     return _joined(parts, len(q_QKGD))
 
@@ -355,11 +355,11 @@ def shared_rings(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How
 def unique_blocks(q_NKHD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How) -> Partial:
     """Decode rows against one chunk of whole blocks after the other, merged into their partials."""
     seen, plan = tensors[:3], tensors[3:]
-    owner, told, number = plan[how.format.num_tensors], (q_NKHD.contiguous(), *plan), _zero(q_NKHD)
+    owner, rest, number = plan[how.format.num_tensors], (q_NKHD.contiguous(), *plan), _zero(q_NKHD)
     # With the strides that the body returns, so that one region serves all chunks.
     total: Sequence[torch.Tensor] = loops.in_order(seen)
     for _ in range(num_parts(len(owner), how.size)):
-        *total, number = run_body(loops.unique_chunk, how, number, *total, *told)
+        *total, number = run_body(loops.unique_chunk, how, number, *total, *rest)
     return Partial(*total)
 
 

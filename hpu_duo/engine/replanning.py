@@ -55,7 +55,7 @@ class ReplanStats:
     padding: float = 0.0
 
 
-class Capturing(Protocol):
+class ExchangesBuckets(Protocol):
     """The interface of a ``Runner`` that captures exchanged buckets."""
 
     @property
@@ -89,7 +89,7 @@ class Replanner:
 
     def __init__(
         self,
-        runner: Capturing,
+        runner: ExchangesBuckets,
         limits: StepLimits,
         sample: ShapeReservoir,
         budget_s: float,
