@@ -52,6 +52,13 @@ def test_show_counts_the_steps_of_each_bucket(hpu_duo: Run, table: Path, recordi
     assert "10 recorded steps, 3 without a bucket; padding " in shown
 
 
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_block_without_tokens_is_refused(hpu_duo: Run, table: Path, size: int) -> None:
+    refused = hpu_duo("table", "show", table, "--block-size", size)
+    assert refused.exit_code == 2
+    assert "greater than or equal to 1" in " ".join(refused.stderr.split())
+
+
 def test_diff_and_merge(hpu_duo: Run, table: Path, recording: Path, tmp_path: Path) -> None:
     other, out = tmp_path / "other.txt", tmp_path / "merged.txt"
     longer = BatchShape.parse("c--/q128/s0/u0/l1")

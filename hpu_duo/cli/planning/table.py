@@ -31,7 +31,9 @@ _Recording = Annotated[
         show_default="no steps are counted",
     ),
 ]
-_BlockSize = Annotated[int, typer.Option(help="Tokens of a block, by which buckets and padding are ranked.")]
+_BlockSize = Annotated[
+    int, typer.Option(min=1, help="Tokens of a block, by which buckets and padding are ranked.")
+]
 _Out = Annotated[Path, typer.Option(metavar="FILE", help="File to write.")]
 
 
