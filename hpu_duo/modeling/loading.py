@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.pytorch_utils import Conv1D
 
 from hpu_duo.config.engine import SETTINGS, EngineConfig, nearest
 from hpu_duo.config.overrides import EngineOverrides, LoadOverrides
@@ -175,11 +176,19 @@ def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.
             quantised ones are not what the configuration says of them, or the architecture does not use
             transformers' attention interface.
     """
+    tensors = stored_tensors(path, dtype)
     if quantisation_of(path) is None:
         model = _loaded(path, config, dtype, AutoModelForCausalLM, path, **NO_REMOTE_CODE)
     else:
-        model = load_state(path, config, dtype, stored_tensors(path, dtype))
+        model = load_state(path, config, dtype, tensors, _refuse_transposed)
     return model.to(device)  # type: ignore[arg-type]
+
+
+def _refuse_transposed(model: PreTrainedModel) -> None:
+    """Raise ValueError for layers whose weights are ``[K, N]``: a square one would be read the wrong way."""
+    for name, module in model.named_modules():
+        if isinstance(module, Conv1D):
+            raise ValueError(f"expected linear layers with quantised weights, got Conv1D {name}")
 
 
 class Readable(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from hpu_duo.modeling.loading import load_model, read_config
 from hpu_duo.modeling.quantised.checkpoint import dequantised, stored_tensors
 from hpu_duo.modeling.quantised.config import find_quantisation
+from hpu_duo.modeling.quantised.format import Header
 from tests.modeling.families import make_config, save_random
 from tests.quantised.writers import KINDS, Tensors, headers_of, mxfp4, set_config, write_twins
 
@@ -61,6 +63,10 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
     ),
     "packed bits that straddle": ("packed", _weights(num_bits=3), r"num_bits to be 2, 4, 8 .*, got 3"),
     "marlin": ("gptq", _set("checkpoint_format", "marlin"), "checkpoint_format to be gptq or gptq_v2"),
+    "another name of the layout": ("gptq", _set("format", "marlin"), "format to be gptq .*, got 'marlin'"),
+    "two layouts": ("gptq 2", _set("format", "gptq"), "format to be gptq_v2 in the .*, got 'gptq'"),
+    "gemv by its other name": ("awq", _set("format", "gemv"), "format to be gemm .*, got 'gemv'"),
+    "order of inputs": ("packed", _weights(actorder="random"), "actorder to be .*, got 'random'"),
     "layers of their own": ("gptq", _set("dynamic", {"+:x": {}}), "dynamic to be absent"),
     "no group size": ("gptq", _set("group_size", 0), "group_size to be at least 1, or -1"),
     "gemv": ("awq", _set("version", "gemv"), "version to be gemm .*, got 'gemv'"),
@@ -181,6 +187,36 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
     "zeros of no version": ("gptq", _set("sym", True), "qzeros to be 7 or 8, since sym is true"),
     "zeros of a symmetric one": ("packed zeros", _weights(symmetric=True), "to be 0 in a symmetric encoding"),
     "int8 zeros": ("int8 zeros", _weights(symmetric=True), "to be 0 in a symmetric encoding"),
+    "no packed index": (
+        "packed mixed",
+        _drop("weight_g_idx"),
+        "weight_packed with q_proj.weight_g_idx beside it, .*, got none",
+    ),
+    "an index that was never used": (
+        "packed mixed",
+        _put("weight_g_idx", torch.full((48,), -1, dtype=torch.int32)),
+        "groups from 0 to 2, got -1 to -1",
+    ),
+    "an index of one group": (
+        "gptq mixed",
+        _put("g_idx", torch.zeros(48, dtype=torch.int32)),
+        "g_idx with 16 inputs in each group, got 0 to 48",
+    ),
+    "scales of an activation": (
+        "awq",
+        _put("act.scales", torch.ones(48)),
+        r"act.scales to be of awq, .*, got what gptq or awq writes \(F32",
+    ),
+    "a plain weight in whole numbers": (
+        "gptq",
+        _put("norm.weight", torch.ones(48, dtype=torch.int32)),
+        r"norm.weight to be of gptq, .*, got a quantised weight \(I32 \[48\]\)",
+    ),
+    "not finite": (
+        "gptq",
+        lambda config, tensors: tensors["scales"].fill_(torch.nan),
+        "scales of finite numbers, got infinity or NaN",
+    ),
     "no shape": (
         "packed",
         _put("weight_shape", torch.tensor([0, 48])),
@@ -245,12 +281,53 @@ def test_weights_of_another_shape_than_the_model_s_are_refused(quantised: Path) 
         load(quantised)
 
 
+def test_layers_with_transposed_weights_are_refused(tmp_path: Path) -> None:
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "vocab_size": 96}
+    save_random(make_config("GPT2Config", **sizes), tmp_path / "plain")
+    square = write_twins(tmp_path / "plain", tmp_path / "q", KINDS["gptq"], names=r".*attn\.c_proj\.weight")
+    with pytest.raises(ValueError, match=r"expected linear layers .*, got Conv1D .*c_attn"):
+        load(square)
+
+
 def test_a_layer_that_is_missing_is_named(quantised: Path) -> None:
     stored = load_file(quantised / "model.safetensors")
     left = {name: tensor for name, tensor in stored.items() if "mlp.up_proj" not in name}
     save_file(left, quantised / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"expected model.layers.0.mlp.up_proj.weight, got none"):
         load(quantised)
+
+
+@pytest.mark.parametrize("kind", ["fp8 tensor", "int8"])
+def test_codes_of_which_no_configuration_says_anything_are_refused(kind: str, quantised: Path) -> None:
+    other = write_twins(quantised.parent / "plain", quantised.parent / kind, KINDS[kind])
+    set_config(other, None)
+    message = r"^expected model\.layers\.0.*_proj\.weight to be plain, since no .*, got (F8|I8)"
+    with pytest.raises(ValueError, match=message):
+        load(other)
+    with pytest.raises(ValueError, match=message):
+        stored_tensors(other, torch.float32)
+
+
+def test_a_tensor_in_two_files_is_refused_and_files_that_the_index_does_not_name_are_not_read(
+    quantised: Path,
+) -> None:
+    expected = stored_tensors(quantised, torch.float32)
+    stored = quantised / "model.safetensors"
+    shutil.copy(stored, quantised / "old.safetensors")
+    assert stored_tensors(quantised, torch.float32).keys() == expected.keys()
+    stored.rename(quantised / "new.safetensors")
+    with pytest.raises(ValueError, match=r"to be in one file, got another in .*new\.safetensors in .*old\."):
+        stored_tensors(quantised, torch.float32)
+    index = quantised / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(expected, "new.safetensors")}))
+    found = stored_tensors(quantised, torch.float32).values()
+    assert {each.file.name for each in found if isinstance(each, Header)} == {"new.safetensors"}
+    index.write_text(json.dumps({"weight_map": {"x": "none.safetensors"}}))
+    with pytest.raises(ValueError, match=r"expected to read .*none\.safetensors, got: "):
+        stored_tensors(quantised, torch.float32)
+    index.write_text("[]")
+    with pytest.raises(ValueError, match=r"expected a weight_map of names of files in .*index\.json, got: "):
+        stored_tensors(quantised, torch.float32)
 
 
 def test_a_truncated_file_is_refused(quantised: Path) -> None:

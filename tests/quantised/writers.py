@@ -251,6 +251,7 @@ KINDS: dict[str, Kind] = {
     ),
     "gptq": Kind(_GPTQ, gptq()),
     "gptq 2": Kind({**_GPTQ, "checkpoint_format": "gptq_v2"}, gptq(version=2)),
+    "gptq 2, by a newer name": Kind({**_GPTQ, "format": "gptq_v2"}, gptq(version=2)),
     "gptq 8 bits": Kind({**_GPTQ, "bits": 8}, gptq(8)),
     "gptq mixed": Kind({**_GPTQ, "desc_act": True}, gptq(is_mixed=True)),
     "gptq symmetric": Kind({**_GPTQ, "sym": True}, gptq(is_symmetric=True)),
@@ -325,8 +326,8 @@ def write_twins(plain: Path, quantised: Path, kind: Kind, *, names: str = LINEAR
     return quantised
 
 
-def set_config(directory: Path, quantization_config: dict[str, Any]) -> None:
-    """Set the field of a config.json."""
+def set_config(directory: Path, quantization_config: dict[str, Any] | None) -> None:
+    """Set the field of a config.json; None is the same as no field."""
     file = directory / "config.json"
     fields = {**json.loads(file.read_text()), "quantization_config": quantization_config}
     file.write_text(json.dumps(fields))

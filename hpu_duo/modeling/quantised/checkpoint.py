@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hpu_duo.modeling.quantised.config import Quantisation, find_quantisation
-from hpu_duo.modeling.quantised.format import Header, LinearFormat
+from hpu_duo.modeling.quantised.format import FLOATS, Header, LinearFormat
 from hpu_duo.modeling.quantised.int4 import AWQInt, GPTQInt
 
 _UNUSED = (
@@ -42,6 +42,7 @@ _WRITERS = {
     "codebooks": "aqlm",
     "bitmask": "compressed-tensors of sparse weights",
     "qzeros": "gptq or awq",
+    "scales": "gptq or awq",
     "weight_zero_point": "compressed-tensors",
     "weight_scale_inv": "fp8",
     "weight_scale": "compressed-tensors, fp8 or modelopt",
@@ -51,8 +52,11 @@ _WRITERS = {
 }
 """Ends of tensors of quantised weights, and who writes them."""
 
-_CODES = ("I8", "F8_E4M3", "F8_E5M2", "U8")
-"""Data types that a plain ``weight`` never has, the last one only by that name."""
+_CODES = ("I8", "F8_E4M3", "F8_E5M2")
+"""Data types that no plain tensor has."""
+
+_PLAIN = ("F64", *FLOATS)
+"""Data types of a plain ``weight``."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,9 @@ class DequantisedTensor:
     def source(self) -> torch.Tensor:
         """Return the whole weight."""
         tensors = {end: header.read() for end, header in self.headers.items()}
+        for end, header in self.headers.items():
+            if header.dtype in FLOATS and not tensors[end].isfinite().all():
+                raise header.refused("of finite numbers", "infinity or NaN")
         return self.format.dequantised(tensors, self.headers, self.dtype)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -126,24 +133,59 @@ def stored_tensors(path: str | Path, dtype: torch.dtype) -> dict[str, StoredTens
         dtype: of weights that are dequantised.
 
     Raises:
-        ValueError: a file is damaged, or its tensors are not what the configuration says of their encoding.
+        ValueError: a file is damaged, or its tensors are not what the configuration says of their encoding,
+            or are codes of which it says nothing.
     """
     headers = _headers(Path(path))
     found = quantisation_of(path)
-    return dict(headers) if found is None else dequantised(headers, found, dtype)
+    if found is not None:
+        return dequantised(headers, found, dtype)
+    for header in headers.values():
+        if _is_code(header):
+            raise header.refused(
+                f"to be plain, since no quantization_config in {Path(path) / 'config.json'} and no file "
+                "beside it says how it is quantised",
+                f"{header.dtype} {list(header.shape)}",
+            )
+    return dict(headers)
 
 
 def _headers(path: Path) -> dict[str, Header]:
-    headers = {}
-    for file in sorted(path.glob("*.safetensors")):
+    headers: dict[str, Header] = {}
+    for file in _files(path):
         try:
             tensors = safe_open(file, framework="pt")
             for name in list(tensors.keys()):
                 part = tensors.get_slice(name)
-                headers[name] = Header(name, file, part.get_dtype(), tuple(part.get_shape()), tensors)
+                header = Header(name, file, part.get_dtype(), tuple(part.get_shape()), tensors)
+                if name in headers:
+                    raise header.refused("to be in one file", f"another in {headers[name].file}")
+                headers[name] = header
         except SafetensorError as error:
             raise ValueError(f"expected whole *.safetensors files in {path}, got: {error}") from error
+        except OSError as error:
+            raise ValueError(f"expected to read {file}, got: {error}") from error
     return headers
+
+
+def _files(path: Path) -> list[Path]:
+    """The files that transformers reads; all, where it would find none."""
+    whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if not index.is_file():
+        return sorted(path.glob("*.safetensors"))
+    try:
+        names = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        return [path / name for name in sorted(names)]
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"expected a weight_map of names of files in {index}, got: {error}") from error
+
+
+def _is_code(header: Header) -> bool:
+    """Whether a tensor cannot be a plain one."""
+    is_weight = _end_of(header.name, ("weight",)) is not None
+    return header.dtype in _CODES or (is_weight and header.dtype not in _PLAIN)
 
 
 def dequantised(
@@ -163,7 +205,7 @@ def dequantised(
     left, state = dict(headers), dict[str, StoredTensor]()
     for name, header in headers.items():
         end = _end_of(name, ends)
-        if end is None or (end == "weight" and header.dtype not in _CODES):
+        if end is None or (end == "weight" and header.dtype in _PLAIN):
             continue
         layer = _without(name, end)
         encoding = _encoding(found, layer, header, end)
@@ -251,8 +293,7 @@ def _other(encoding: LinearFormat) -> LinearFormat | None:
 def _check_rest(left: Mapping[str, Header], found: Quantisation, wanted: str) -> None:
     for name, header in left.items():
         end = _end_of(name, _WRITERS)
-        is_code = header.dtype in _CODES and (header.dtype != "U8" or name.endswith(".weight"))
-        if end is None and not is_code:
+        if end is None and not _is_code(header):
             continue
         writer = "a quantised weight" if end is None else f"what {_WRITERS[end]} writes"
         raise header.refused(

@@ -251,7 +251,9 @@ def _block(fields: _Fields, name: str) -> tuple[int, int] | None:
 
 
 def _read_gptq(fields: _Fields) -> Quantisation:
-    layout = fields.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    # One field has had two names; files may have both.
+    layout = fields.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq", "format")
+    fields.one_of("format", (layout,), layout)
     fields.one_of("is_marlin_format", (False,), False)
     if fields.get("dynamic"):
         raise fields.refused("dynamic", "absent: layers have one encoding", fields.get("dynamic"))
@@ -276,6 +278,7 @@ def _read_awq(fields: _Fields) -> Quantisation:
     version = fields.get("version")
     if str(version or "gemm").lower() != "gemm":
         raise fields.refused("version", "gemm", version)
+    fields.one_of("format", ("gemm",), "gemm")
     fields.one_of("bits", (4,), None, "w_bit")
     fields.one_of("zero_point", (True,), True)
     return _alone(fields, "awq", AWQInt(fields.size("group_size", "q_group_size")), "modules_to_not_convert")
@@ -318,7 +321,9 @@ def _compressed_group(fields: _Fields, group: _Fields) -> Group:
     if kind == "pack-quantized":
         weights.one_of("strategy", ("group", "channel"))
         size = weights.size("group_size") if strategy == "group" else None
-        return Group(targets, PackedInt(_bits(weights, "num_bits"), size, is_symmetric))
+        order = weights.one_of("actorder", (*_SORTED, *_MIXED), False)
+        is_sorted = strategy != "group" or order in _SORTED
+        return Group(targets, PackedInt(_bits(weights, "num_bits"), size, is_symmetric, is_sorted))
     weights.one_of("num_bits", (8,))
     if number == "int":
         return Group(targets, Int8(weights.one_of("strategy", ("tensor", "channel")), is_symmetric))
@@ -331,6 +336,9 @@ def _compressed_group(fields: _Fields, group: _Fields) -> Group:
         raise weights.refused("block_structure", "two sizes, since strategy is block", None)
     return Group(targets, Fp8(None, block))
 
+
+_SORTED, _MIXED = (False, "weight", "static"), (True, "group", "dynamic")
+"""Values of actorder: inputs of a group are neighbours, or an index has the group of each."""
 
 _COMPRESSED: dict[str, tuple[str, ...]] = {
     "pack-quantized": ("int",),

@@ -93,10 +93,15 @@ def num_groups(codes: Header, num_inputs: int, group: int | None) -> int:
 
 
 def checked_groups(index: torch.Tensor, header: Header, count: int) -> torch.Tensor:
-    """Return the group of each input; ValueError where there is no such group."""
+    """Return the group of each input; ValueError for no such group, or groups of several sizes."""
     least, most = int(index.min()), int(index.max())
     if least < 0 or most >= count:
         raise header.refused(f"with groups from 0 to {count - 1}", f"{least} to {most}")
+    sizes = index.bincount(minlength=count)
+    if bool((sizes != len(index) // count).any()):
+        raise header.refused(
+            f"with {len(index) // count} inputs in each group", f"{int(sizes.min())} to {int(sizes.max())}"
+        )
     return index.long()
 
 
@@ -114,11 +119,13 @@ class PackedInt:
         bits: of a code.
         group: inputs of a group; None = all.
         is_symmetric: whether the middle code is 0, without zero points.
+        is_sorted: whether inputs of a group are neighbours, unless there is an index.
     """
 
     bits: int
     group: int | None
     is_symmetric: bool = True
+    is_sorted: bool = True
 
     name = "packed int"
 
@@ -131,7 +138,7 @@ class PackedInt:
                 "weight_scale": True,
                 "weight_shape": True,
                 "weight_zero_point": not self.is_symmetric,
-                "weight_g_idx": False,
+                "weight_g_idx": not self.is_sorted,
             }
         )
 
@@ -168,7 +175,7 @@ class PackedInt:
         scales, index = tensors["weight_scale"], tensors.get("weight_g_idx")
         group_of = None
         # -1 everywhere is an index that was never used.
-        if index is not None and int(index.max()) >= 0:
+        if index is not None and (not self.is_sorted or int(index.max()) >= 0):
             group_of = checked_groups(index, headers["weight_g_idx"], scales.shape[1])
         return dequantise(codes, scales, self._zeros(tensors, headers, num_outputs), group_of, dtype)
 
