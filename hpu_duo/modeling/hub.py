@@ -143,8 +143,14 @@ _SLICE_BYTES = 4096
 
 
 def model_fingerprint(directory: Path) -> str:
-    """Return a digest of config.json, and of sizes and evenly spread slices of the weights."""
+    """Return a digest of config.json, and of sizes and evenly spread slices of the weights.
+
+    Files of producers of quantised weights count, too: codes are other weights by other ones.
+    """
     digest = hashlib.sha256((directory / "config.json").read_bytes())
+    for name in BESIDE:
+        if (directory / name).is_file():
+            digest.update((directory / name).read_bytes())
     for path in sorted(directory.glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from hpu_duo import HPUDuoModel
 from hpu_duo.config.engine import SETTINGS
+from hpu_duo.modeling.hub import model_fingerprint
 from hpu_duo.modeling.loading import load_model, read_config
 from hpu_duo.modeling.quantised.config import METHODS
 from tests.engine.tiny import PATTERN
@@ -180,6 +181,16 @@ def test_a_file_of_the_producer_takes_the_place_of_the_field(beside: str, name: 
     given = {"quantization": given, "producer": {"name": "modelopt"}} if name == "modelopt" else given
     (quantised / beside).write_text(json.dumps(given))
     assert_same_weights(plain, quantised)
+
+
+def test_the_fingerprint_of_a_model_has_the_file_of_the_producer(tmp_path: Path) -> None:
+    _, quantised = twins(tmp_path, "LlamaConfig", KINDS["gptq"])
+    without = model_fingerprint(quantised)
+    found = {without}
+    for layout in ("gptq", "gptq_v2"):
+        (quantised / "quantize_config.json").write_text(json.dumps({"checkpoint_format": layout}))
+        found.add(model_fingerprint(quantised))
+    assert len(found) == 3
 
 
 def test_a_named_producer_has_to_be_that_of_the_checkpoint(tmp_path: Path) -> None:
