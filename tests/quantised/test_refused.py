@@ -207,6 +207,16 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
         _put("act.scales", torch.ones(48)),
         r"act.scales to be of awq, .*, got what gptq or awq writes \(F32",
     ),
+    "factors of inputs": (
+        "modelopt",
+        _put("pre_quant_scale", torch.ones(48)),
+        "pre_quant_scale to be absent, got it beside the quantised weight of q_proj in model",
+    ),
+    "an adapter within": (
+        "gptq",
+        _put("lora_A.weight", torch.ones(8, 48)),
+        "lora_A.weight to be absent, got it beside the quantised weight of q_proj in model",
+    ),
     "a plain weight in whole numbers": (
         "gptq",
         _put("norm.weight", torch.ones(48, dtype=torch.int32)),

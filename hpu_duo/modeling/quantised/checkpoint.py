@@ -217,6 +217,7 @@ def dequantised(
         state[weight] = DequantisedTensor(encoding, parts, shape, dtype)
     wanted = " or ".join(f"*{_joined('', end)}" for end in sorted(ends))
     _check_rest(left, found, wanted)
+    _check_beside(left, state)
     if not state:
         raise ValueError(
             f"expected tensors of {found.method} such as {wanted}, as the {found.where} says, got none in "
@@ -288,6 +289,18 @@ def _other(encoding: LinearFormat) -> LinearFormat | None:
         case AWQInt():
             return GPTQInt(4, encoding.group, is_symmetric=False, is_sorted=True, is_less_one=True)
     return None
+
+
+def _check_beside(left: Mapping[str, Header], state: Mapping[str, StoredTensor]) -> None:
+    """Refuse what a layer with a quantised weight has besides: its outputs might depend on it."""
+    for name, header in left.items():
+        parts = name.split(".")
+        if parts[-1] == "bias" or _end_of(name, _UNUSED) is not None:
+            continue
+        for end in range(1, len(parts)):
+            layer = ".".join(parts[:end])
+            if f"{layer}.weight" in state:
+                raise header.refused("to be absent", f"it beside the quantised weight of {layer}")
 
 
 def _check_rest(left: Mapping[str, Header], found: Quantisation, wanted: str) -> None:
