@@ -33,7 +33,6 @@ READS_ENVIRONMENT = (
     "hpu_duo.device.ranks",
     "hpu_duo.device.loopback",
     "hpu_duo.device.processes",
-    "graphs.backends.hpu",
     "kernels_ref.x86.library",
     "hpu_duo.lab.selftest.machine",
 )
