@@ -12,7 +12,7 @@ TRANSFORMERS_INTERNALS = "hpu_duo.modeling.transformers_internals"
 NOT_TRANSFORMERS = {"_replace", "_fingerprint", "_hpu_duo_kv_order", "_bias"}
 """Of named tuples, of our own files and modules, and the end of a public name."""
 
-SPAWNS = ("hpu_duo.device.processes", "hpu_duo.startup.ranks")
+SPAWNS = ("hpu_duo.device.processes", "hpu_duo.startup.ranks", "hpu_duo.startup.warm_up_jobs")
 """Modules whose processes are spawned, with arguments that are pickled by the process that starts them. Ray
 pickles too, see docs/security.md."""
 RUNS_CODE_WHEN_READ = {"pickle", "marshal", "shelve", "cloudpickle", "dill", "joblib"}

@@ -1,4 +1,4 @@
-"""A process that plans another table: reads a pickled table, limits and traffic, and writes a ``Replan``.
+"""A process that plans another table: reads a ``ReplanTask`` and writes a ``Replan``, as JSON.
 
     python -m graphs.planner < ARGUMENTS > RESULT
 
@@ -8,10 +8,9 @@ It is started by an engine, whose threads would wait for a search in the same pr
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 
-from graphs.planner.replan import replan
+from graphs.planner.replan import ReplanTask, replan
 
 _NICENESS = 10
 
@@ -19,8 +18,8 @@ _NICENESS = 10
 def main() -> None:
     """Plan, at a lower priority than the engine's."""
     os.nice(_NICENESS)
-    table, limits, traffic = pickle.load(sys.stdin.buffer)
-    pickle.dump(replan(table, limits, traffic), sys.stdout.buffer)
+    task = ReplanTask.from_json(sys.stdin.read())
+    print(replan(task.table, task.limits, task.traffic).to_json())
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ _RECIPES = "PT_HPU_RECIPE_CACHE_CONFIG"
 _RECIPES_FORM = "'directory,delete,megabytes' or 'directory,false,0,true' of a shared volume"
 _MOST_RECIPE_MB = 16384
 """Size for the recipes of some hundred graphs; public serving scripts use 8 to 40 GB."""
-_CARDS = Path("/sys/class/accel")
 
 
 def prepare_environment(lazy: bool | None = None) -> Mapping[str, str]:
@@ -127,14 +126,17 @@ def card_environment(local_rank: int, num_processes: int) -> Mapping[str, str]:
     return {**values, _MODULE: modules[local_rank].strip()}
 
 
-def card_type() -> str:
+def card_type(devices: Path = Path("/sys/class/accel")) -> str:
     """Return the driver's name of the first card, such as "GAUDI3"; "" where it has none.
 
     The vendor's packages have to acquire a card to say it, which a process that starts ranks must not.
 
+    Args:
+        devices: the kernel's directory of accelerators.
+
     Source: Linux, ``Documentation/ABI/testing/sysfs-driver-habanalabs``, ``device_type``.
     """
-    for file in sorted(_CARDS.glob("accel*/device/device_type")):
+    for file in sorted(devices.glob("accel*/device/device_type")):
         return file.read_text(encoding="utf-8").strip()
     return ""
 

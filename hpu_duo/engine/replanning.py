@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import IO, Protocol
 
 from graphs import BatchShape, BucketTable, StepLimits
-from graphs.planner.replan import Exchange, Replan
+from graphs.planner.replan import Exchange, Replan, ReplanTask
 from graphs.table import ShapeReservoir
 from hpu_duo.device.processes import helper_environment
 from hpu_duo.device.ranks import RankError
@@ -190,7 +189,7 @@ class _Planning:
     def __init__(self, table: BucketTable, limits: StepLimits, traffic: dict[BatchShape, int]) -> None:
         self._result: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         with tempfile.TemporaryFile() as arguments:
-            pickle.dump((table, limits, traffic), arguments)
+            arguments.write(ReplanTask(table, limits, traffic).to_json().encode())
             arguments.seek(0)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "graphs.planner"],
@@ -212,5 +211,4 @@ class _Planning:
             if status:
                 raise RuntimeError(f"the process that plans has ended with status {status}")
             self._result.seek(0)
-            found: Replan = pickle.load(self._result)
-            return found
+            return Replan.from_json(self._result.read().decode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from hpu_duo.llm import HPUDuoModel
 from hpu_duo.planning import GAUDI3, Deployment, Format, Serving
 from hpu_duo.planning.read_model import read_model
 from hpu_duo.planning.retrieval_choice import SharedHeads, choose_retrieval
+from hpu_duo.startup import sharding
 from hpu_duo.startup.sharding import settle
 from tests.modeling.families import Zoo, make_config
 from tests.vendor import importable
@@ -176,7 +178,8 @@ def test_on_a_gaudi_the_choice_acquires_no_card_and_keeps_the_mode_of_the_graphs
     """The stand-in knows no name of a device, which the vendor's package would acquire a card for."""
     (tmp_path / "accel0" / "device").mkdir(parents=True)
     (tmp_path / "accel0" / "device" / "device_type").write_text("GAUDI2\n", encoding="utf-8")
-    monkeypatch.setattr(habana_environment, "_CARDS", tmp_path)
+    assert habana_environment.card_type(tmp_path) == "GAUDI2"
+    monkeypatch.setattr(sharding, "card_type", partial(habana_environment.card_type, tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = EngineConfig(
         model=ModelConfig(path=path, device=device),

@@ -339,10 +339,9 @@ class Planning:
         return False
 
 
-def test_an_idle_engine_takes_a_planned_table_without_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_engine, "_PLAN_S", 0.001)
+def test_an_idle_engine_takes_a_planned_table_without_a_request() -> None:
     engine = Planning()
-    thread = async_engine.EngineThread(engine, None)  # type: ignore[arg-type]
+    thread = async_engine.EngineThread(engine, None, plan_s=0.001)  # type: ignore[arg-type]
     thread.start()
     try:
         assert engine.is_taken.wait(60)

@@ -31,6 +31,10 @@ OMITTED = {
     "hpuduo:request_prefill_time_seconds": "time to first token less the queue, which both have panels",
     "hpuduo:request_inference_time_seconds": "end to end less the queue, which both have panels",
     **dict.fromkeys(
+        [f"hpuduo:replan_{name}" for name in ("captures", "capture_seconds", "padding_before", "padding")],
+        "of servers with --replan only; the padding of all steps has a panel",
+    ),
+    **dict.fromkeys(
         [
             f"hpuduo:rank_{name}"
             for name in (

@@ -30,8 +30,6 @@ Command = Callable[["Engine"], None]
 """A command to run between two steps; it must not raise."""
 
 _SNAPSHOT_S = 0.25
-_PLAN_S = 1.0
-"""Seconds after which an idle engine looks whether a bucket table has been planned."""
 _MOST_FAILURES = 8
 """Most successive failed steps. The engine isolates a request that makes steps fail in fewer."""
 
@@ -55,14 +53,15 @@ class EngineThread:
     Args:
         engine: only this thread steps it; other threads may call its other methods.
         listener: notified of steps and errors.
+        plan_s: seconds after which an idle engine looks whether a bucket table has been planned.
 
     Attributes:
         snapshot: statistics, at most a quarter of a second old while steps are short.
         step_began: when the running step began, by ``time.perf_counter``; None between steps.
     """
 
-    def __init__(self, engine: Engine, listener: Listener) -> None:
-        self._engine, self._listener = engine, listener
+    def __init__(self, engine: Engine, listener: Listener, plan_s: float = 1.0) -> None:
+        self._engine, self._listener, self._plan_s = engine, listener, plan_s
         self.snapshot: EngineStats = engine.stats()
         self.step_began: float | None = None
         self._snapshot_at = time.perf_counter()
@@ -115,7 +114,7 @@ class EngineThread:
                 pass
             self._take_snapshot()
             try:
-                command = self._commands.get(timeout=_PLAN_S if self._engine.is_planning else None)
+                command = self._commands.get(timeout=self._plan_s if self._engine.is_planning else None)
             except Empty:
                 return
             command(self._engine)
