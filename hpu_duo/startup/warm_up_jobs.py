@@ -24,6 +24,7 @@ from graphs.compile_cache import CompileCache
 from graphs.manifest import Configuration, GraphRecord, Manifest
 from hpu_duo.config.engine import EngineConfig
 from hpu_duo.device import process_environments
+from hpu_duo.device.plain import decode, encode
 from hpu_duo.device.runtime import host_memory
 from hpu_duo.engine.engine import Engine
 from hpu_duo.modeling.loading import load_tokenizer
@@ -209,10 +210,10 @@ class Jobs:
         """Let a process capture one bucket after the other."""
         try:
             with connection:
-                _raise_if_failed(name, connection.recv())
+                _raise_if_failed(name, decode(connection.recv_bytes()))
                 for bucket in self._queue:
-                    connection.send(str(bucket))
-                    answer = connection.recv()
+                    connection.send_bytes(encode(bucket))
+                    answer = decode(connection.recv_bytes())
                     _raise_if_failed(f"{name}, {bucket}", answer)
                     self._note(answer)
         except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -246,13 +247,13 @@ def _work(connection: Connection, task: JobTask) -> None:
             cache = CompileCache.of(graphs.backend)
             capturing = Capturing(engine, cache, compile_only=task.compile_only)
             capturing.fill_tables(reversed(graphs.table.by_cost))
-            connection.send(None)
+            connection.send_bytes(encode(None))
             while True:
-                connection.send(capturing.capture(BatchShape.parse(connection.recv())))
+                connection.send_bytes(encode(capturing.capture(decode(connection.recv_bytes()))))
         except (EOFError, BrokenPipeError, ConnectionResetError):
             raise
         except Exception as error:
-            connection.send(f"{type(error).__name__}: {error}")
+            connection.send_bytes(encode(f"{type(error).__name__}: {error}"))
     connection.close()
     # Compilers leave threads that would be waited for.
     sys.stdout.flush()
