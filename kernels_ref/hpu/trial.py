@@ -37,6 +37,8 @@ _INVERSE_SCALES = (1.0, 128.0)
 
 _EXACT_ERROR = 1e-4
 _NARROW_ERROR = 4 * torch.finfo(torch.bfloat16).eps
+"""Of means of values up to 4: weights and results are each rounded by up to half an epsilon."""
+
 _FAST_ERROR = 0.1
 """Fast exponentials use a lookup table: the bridge names their mode after 8-bit numbers."""
 
@@ -150,8 +152,7 @@ def _try_attention(sizes: _Sizes, softmax: Softmax) -> float:
     scores = torch.einsum("qkgd,tkd->qkgt", q.double(), k.double())
     allowed = _allowed(sizes.dtype, softmax)
     errors = []
-    # Kernels may round products to the type of their operands.
-    for given in (scores, scores.to(sizes.dtype).double()):
+    for given in _roundings(scores, sizes.dtype):
         hidden = given.masked_fill(~visible[:, None, None], -math.inf)[1:]
         attn = torch.einsum("qkgt,tkd->qkgd", hidden.softmax(dim=-1), v.double())
         offset = got.max[1:].double() - hidden.logsumexp(dim=-1)
@@ -171,13 +172,15 @@ def _try_row_attention(sizes: _Sizes, softmax: Softmax) -> float:
     k, v = (sizes.random(num_rows, sizes.num_kv, num_slots, sizes.head_dim, seed=seed) for seed in (11, 12))
     seen = Leading(torch.tensor([1, 7, 16, 28, 29], dtype=torch.int32)[:, None, None])
     masks = SlotMasks.of(seen, num_slots, sizes.dtype)
-    scores = torch.matmul(q.double(), k.double().transpose(2, 3)).masked_fill(~masks.visible, -math.inf)
-    expected = torch.matmul(scores.softmax(dim=-1), v.double())
     on = sizes.device
-    k, v = (x.masked_fill(masks.unused, math.nan).to(on) for x in (k, v))
+    stored_k, stored_v = (x.masked_fill(masks.unused, math.nan).to(on) for x in (k, v))
     there = SlotMasks(*(x.to(on) for x in masks if x is not None))
-    got = attend_rows(q.to(on), k, v, there, softmax)
-    error, allowed = _largest(got.cpu().double() - expected), _allowed(sizes.dtype, softmax)
+    got = attend_rows(q.to(on), stored_k, stored_v, there, softmax).cpu().double()
+    errors = []
+    for given in _roundings(torch.matmul(q.double(), k.double().transpose(2, 3)), sizes.dtype):
+        weights = given.masked_fill(~masks.visible, -math.inf).softmax(dim=-1)
+        errors.append(_largest(got - torch.matmul(weights, v.double())))
+    error, allowed = min(errors), _allowed(sizes.dtype, softmax)
     if not error <= allowed:
         raise _Refusal(f"its results are off by {error:.2g}, expected at most {allowed:.2g}")
     return 1.0
@@ -209,6 +212,11 @@ def _try_block_softmax(sizes: _Sizes, dtype: torch.dtype) -> float:
     expected = merge_by_owner(before, scores, values, owner)
     _check(got, expected, _allowed_beside(sizes.dtype, dtype))
     return 1.0
+
+
+def _roundings(scores: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores as a kernel may have them: exact, or rounded to the type of its operands."""
+    return scores, scores.to(dtype).double()
 
 
 def _allowed(dtype: torch.dtype, softmax: Softmax) -> float:

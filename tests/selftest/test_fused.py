@@ -30,6 +30,7 @@ def test_what_passes_is_a_fact_for_each_kind_of_head(tmp_path: Path) -> None:
     for finding in findings:
         assert finding.is_ok is None
         assert finding.detail == f"passed: {ATTENTION}, {SOFTMAX}, {BLOCK_SOFTMAX}"
+        assert finding.values["row_attention"]
         is_scaled = "bfloat16, fast" in finding.name
         assert finding.values["inverse_scale"] == (128.0 if is_scaled else 1.0)
 
