@@ -156,8 +156,9 @@ FUSED = {
 """Modules that each family computes plainly: Gemma's norm adds one to its weight, Cohere turns neighbours."""
 
 
-MISSING = {"gemma2": {ATTENTION}, "mistral_sliding": {BLOCK_SOFTMAX}}
-"""Between a product and its softmax, one operator has no place for a soft cap; and rings are no blocks."""
+MISSING = {"gemma2": {ATTENTION}, "mistral_sliding": {SOFTMAX, BLOCK_SOFTMAX}}
+"""Between a product and its softmax, one operator has no place for a soft cap.
+Rings are no blocks, and in a step without prompts one operator computes their whole attention."""
 
 
 @pytest.mark.skipif(not IS_5, reason="gpt-oss has shapes that depend on the routing before 5")
