@@ -136,14 +136,15 @@ def test_one_pass_over_all_blocks_needs_what_is_planned(
     limits = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=262_144)
     structure = build_structure(replace(config, model=model, cache=cache, scheduler=limits), GAUDI3)
     sizes = StepSizes.of(structure.model.specs, model_config, BLOCK, 2)
-    launches = set()
+    launches = []
     for rows, blocks in ((1, 1024), (5, 5120), (64, 5120)):
         bucket = BatchShape.parse(f"--u/q{rows}/s0/u{blocks}/l{rows}")
         step = audit_bucket(structure, bucket)
-        launches.add(step.total.num_launches)
+        launches.append(step.total.num_launches)
         assert step.total.num_region_calls == 0
         assert step.peak_transient_bytes <= sizes.transient_bytes(bucket) <= 2.2 * step.peak_transient_bytes
-    assert len(launches) == 1
+    # Keys of one token are not copied apart before they are written.
+    assert launches[0] + 1 == launches[1] == launches[2]
 
 
 @pytest.mark.slow

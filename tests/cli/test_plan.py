@@ -3,12 +3,13 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import Result
 
-from graphs import BucketTable, StepLimits
+from graphs import StepLimits
 from graphs.bucket_file import read_shapes, read_table
 from graphs.planner import Traffic
 from hpu_duo.llm import HPUDuoModel
@@ -88,9 +89,9 @@ def test_assumed_traffic_is_measured_on_users_that_no_table_was_chosen_for(
     hpu_duo: Run, config_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def noting(seeds: set[int]) -> Callable[..., Traffic]:
-        def noted(limits: StepLimits, *, seed: int = 0, table: BucketTable | None = None) -> Traffic:
+        def noted(limits: StepLimits, *, seed: int = 0, **others: Any) -> Traffic:
             seeds.add(seed)
-            return prior(limits, seed, table)
+            return prior(limits, seed, **others)
 
         return noted
 
