@@ -375,15 +375,18 @@ class WarmUp:
                 if progress is not None:
                     progress(len(records), len(self.buckets), record)
 
+        def check_spent(num_done: int) -> None:
+            grown = self._runner.runtime.used_bytes() - held
+            self._check_spent(time.perf_counter() - began, grown, num_done)
+
         queue = BucketQueue(self.buckets)
         with Jobs(self.num_jobs - 1, self._task, queue, note) as jobs:
             for bucket in queue:
-                self._check_spent(
-                    time.perf_counter() - began, self._runner.runtime.used_bytes() - held, len(records)
-                )
+                check_spent(len(records))
                 note(*self._capture(bucket, self.buckets.index(bucket) + 1))
             self._wait(jobs)
-        for record in () if self._resume or self.num_jobs == 1 else tuple(records):
+        for number, record in enumerate(() if self._resume or self.num_jobs == 1 else records):
+            check_spent(number)
             self._runner.warmup.capture(record.shape)
         if self._compile_only:
             check_unchanged(before, digest_tables(self._runner.model.model))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from graphs import BatchShape
 from graphs.backends.compile import CompileBackend, cpu_compile_problem
 from graphs.manifest import GraphRecord, read_manifest
 from hpu_duo.device.runtime import HostMemory
-from hpu_duo.startup import warm_up_jobs
+from hpu_duo.startup import warm_up, warm_up_jobs
+from hpu_duo.startup.warm_up import WarmUpStoppedError
+from hpu_duo.startup.warm_up_estimate import WarmUpBudget
 from hpu_duo.startup.warm_up_jobs import BucketQueue, Jobs, JobTask
 from tests.engine.tiny import PATTERN, Tiny
 from tests.warmup.killed import TABLE
@@ -90,3 +93,35 @@ def test_a_task_fixes_what_follows_from_free_memory(tiny: Tiny) -> None:
     limits = model.engine.scheduler.limits
     assert task.engine.cache.num_blocks == limits.num_blocks
     assert task.engine.scheduler.max_model_len == limits.max_model_len
+
+
+@pytest.mark.skipif(cpu_compile_problem() is not None, reason="needs a C++ compiler")
+def test_the_budget_bounds_captures_of_what_other_processes_compiled(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other process, which is a stand-in, compiles all buckets; then this one captures from the cache."""
+
+    class Elsewhere(nullcontext[Any]):
+        def __init__(self, num_more: int, task: JobTask, queue: BucketQueue, note: Any) -> None:
+            super().__init__(self)
+            for bucket in queue:
+                note(GraphRecord(bucket))
+
+        def wait(self) -> None:
+            pass
+
+    captured: list[BatchShape] = []
+
+    def capture(shape: BatchShape) -> None:
+        captured.append(shape)
+        prepared._budget = WarmUpBudget(max_seconds=1e-9)
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model = tiny.load(graphs="compile", pattern=PATTERN, buckets=TABLE)
+    prepared = model.prepare_warmup(num_jobs=2)
+    monkeypatch.setattr(warm_up, "Jobs", Elsewhere)
+    monkeypatch.setattr(prepared._capturing, "fill_tables", lambda buckets: None)
+    monkeypatch.setattr(model.engine.runner.warmup, "capture", capture)
+    with pytest.raises(WarmUpStoppedError, match=r"used up its budget: .* for 1 of 3 graphs"):
+        prepared.run()
+    assert len(captured) == 1
