@@ -46,7 +46,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         **{"num_attention_heads": 32, "num_key_value_heads": 32},
     },
 }
-"""Numbers of layers differ, so that operators of a step and of a layer are told apart."""
+"""Models differ in layers, so that the fit can separate operators per step from operators per layer."""
 
 BUCKETS = (
     *("--u/q1/s0/u64/l1", "--u/q1/s0/u512/l1", "--u/q16/s0/u64/l16", "--u/q16/s0/u512/l16"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -72,10 +72,15 @@ MIXED = (
 
 def main() -> None:
     """Compute both tables, and write them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    write_page(_page, __doc__)
+
+
+def write_page(page: Callable[[], Iterable[str]], description: str | None) -> None:
+    """Write the lines of a page to the file of the option ``--out``, or to standard output."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, help="Markdown file; default: standard output")
     options = parser.parse_args()
-    text = "\n".join(_page()) + "\n"
+    text = "\n".join(page()) + "\n"
     if options.out is None:
         print(text, end="")
     else:

@@ -7,14 +7,13 @@ Nothing here ran on a Gaudi. Needs no weights.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from transformers import LlamaConfig
 
-from benchmarks.one_pass import HEADS, LLAMA, SIZES
+from benchmarks.one_pass import HEADS, LLAMA, SIZES, write_page
 from hpu_duo.planning import GAUDI3, Deployment, Format, ModelSize, Serving, Step
 from hpu_duo.planning.read_model import read_model
 
@@ -25,14 +24,7 @@ MACHINES = (("8B", 1, "heads"), ("70B", 8, "context"))
 
 def main() -> None:
     """Compute the table, and write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, help="Markdown file; default: standard output")
-    options = parser.parse_args()
-    text = "\n".join(_page()) + "\n"
-    if options.out is None:
-        print(text, end="")
-    else:
-        options.out.write_text(text)
+    write_page(_page, __doc__)
 
 
 def _page() -> Iterator[str]:

@@ -40,7 +40,7 @@ _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 def read_config_file(file: Path) -> Any:
     """Return transformers' configuration of the model that a config.json describes.
 
-    It says nothing of quantised weights, which are dequantised when they are read.
+    It has no quantization_config: quantised weights are dequantised at load.
 
     Raises:
         ValueError: the file cannot be read, a number in it is out of range, its activation or its rotary

@@ -111,6 +111,12 @@ def _whole_words(header: Header, num_codes: int, bits: int) -> int:
     return num_codes * bits // WORD
 
 
+def _check_index(index: Header | None, num_inputs: int) -> None:
+    if index is not None:
+        index.need_dtype("I32", "I64")
+        index.need_shape((num_inputs,), why="a group for each input")
+
+
 @dataclass(frozen=True)
 class PackedInt:
     """compressed-tensors: words along the inputs of an output, zero points along the outputs.
@@ -161,9 +167,7 @@ class PackedInt:
             zero.need_dtype("I32", "I8")
             rows = num_outputs if zero.dtype == "I8" else -(-num_outputs * self.bits // WORD)
             zero.need_shape((rows, count), why=f"zero points of {num_outputs} outputs and {count} groups")
-        if (index := headers.get("weight_g_idx")) is not None:
-            index.need_dtype("I32", "I64")
-            index.need_shape((num_inputs,), why="a group for each input")
+        _check_index(headers.get("weight_g_idx"), num_inputs)
         return num_outputs, num_inputs
 
     def dequantised(
@@ -234,9 +238,7 @@ class GPTQInt:
         )
         headers["qzeros"].need_dtype("I32")
         headers["qzeros"].need_shape((count, _whole_words(codes, num_outputs, self.bits)))
-        if (index := headers.get("g_idx")) is not None:
-            index.need_dtype("I32", "I64")
-            index.need_shape((num_inputs,), why="a group for each input")
+        _check_index(headers.get("g_idx"), num_inputs)
         return num_outputs, num_inputs
 
     def dequantised(
