@@ -1,15 +1,22 @@
-"""Shared by all tests: Triton's interpreter where there is no GPU, and the mark of tests that need one."""
+"""Shared by all tests: marks, checkpoints that many load, the simulated HPU, ranks that start quickly."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import settings
 
 from hpu_duo.garbage import collector_paused, leave_out_what_is_there
+from tests.forked import start_forked
+
+if TYPE_CHECKING:
+    from hpu_duo.lab import sim
+    from tests.engine.tiny import Tiny
+    from tests.modeling.families import Zoo
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -24,6 +31,9 @@ if not HAS_GPU:
     # Triton reads this when it is imported, which any test may cause. This file is run before all of them,
     # in every worker.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+torch.set_num_threads(1)
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -44,3 +54,42 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="module")
+def forked_ranks() -> Iterator[None]:
+    """Fork the processes that a module's tests start, instead of spawning them: 3 s of a CPU less for each.
+
+    For tests of what ranks compute, not of how processes start, fail or end: a forked process reads its
+    environment after its imports, and its parent is the fork server.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.multiprocessing.start_processes", start_forked)
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """A tiny random Llama with a tokenizer."""
+    from tests.engine.tiny import make_tiny
+
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    """Tiny random checkpoints of many families."""
+    from tests.modeling.families import Zoo
+
+    return Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(scope="session")
+def simulated_hpu() -> sim.SimulatedHpu:
+    """The simulated HPU; tests that need it are skipped where there is none."""
+    from hpu_duo.lab import sim
+
+    reason = sim.problem()
+    if reason is not None:
+        pytest.skip(f"no simulated HPU here: {reason}")
+    return sim.install()

@@ -10,17 +10,13 @@ from typer.testing import Result
 from graphs import BatchShape, GraphMissError, Miss
 from hpu_duo import HPUDuoModel
 from hpu_duo.cli.text import run as serving
-from hpu_duo.lab import sim
 
 Run = Callable[..., Result]
 
 
 @pytest.fixture
-def arguments(model_dir: Path) -> list[str | Path]:
+def arguments(model_dir: Path, simulated_hpu: object) -> list[str | Path]:
     """A short prompt on the simulated HPU, where steps of a table are captured without a compiler's time."""
-    reason = sim.problem()
-    if reason is not None:
-        pytest.skip(f"no simulated HPU here: {reason}")
     limits = ["--block-size", "8", "--max-model-len", "24", "--max-num-batched-tokens", "8"]
     return [
         "generate",

@@ -13,7 +13,6 @@ from graphs.table import ShapeReservoir
 from hpu_duo import HPUDuoModel
 from hpu_duo.engine import replanning
 from hpu_duo.engine.replanning import Replanner
-from hpu_duo.lab import sim
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import Tiny
 
@@ -52,10 +51,10 @@ def replanned(served: HPUDuoModel) -> None:
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "replay"), ("hpu-sim", "auto")])
 def test_shifted_traffic_leads_to_a_table_that_pads_less_and_to_the_same_tokens(
-    tiny: Tiny, device: str, backend: str
+    tiny: Tiny, device: str, backend: str, request: pytest.FixtureRequest
 ) -> None:
-    if device == "hpu-sim" and (reason := sim.problem()) is not None:
-        pytest.skip(f"no simulated HPU here: {reason}")
+    if device == "hpu-sim":
+        request.getfixturevalue("simulated_hpu")
     served = tiny.load(device=device, graphs=backend, buckets=COARSE, **LIMITS)
     served.warmup()
     expected = tokens(served)

@@ -110,11 +110,6 @@ def test_what_was_moved_and_shared_is_saved_and_loaded_under_pressure(
 SLOW_FAMILIES = [pytest.param(name, marks=pytest.mark.slow) for name in ("mistral_sliding", "gpt_oss")]
 
 
-@pytest.fixture(scope="module")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    return Zoo(tmp_path_factory.mktemp("zoo"))
-
-
 @pytest.mark.parametrize("family", ["gemma3", "mixtral", *SLOW_FAMILIES])
 def test_families_are_saved_and_loaded(zoo: Zoo, family: str, tmp_path: Path) -> None:
     path = zoo.load(family)[1]

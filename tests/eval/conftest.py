@@ -4,16 +4,10 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-import torch
 
 from hpu_duo import HPUDuoModel
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
 from hpu_duo.lab.eval import Subject
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -9,19 +9,8 @@ from transformers import AutoTokenizer
 from hpu_duo.builtin import MODEL_DIR
 from hpu_duo.lab.identify import BuiltinHaystack, DatasetSettings, Encoder, Form, GatedModel, PasskeyDataset
 from tests.identify.induction import save_induction_model
-from tests.modeling.families import Zoo
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    return Zoo(Path(tmp_path_factory.mktemp("zoo")))
 
 
 @pytest.fixture(scope="session")

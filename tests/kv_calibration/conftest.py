@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -14,11 +13,6 @@ from tests.modeling.families import Zoo
 
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 ALPHABET = [" ", *string.ascii_letters, *".,;:!?'-()"]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ from transformers import LlamaConfig
 
 from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.config.limits import HPU_LAYER_KINDS
-from hpu_duo.lab import sim
 from tests.modeling.dense_oracle import oracle_logits
 from tests.modeling.driving import greedy_logits
 from tests.modeling.families import BASE, BLOCK, FAMILIES, Zoo, prompts_of, save_random
@@ -77,10 +76,8 @@ def test_promoted_heads_see_the_whole_context(checkpoint: tuple[Any, Path]) -> N
         np.testing.assert_allclose(logits.numpy(), expected.numpy(), atol=1e-4, rtol=0)
 
 
+@pytest.mark.usefixtures("simulated_hpu")
 def test_an_hpu_has_few_kinds_unless_more_are_asked_for(checkpoint: tuple[Any, Path]) -> None:
-    reason = sim.problem()
-    if reason is not None:
-        pytest.skip(f"no simulated HPU here: {reason}")
     served = load(checkpoint[1], device="hpu-sim", max_num_seqs=2)
     assert served.stats().resolved.num_layer_kinds == HPU_LAYER_KINDS
     assert served.stats().resolved.num_promoted_heads == FEWEST

@@ -17,7 +17,7 @@ from hpu_duo import HPUDuoModel, SamplingParams
 from hpu_duo.config.engine import CacheConfig, EngineConfig, ModelConfig
 from kernels_ref import PLAIN, KVFormat
 from kernels_ref.formats import format_of, register_format
-from tests.engine.tiny import PATTERN, Tiny, make_tiny, serve, tokens_of
+from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import BLOCK, prompts_of
 from tests.modeling.int8_format import INT8, Int8, rounded, rounded_ahead
 
@@ -25,11 +25,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PATTERNS = pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
 IN_INT8 = EngineConfig(model=ModelConfig(path="."), cache=CacheConfig(kv_format=INT8.name))
 TABLE = BucketTable.from_strings(["csu/q16/s48/u48/l4"])
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 def load(tiny: Tiny, **options: Any) -> HPUDuoModel:

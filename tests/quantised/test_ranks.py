@@ -67,6 +67,7 @@ def share_of(path: Path, rank: int) -> dict[str, torch.Tensor]:
     return load_share(path, config, torch.float32, whole, layers, heads, Ranks(rank, 2)).state_dict()
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks_serve_the_tokens_of_the_plain_twin(tmp_path: Path) -> None:
     plain, quantised = case_of(tmp_path, *TWINS["groups"])
     answers = run_processes(serve, ({"plain": plain, "quantised": quantised},), [{}] * 2, 600)[0]

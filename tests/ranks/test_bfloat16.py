@@ -10,6 +10,8 @@ from hpu_duo.builtin import MODEL_DIR
 from hpu_duo.lab.tasks.passkeys import document, question, token_counter
 from hpu_duo.modeling.packed_linear import can_pack
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_pack(torch.bfloat16), reason="needs a CPU whose oneDNN multiplies bfloat16")

@@ -18,6 +18,8 @@ from tests.ranks.test_serving import NUM_LAYERS, captured_ahead, counted_alike, 
 from tests.ranks.work import Answer, Case, serve, serve_here
 from tests.tiers import every
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 LENGTHS = (13, 14, 29, 61)
 BY_CONTEXT = {"retrieval_parallel": "context"}

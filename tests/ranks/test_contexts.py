@@ -10,6 +10,8 @@ from hpu_duo import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
 from tests.modeling.families import BLOCK, Zoo, prompts_of
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 
 @pytest.mark.slow
 def test_ranks_hold_contexts_and_refuse_files(zoo: Zoo, tmp_path: Path) -> None:

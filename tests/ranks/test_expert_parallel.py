@@ -20,6 +20,8 @@ from tests.ranks.more_families import SERVED, is_known, tiny
 from tests.ranks.work import Answer, Case, serve, serve_here
 from tests.tiers import every, selected
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 LENGTHS = (1, 9, 21)
 GREEDY = [SamplingParams(max_tokens=6, temperature=0)] * len(LENGTHS)
 IN_ZOO = ("mixtral", "qwen3_moe")

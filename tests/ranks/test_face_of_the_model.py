@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from hpu_duo import HPUDuoModel
 from hpu_duo.modeling.loading import read_config
 from hpu_duo.startup.warm_up_estimate import configuration_of
 from tests.modeling.families import BLOCK, Zoo, prompts_of
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
 def test_the_configuration_and_scores_are_those_of_the_whole_model(zoo: Zoo) -> None:

@@ -9,6 +9,8 @@ from hpu_duo.sampling import SamplingParams
 from tests.modeling.families import FAMILIES, LENGTHS, Zoo, prompts_of
 from tests.ranks.work import Answer, Case, serve, serve_here
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 REFUSED = {
     "gpt2": "'gpt2' cannot be served by several ranks: transformers has no tensor-parallel plan",
     "gpt_oss": "'gpt_oss' cannot be served by several ranks: ",  # its reason differs by version

@@ -21,6 +21,8 @@ from tests.ranks.test_serving import captured_ahead, counted_alike
 from tests.ranks.work import Answer, Case, serve, serve_here
 from tests.tiers import every
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 GREEDY = SamplingParams(max_tokens=9, temperature=0)
 LENGTHS = (5, 37, 18)
 BUDGET, CHUNK = 9, 6

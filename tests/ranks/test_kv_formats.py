@@ -16,6 +16,8 @@ from tests.ranks.test_kv_budget import PATTERN
 from tests.ranks.work import Answer, Case, serve
 from tests.tiers import selected
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 GREEDY = SamplingParams(max_tokens=9, temperature=0)
 
 

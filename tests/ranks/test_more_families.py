@@ -20,6 +20,8 @@ from tests.ranks.test_serving import counted_alike
 from tests.ranks.work import Answer, Case, serve, serve_here
 from tests.tiers import every, selected
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 LENGTHS = (1, 9, 21)
 
 

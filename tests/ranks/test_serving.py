@@ -18,6 +18,8 @@ from tests.modeling.families import BASE, BLOCK, Zoo, make_config, prompts_of, s
 from tests.ranks.work import Answer, Case, serve, serve_here
 from tests.tiers import every
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 GREEDY = SamplingParams(max_tokens=14, temperature=0)
 LENGTHS = (3, 40, 9, 25, 61, 17)
 NUM_LAYERS = 4

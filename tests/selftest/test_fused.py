@@ -7,17 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpu_duo.lab import sim
 from hpu_duo.lab.selftest.finding import Finding, Notes, read_notes
 from hpu_duo.lab.selftest.stages import try_fused
 from hpu_duo.lab.selftest.subject import Subject
 from kernels_ref.hpu.attention import ATTENTION, BLOCK_SOFTMAX, SOFTMAX
 
+pytestmark = pytest.mark.usefixtures("simulated_hpu")
+
 
 def tried(path: Path) -> tuple[bool, list[Finding]]:
-    reason = sim.problem()
-    if reason is not None:
-        pytest.skip(f"no simulated HPU here: {reason}")
     notes = Notes(path)
     notes.begin_stage("kernels")
     return try_fused(Subject("hpu-sim"), notes), read_notes(path)[0].findings
@@ -38,8 +36,6 @@ def test_what_passes_is_a_fact_for_each_kind_of_head(tmp_path: Path) -> None:
 def test_an_operator_that_fails_is_told_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sim.install()
-
     def fails(*args: object, **kwargs: object) -> None:
         raise RuntimeError("synStatus 26")
 

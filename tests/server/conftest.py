@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-import torch
 
 from hpu_duo import HPUDuoModel
-from tests.engine.tiny import Tiny, make_tiny
+from tests.engine.tiny import Tiny
 from tests.server.live import Live, live
 
 CHAT_TEMPLATE = (
@@ -17,11 +16,6 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }};{% endfor %}"
     "{% if add_generation_prompt %}a:{{ ending }}{% endif %}"
 )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)
@@ -39,8 +33,8 @@ class TinyChat:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyChat:
-    return TinyChat(make_tiny(tmp_path_factory.mktemp("tiny")))
+def tiny(tiny: Tiny) -> TinyChat:
+    return TinyChat(tiny)
 
 
 @pytest.fixture(scope="module")

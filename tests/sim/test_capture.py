@@ -14,8 +14,8 @@ SHAPE = BatchShape.parse("--u/q4/s0/u0/l4")
 
 
 @pytest.fixture
-def backend(device: sim.SimulatedHpu) -> sim.SimBackend:
-    return sim.SimBackend(device)
+def backend(simulated_hpu: sim.SimulatedHpu) -> sim.SimBackend:
+    return sim.SimBackend(simulated_hpu)
 
 
 def inputs_of(values: float) -> dict[str, Tensor]:
@@ -92,8 +92,8 @@ def test_the_host_has_no_part_in_a_captured_step(backend: sim.SimBackend, name: 
     assert __file__ in caught.value.source
 
 
-def test_a_step_of_too_many_operators_is_refused(device: sim.SimulatedHpu) -> None:
-    backend = sim.SimBackend(device, most_operators=3)
+def test_a_step_of_too_many_operators_is_refused(simulated_hpu: sim.SimulatedHpu) -> None:
+    backend = sim.SimBackend(simulated_hpu, most_operators=3)
     for num, is_fine in ((3, True), (4, False)):
         step = backend.capture(lambda inputs, num=num: [inputs["x"] + i for i in range(num)], SHAPE)
         if is_fine:

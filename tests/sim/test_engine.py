@@ -33,7 +33,7 @@ from tests.modeling.families import (
 )
 from tests.sim.workload import LIMITS, Workload
 
-pytestmark = pytest.mark.usefixtures("device")
+pytestmark = pytest.mark.usefixtures("simulated_hpu")
 
 SMALL: dict[str, Any] = {
     "dtype": "float32",

@@ -13,7 +13,7 @@ from hpu_duo.device.rules import mark_null
 from hpu_duo.lab import sim
 from hpu_duo.lab.sim import HpuRuleViolation, Rule
 
-pytestmark = pytest.mark.usefixtures("device")
+pytestmark = pytest.mark.usefixtures("simulated_hpu")
 
 
 def on_device(host: Tensor) -> Tensor:

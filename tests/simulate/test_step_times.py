@@ -14,7 +14,7 @@ from graphs import BatchShape, StepLimits
 from hpu_duo.lab.simulate.measuring import Batch, batches, measure_steps
 from hpu_duo.lab.simulate.server import SimulatedServer
 from hpu_duo.lab.simulate.step_times import MeasuredShape, StepTimes
-from tests.engine.tiny import Tiny, make_tiny
+from tests.engine.tiny import Tiny
 
 LIMITS = StepLimits(
     max_num_seqs=8,
@@ -124,11 +124,6 @@ def test_batches_reach_every_limit_and_fit(max_num_seqs: int, max_len: int, held
     if held is None:
         assert Batch(max_num_seqs, max_len) in found
         assert Batch(1, min(16, max_len)) in found
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 class Clock:

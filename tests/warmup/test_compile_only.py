@@ -27,7 +27,7 @@ PROMPTS = prompts_of([1, 7, 20, 41], seed=3)
 
 
 @pytest.fixture
-def served(tiny: Tiny, device: sim.SimulatedHpu) -> HPUDuoModel:
+def served(tiny: Tiny, simulated_hpu: sim.SimulatedHpu) -> HPUDuoModel:
     return tiny.load(device="hpu-sim", pattern=PATTERN)
 
 
@@ -59,9 +59,9 @@ def expected(tiny: Tiny) -> list[list[list[int]]]:
     return tokens_of(tiny.load(pattern=PATTERN).engine.generate(PROMPTS, GREEDY))
 
 
-def test_in_compile_only_mode_the_simulated_device_computes_garbage(device: sim.SimulatedHpu) -> None:
+def test_in_compile_only_mode_the_simulated_device_computes_garbage(simulated_hpu: sim.SimulatedHpu) -> None:
     x, y = torch.ones(4, device="hpu"), torch.zeros(4, device="hpu")
-    with device.compile_only():
+    with simulated_hpu.compile_only():
         product, copy, view = x * 2, x.clone(), x[:2]
         y.add_(x)
         y.copy_(x)

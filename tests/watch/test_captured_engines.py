@@ -112,12 +112,10 @@ def test_buckets_captured_by_requests_are_as_good_as_warmed_ones(
     assert served.engine.runner.graphs.counters.captures > 0
 
 
+@pytest.mark.usefixtures("simulated_hpu")
 def test_on_the_simulated_hpu_long_prefills_are_compiled_in_warm_up_and_nothing_later(
     tiny: Tiny, eager_tokens: list[list[list[int]]]
 ) -> None:
-    reason = sim.problem()
-    if reason is not None:
-        pytest.skip(f"no simulated HPU here: {reason}")
     served = tiny.load(
         device="hpu-sim", graphs="auto", max_captured_tokens=LONG, fail_on_recompile=True, **LIMITS
     )
@@ -128,13 +126,10 @@ def test_on_the_simulated_hpu_long_prefills_are_compiled_in_warm_up_and_nothing_
     assert [source.name for source in served.engine.runner.watch.sources][-1] == "the simulated HPU"
 
 
+@pytest.mark.usefixtures("simulated_hpu")
 def test_hpu_graphs_record_the_engine_of_the_simulated_hpu(
     tiny: Tiny, eager_tokens: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reason = sim.problem()
-    if reason is not None:
-        pytest.skip(f"no simulated HPU here: {reason}")
-    sim.install()
     for _ in importable(monkeypatch):
         monkeypatch.setenv("PT_HPU_LAZY_MODE", "1")
         served = tiny.load(device="hpu-sim", graphs=HpuGraphBackend(), **LIMITS)

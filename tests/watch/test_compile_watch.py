@@ -97,15 +97,11 @@ def test_the_device_counts_compilations_and_names_what_fell_back() -> None:
     )
 
 
-def test_the_simulator_tells_graphs_and_operators_outside_of_them() -> None:
-    reason = sim.problem()
-    if reason is not None:
-        pytest.skip(f"no simulated HPU here: {reason}")
-    device = sim.install()
-    source = DeviceSource(sim.SimRuntime(device))
+def test_the_simulator_tells_graphs_and_operators_outside_of_them(simulated_hpu: sim.SimulatedHpu) -> None:
+    source = DeviceSource(sim.SimRuntime(simulated_hpu))
     x = torch.zeros(4, device="hpu")
     before = source.read()
-    step = sim.SimBackend(device).capture(lambda inputs: inputs["x"] * 3, A)
+    step = sim.SimBackend(simulated_hpu).capture(lambda inputs: inputs["x"] * 3, A)
     for _ in range(2):
         step({"x": x})
     assert source.read() - before == Tally(graphs={str(A): 1})

@@ -12,12 +12,7 @@ from torch.profiler import ProfilerActivity
 
 from hpu_duo.lab.step_profiler import StepProfiler
 from hpu_duo.sampling import SamplingParams
-from tests.engine.tiny import Tiny, make_tiny, serve
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
+from tests.engine.tiny import Tiny, serve
 
 
 def events(trace: Path) -> list[str]:
