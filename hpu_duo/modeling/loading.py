@@ -85,16 +85,6 @@ def resolve_dtype(dtype: str | torch.dtype, config: Any, device_type: str = "cpu
     raise ValueError(f"expected dtype 'auto' or one of {', '.join(DTYPES)}, got {dtype!r}")
 
 
-def dtype_note(asked: str | torch.dtype, config: Any, dtype: torch.dtype) -> tuple[str, ...]:
-    """A sentence for the user if "auto" has become another dtype than the checkpoint's."""
-    if asked != "auto" or dtype == resolve_dtype(asked, config):
-        return ()
-    own = str(resolve_dtype(asked, config)).removeprefix("torch.")
-    return (
-        f"the checkpoint is in {own} and is served in bfloat16, as an HPU computes: dtype={own!r} keeps it",
-    )
-
-
 def choose_dtype(dtype: str | torch.dtype, torch_dtype: str | torch.dtype | None = None) -> str | torch.dtype:
     """Return the dtype of two names of one argument; ValueError if they differ."""
     if torch_dtype is None:

@@ -20,13 +20,8 @@ from hpu_duo.engine.stepper import Runner
 from hpu_duo.garbage import collector_paused
 from hpu_duo.heads.eviction.fastgen import TokenClassifier
 from hpu_duo.modeling.config_checks import NoPositionsError, frequencies_note
-from hpu_duo.modeling.loading import (
-    build_without_weights,
-    dtype_note,
-    load_model,
-    read_config,
-    resolve_dtype,
-)
+from hpu_duo.modeling.loading import build_without_weights, load_model, read_config
+from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import probe, read_layers
 from hpu_duo.modeling.quantised.checkpoint import check_method
 from hpu_duo.request import TokenLimits
@@ -103,14 +98,14 @@ def assemble(
     else:
         place = Place.of(config)
         device_type = place.device.type
-        dtype = resolve_dtype(config.model.dtype, hf_config, device_type)
-        with collector_paused(), native_code_built(config.model, place, dtype):
-            model = load_model(config.model.path, hf_config, dtype, place.first_device)
+        precision = Precision.choose(config.model.dtype, hf_config, device_type)
+        with collector_paused(), native_code_built(config.model, place, precision.arithmetic):
+            model = load_model(config.model.path, hf_config, precision.weights, place.first_device)
             side = _device_side(model, config, place)
-    dtype = resolve_dtype(config.model.dtype, hf_config, device_type)
+    precision = Precision.choose(config.model.dtype, hf_config, device_type)
     engine = engine_around(side, config, eos_token_ids, tokenizer, seed)
     engine.notes = (
-        *dtype_note(config.model.dtype, hf_config, dtype),
+        *precision.notes(config.model.dtype, hf_config),
         *weight_notes,
         *pattern_notes,
         *notes,

@@ -30,7 +30,8 @@ from hpu_duo.engine.orders import follow
 from hpu_duo.garbage import collector_paused
 from hpu_duo.heads import HeadPattern
 from hpu_duo.modeling.hub import model_fingerprint
-from hpu_duo.modeling.loading import build_without_weights, read_config, resolve_dtype
+from hpu_duo.modeling.loading import build_without_weights, read_config
+from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import DecoderLayer, probe, read_layers
 from hpu_duo.parallel import ExpertShare, RankHeads, Sums, narrowed_config
 from hpu_duo.parallel.config import check_plan
@@ -361,7 +362,7 @@ def build_share(
     hf_config = read_config(path)
     check_alike(config, place.runtime, membership)
     check_same_plan(read_kv_plan(config), membership)
-    dtype = resolve_dtype(config.model.dtype, hf_config, place.device.type)
+    dtype = Precision.choose(config.model.dtype, hf_config, place.device.type).arithmetic
     check_exchanges(membership, place.device, dtype, sends_to_each=config.parallel.deals_blocks)
     with native_code_built(config.model, place, dtype):
         share = load_rank(config, hf_config, dtype, place.device, membership.ranks, membership.group)

@@ -20,7 +20,8 @@ from hpu_duo.config.engine import EngineConfig
 from hpu_duo.device import PLUGGED, DeviceRuntime
 from hpu_duo.engine.batch import StepGeometry
 from hpu_duo.engine.engine import Engine
-from hpu_duo.modeling.loading import read_config, resolve_dtype
+from hpu_duo.modeling.loading import read_config
+from hpu_duo.modeling.precision import Precision, name_of
 from hpu_duo.modeling.transformers_internals import NAME_OR_PATH
 from hpu_duo.parallel.config import NARROWED
 from hpu_duo.planning.engine_work import SECONDS_PER_GRAPH, TRACE_S_PER_OPERATOR, graph_scale, mean_launches
@@ -327,7 +328,7 @@ def configuration_of(engine: Engine) -> Configuration:
     limits = engine.scheduler.limits
     found = {
         **_model_entries(model.config),
-        "dtype": _dtype_name(model.dtype),
+        "dtype": name_of(model.dtype),
         "device": runner.device.type,
         "backend": runner.graphs.backend.name,
         "limits.max_num_seqs": limits.max_num_seqs,
@@ -372,7 +373,7 @@ def known_before_loading(config: EngineConfig) -> Configuration:
     device = str(config.model.device)
     if config.model.dtype != "auto" or device != "auto":
         kind = device.partition(":")[0].partition("-")[0]
-        known["dtype"] = _dtype_name(resolve_dtype(config.model.dtype, hf_config, kind))
+        known["dtype"] = name_of(Precision.choose(config.model.dtype, hf_config, kind).arithmetic)
     backend = config.graph.backend
     if isinstance(backend, str) and backend not in CHOSEN_LATER and device not in PLUGGED:
         known["backend"] = backend
@@ -424,10 +425,6 @@ def _plain(value: float) -> float | str:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value if value == value and abs(value) != float("inf") else str(value)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _attention_text(spec: LayerSpec) -> str:

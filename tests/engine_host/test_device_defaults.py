@@ -12,7 +12,9 @@ from graphs.backends import chosen_name
 from graphs.planner import evaluate
 from hpu_duo import HPUDuoModel
 from hpu_duo.builtin import MODEL_DIR
-from hpu_duo.modeling.loading import dtype_note, resolve_dtype
+from hpu_duo.modeling import precision
+from hpu_duo.modeling.loading import resolve_dtype
+from hpu_duo.modeling.precision import Precision
 from hpu_duo.planning.simulation import prior
 from hpu_duo.startup.tables import default_table
 
@@ -46,9 +48,21 @@ def test_an_hpu_computes_in_bfloat16_unless_told_otherwise(own: str) -> None:
     assert resolve_dtype("auto", config, "hpu") == torch.bfloat16
     assert resolve_dtype("auto", config) == getattr(torch, own)
     assert resolve_dtype(own, config, "hpu") == getattr(torch, own)
-    told = dtype_note("auto", config, torch.bfloat16)
+    told = Precision.of(torch.bfloat16).notes("auto", config)
     assert bool(told) is (own != "bfloat16")
     assert all(own in note for note in told)
+
+
+@pytest.mark.parametrize("own", ["float32", "float16", "bfloat16"])
+def test_a_cpu_computes_in_float32_what_is_not_multiplied(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(dtype=own)
+    monkeypatch.setattr(precision, "can_pack", lambda dtype: False)
+    chosen = Precision.choose("auto", config, "cpu")
+    assert chosen == Precision.of(torch.float32)
+    notes = chosen.notes("auto", config)
+    assert bool(notes) is (own != "float32")
+    assert all(f"dtype={own!r} keeps it" in note for note in notes)
+    assert Precision.choose(own, config, "cpu") == Precision.of(getattr(torch, own))
 
 
 @pytest.mark.parametrize(("short", "name"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
