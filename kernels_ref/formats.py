@@ -77,19 +77,50 @@ class Floats(VectorFormat):
 
 
 @dataclass(frozen=True)
+class Rounded(VectorFormat):
+    """Vectors in a narrower dtype than the model's: bfloat16, or float16, in which large numbers are cut.
+
+    Attributes:
+        dtype: of the stored numbers.
+    """
+
+    dtype: torch.dtype
+
+    def parts(self, dim: int) -> tuple[VectorPart, ...]:
+        """Return the one tensor of the vectors."""
+        return (VectorPart("", dim, self.dtype),)
+
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Round the vectors."""
+        if self.dtype == torch.float16:
+            largest = torch.finfo(torch.float16).max
+            x = x.clamp(-largest, largest)
+        return (x.to(self.dtype),)
+
+    def decode(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Return the rounded vectors."""
+        return parts[0].to(dtype)
+
+
+@dataclass(frozen=True)
 class KVFormat:
     """A format of keys and one of values.
 
     Attributes:
         name: by which users choose it.
         keys, values: the formats.
-        is_plain: whether both are ``Floats``, which kernels read by pointer.
+        is_plain: whether both are ``Floats``.
     """
 
     name: str
     keys: VectorFormat
     values: VectorFormat
     is_plain: bool = False
+
+    @property
+    def is_floats(self) -> bool:
+        """Whether keys and values are a tensor of floats each, which kernels can read by pointer."""
+        return self.is_plain or (isinstance(self.keys, Rounded) and isinstance(self.values, Rounded))
 
     @property
     def num_tensors(self) -> int:
@@ -118,7 +149,13 @@ class KVFormat:
 PLAIN = KVFormat("auto", Floats(), Floats(), is_plain=True)
 """Keys and values in the model's dtype."""
 
-_formats = {PLAIN.name: PLAIN}
+ROUNDED = {
+    dtype: KVFormat(str(dtype).removeprefix("torch."), Rounded(dtype), Rounded(dtype))
+    for dtype in (torch.bfloat16, torch.float16)
+}
+"""Keys and values of a float32 model in a 16-bit dtype, by that dtype."""
+
+_formats = {each.name: each for each in (PLAIN, *ROUNDED.values())}
 
 
 def register_format(added: KVFormat) -> None:

@@ -26,6 +26,7 @@ from kernels_ref.step import PartInputs, StepParts
 from kernels_ref.units import KVRecord, KVUnits
 
 if TYPE_CHECKING:
+    from kernels_ref.formats import KVFormat
     from kernels_ref.groups.column_sums import ChunkStep
     from kernels_ref.sparse import TileStep
     from kernels_ref.step import BlockStep, RingStep
@@ -43,8 +44,13 @@ class Implementation(str, Enum):
 
     @property
     def reads_floats(self) -> bool:
-        """Whether its kernels read keys and values by pointer, hence plain floats only."""
+        """Whether its kernels read keys and values by pointer, hence floats only."""
         return self in (Implementation.SDPA, Implementation.TRITON)
+
+    def serves(self, kv_format: KVFormat) -> bool:
+        """Whether its kernels read keys and values of a format."""
+        is_read = kv_format.is_floats if self is Implementation.SDPA else kv_format.is_plain
+        return is_read or not self.reads_floats
 
     @property
     def reads_masks(self) -> bool:

@@ -59,7 +59,7 @@ class LayerSpec:
 
     def __post_init__(self) -> None:
         for group in self.groups:
-            if self.impl.reads_floats and not group.format.is_plain:
+            if not self.impl.serves(group.format):
                 raise ValueError(
                     f"attention {self.impl.value!r} reads keys and values in the model's dtype, kv_format "
                     f"{PLAIN.name!r}, got {group.format.name!r}: expected attention 'reference' or 'hpu'"

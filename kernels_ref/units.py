@@ -287,8 +287,24 @@ def floats(units: KVUnits) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if not units.encoding.format.is_plain:
         check_plain(units)
+    return stored_floats(units)
+
+
+def stored_floats(units: KVUnits) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in the dtype of a store of floats, which may be narrower than the model's.
+
+    Raises:
+        ValueError: the units have another format.
+    """
+    if not units.encoding.format.is_floats:
+        check_plain(units)
     k, v = units.views
     return k, v
+
+
+def decoded_units(units: KVUnits) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values ``[X, K, S, D]`` of all units in the model's dtype; views if they are stored so."""
+    return units.encoding.decoded(units.views)
 
 
 def check_plain(units: KVUnits) -> None:

@@ -26,7 +26,7 @@ from kernels_ref.sdpa import prefill as shared
 from kernels_ref.sdpa import prefill as sums
 from kernels_ref.sparse import TileStep
 from kernels_ref.step import BlockStep, PartInputs, RingStep, StepTensors
-from kernels_ref.units import KVRecord, KVUnits, floats
+from kernels_ref.units import KVRecord, KVUnits, decoded_units, stored_floats
 from kernels_ref.x86 import library as x86
 
 __all__ = [
@@ -191,11 +191,11 @@ def shared_blocks(inputs: PartInputs) -> Partial:
     _refuse(scoring)
     tokens = t.row_start, t.row_num_new, t.row_query_start
     plan = (*tokens, t.shared_block, t.shared_start, t.shared_reads)
-    kv = floats(units)
     if rule is not None:
+        kv = decoded_units(units)
         sizes = encode_rule(rule), scoring.slices.band_queries, scoring.slices.context_blocks
         return Partial(*_sparse_shared(q_QKGD, *kv, *plan, *sizes))
-    return Partial(*_shared_blocks(q_QKGD, *kv, *plan, scoring.slices.context_blocks))
+    return Partial(*_shared_blocks(q_QKGD, *stored_floats(units), *plan, scoring.slices.context_blocks))
 
 
 def chosen_blocks(inputs: PartInputs, tiles: TileStep, choice: TopBlocks) -> Partial:
@@ -204,7 +204,9 @@ def chosen_blocks(inputs: PartInputs, tiles: TileStep, choice: TopBlocks) -> Par
     _refuse(scoring)
     shared = t.shared_block, t.shared_start, t.shared_reads
     sizes = choice.num_blocks, scoring.slices.context_blocks
-    return Partial(*_chosen_blocks(q_QKGD, *floats(units), *_row_plan(t), t.write_block, *shared, *sizes))
+    return Partial(
+        *_chosen_blocks(q_QKGD, *decoded_units(units), *_row_plan(t), t.write_block, *shared, *sizes)
+    )
 
 
 def shared_rings(inputs: PartInputs, ring: RingStep) -> Partial:
@@ -222,13 +224,14 @@ def unique_blocks(inputs: PartInputs, blocks: BlockStep) -> Partial:
     operator.
     """
     q_NKHD, _, units, t, scoring, rule, _ = inputs
-    k, v = floats(units)
     if rule is not None:
+        k, v = decoded_units(units)
         tails = (t.tail_block, t.tail_start, blocks.tails.visible)
         sizes = encode_rule(rule), scoring.softcap or 0.0, scoring.slices.decode_slots
         numbers = (t.owner, t.owner_start, *tails, blocks.end, *sizes)
         return Partial(*_sparse_unique(q_NKHD, k, v, *numbers))
     plan = (t.owner, t.tail_block, blocks.tails.visible)
+    k, v = stored_floats(units)
     if scoring.softcap is None and x86.fits_rows(q_NKHD, k):
         return x86.attend_blocks(q_NKHD, k, v, *plan)
     if decode.is_short(q_NKHD, blocks.tails, (t.owner.shape[0] + 1) * units.layout.num_slots):
@@ -236,14 +239,16 @@ def unique_blocks(inputs: PartInputs, blocks: BlockStep) -> Partial:
     if t.owner.shape[0] <= scoring.slices.short_blocks:
         return reference.unique_blocks(inputs, blocks)
     bounds = scoring.softcap or 0.0, scoring.slices.decode_slots
-    return Partial(*_unique_blocks(q_NKHD, k, v, *plan, *bounds))
+    return Partial(*_unique_blocks(q_NKHD, *decoded_units(units), *plan, *bounds))
 
 
 def unique_rings(inputs: PartInputs, ring: RingStep) -> Partial:
     """Decode rows against their rings."""
     q_NKHD, units, scoring = inputs.q, inputs.units, inputs.scoring
-    k, v = floats(units)
+    k, v = stored_floats(units)
     seen, is_ours = ring.seen, scoring.softcap is None and x86.fits_rows(q_NKHD, k)
+    if not is_ours:
+        k, v = decoded_units(units)
     if isinstance(seen, Held):
         run = x86.attend_held if is_ours else _held_rings
         cap = () if is_ours else (scoring.softcap or 0.0,)
@@ -260,10 +265,12 @@ def unique_with_weights(inputs: PartInputs, ring: RingStep) -> tuple[Partial, to
     """Decode rows against their own slots, with the weight of each slot."""
     assert isinstance(ring.seen, Leading), "expected leading slots of a budget to be visible"
     q_NKGD, _, units, _, scoring, _, sinks_KG = inputs
-    visible, (k, v) = ring.seen.visible, floats(units)
+    visible, (k, v) = ring.seen.visible, stored_floats(units)
     if scoring.softcap is None and x86.fits_rows(q_NKGD, k):
         return x86.attend_with_weights(q_NKGD, k, v, visible, sinks_KG)
-    *partial, mass = _rings_with_weights(q_NKGD, k, v, visible, sinks_KG, scoring.softcap or 0.0)
+    *partial, mass = _rings_with_weights(
+        q_NKGD, *decoded_units(units), visible, sinks_KG, scoring.softcap or 0.0
+    )
     return Partial(*partial), mass
 
 

@@ -215,7 +215,7 @@ def shared_blocks(
             if x86.fits_tiles(q, k):
                 x86.attend(seen, q, k, v)
             else:
-                for whole, merged in zip(seen, merge(seen, flash(q, k, v))):
+                for whole, merged in zip(seen, merge(seen, flash(q, k.to(q.dtype), v.to(q.dtype)))):
                     whole.copy_(merged)
             del k, v
         if isinstance(place, torch.Tensor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -51,7 +51,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def rounded_ahead(patch: Any) -> Iterator[None]:
+def rounded_ahead(patch: Any, rounded: Callable[[torch.Tensor], torch.Tensor] = rounded) -> Iterator[None]:
     """Let layers get keys and values that have been rounded so, whatever their stores hold.
 
     Args:
