@@ -17,9 +17,10 @@ from typing import NamedTuple
 from transformers import LlamaConfig
 
 from graphs import BatchShape
-from hpu_duo.planning import GAUDI3, Deployment, Format, ModelSize, Prediction, Serving, Step
+from hpu_duo.planning import GAUDI3, Deployment, ModelSize, Prediction, Serving, Step
 from hpu_duo.planning.engine_work import EngineWork
 from hpu_duo.planning.read_model import read_model
+from kernels_ref import PLAIN
 from kernels_ref.chunks import DEFAULT_BOUNDS, MOST_INLINE, ChunkBounds
 
 CHUNKED = DEFAULT_BOUNDS._replace(most_inline=MOST_INLINE)
@@ -132,7 +133,7 @@ def _model(directory: Path, name: str) -> ModelSize:
 
 def _deployment(case: Case, model: ModelSize) -> Deployment:
     serving = Serving(GAUDI3, case.num_devices, retrieval_parallel=case.by)
-    return Deployment(model, serving, case.sparsity, Format.BF16, 131_072)
+    return Deployment(model, serving, case.sparsity, PLAIN, 131_072)
 
 
 def _chunked(work: EngineWork, bounds: ChunkBounds = CHUNKED) -> EngineWork:

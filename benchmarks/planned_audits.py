@@ -32,7 +32,6 @@ from hpu_duo.planning import (
     GAUDI3,
     Deployment,
     EngineWork,
-    Format,
     ModelSize,
     Serving,
     busiest_rank,
@@ -45,7 +44,7 @@ from hpu_duo.planning.engine_work import cut_loops, traced_runs
 from hpu_duo.planning.read_model import read_model
 from hpu_duo.planning.simulation import plan_buckets
 from hpu_duo.planning.work import GroupSizes, count_attention
-from kernels_ref import Owner
+from kernels_ref import PLAIN, Owner
 from kernels_ref.units import SCRATCH_STORES
 
 CONTEXTS = (8_192, 32_768, 131_072)
@@ -193,7 +192,7 @@ class Served:
 
     def deployment(self, sparsity: float, context: int, by: str = "auto") -> Deployment:
         """The model with a share of streaming heads."""
-        return Deployment(self.size, self.serving(by), sparsity, Format.BF16, context)
+        return Deployment(self.size, self.serving(by), sparsity, PLAIN, context)
 
 
 class Planned(NamedTuple):
@@ -432,7 +431,7 @@ def _speed_tables(served: Iterable[Served]) -> Iterator[str]:
     for each in served:
         for by in ("heads", "context", "auto") if each.model.num_devices > 1 else ("heads",):
             for sparsity in (0.0, 0.5, 0.75):
-                found = capacity(each.size, each.serving(by), sparsity, Format.BF16, CONTEXTS)
+                found = capacity(each.size, each.serving(by), sparsity, PLAIN, CONTEXTS)
                 way = by if by != "auto" else f"auto: {found.retrieval_parallel}"
                 rates = [f"{point.tokens_per_s or 0:,.0f}" for point in found.points]
                 alone = [f"{point.tokens_per_s_alone or 0:,.0f}" for point in found.points]

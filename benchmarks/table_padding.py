@@ -28,7 +28,6 @@ from hpu_duo.planning import (
     FITTED,
     HARDWARE_NAMES,
     Deployment,
-    Format,
     Serving,
     find_hardware,
     predict_seconds,
@@ -36,6 +35,7 @@ from hpu_duo.planning import (
 )
 from hpu_duo.planning.read_model import read_model
 from hpu_duo.planning.simulation import SimulatedEngine, Simulation, plan_buckets
+from kernels_ref import PLAIN
 
 LIMITS = StepLimits(
     max_num_seqs=64,
@@ -76,7 +76,7 @@ def report(model: Path, num_graphs: int, hardware: str) -> Iterator[str]:
         max_num_seqs=LIMITS.max_num_seqs,
         max_num_batched_tokens=LIMITS.max_num_batched_tokens,
     )
-    deployment = Deployment(read_model(model), serving, 0.0, Format.BF16, LIMITS.max_model_len)
+    deployment = Deployment(read_model(model), serving, 0.0, PLAIN, LIMITS.max_model_len)
     cost, padding = step_cost(deployment), Padding(deployment)
     began = time.process_time()
     cold = plan_buckets(LIMITS, num_graphs, cost)

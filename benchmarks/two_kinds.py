@@ -14,8 +14,9 @@ from pathlib import Path
 from transformers import LlamaConfig
 
 from benchmarks.one_pass import HEADS, LLAMA, SIZES, write_page
-from hpu_duo.planning import GAUDI3, Deployment, Format, ModelSize, Serving, Step
+from hpu_duo.planning import GAUDI3, Deployment, ModelSize, Serving, Step
 from hpu_duo.planning.read_model import read_model
+from kernels_ref import PLAIN
 
 CONTEXTS = (1024, 2048, 4096, 6144, 8192, 12_288, 16_384, 32_768, 65_536, 131_072)
 MACHINES = (("8B", 1, "heads"), ("70B", 8, "context"))
@@ -44,7 +45,7 @@ def _page() -> Iterator[str]:
         for name, num_devices, by in MACHINES:
             model = _model(Path(directory) / name, name)
             serving = Serving(GAUDI3, num_devices, retrieval_parallel=by)
-            both = [Deployment(model, serving, share, Format.BF16, max(CONTEXTS)) for share in (0.0, 0.5)]
+            both = [Deployment(model, serving, share, PLAIN, max(CONTEXTS)) for share in (0.0, 0.5)]
             for context in CONTEXTS:
                 operators = [f"{_layer_operators(each, context):.0f}" for each in both]
                 full, half = (each.decode_tokens_per_s(1, context).value for each in both)

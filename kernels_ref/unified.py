@@ -6,14 +6,14 @@ Shapes: Q query tokens, H query heads, K key/value heads, G = H / K, D head size
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
 import torch
 
 from kernels_ref.chunks import DEFAULT_BOUNDS, DEFAULT_SLICES, ChunkBounds, Slices
-from kernels_ref.formats import PLAIN
-from kernels_ref.groups import GroupKind, HeadGroup
+from kernels_ref.decoding import DecodingKernels
+from kernels_ref.groups import GroupKind, HeadGroup, Owner
 from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators
 from kernels_ref.impl import Implementation, Kernels, kernels, looped
 from kernels_ref.partial import Partial, Scoring, Softmax, normalise, placed, sink_logits
@@ -42,6 +42,7 @@ class LayerSpec:
         chunks: bounds of chunks of context, from which their sizes follow.
         rows: kinds of state that rows have besides what heads store.
         writes: False for a layer that reads the stores of an earlier one, with the same keys and values.
+        needs_decoding: whether some of the stores have a format that ``impl`` does not read.
     """
 
     groups: tuple[HeadGroup, ...]
@@ -56,14 +57,11 @@ class LayerSpec:
     chunks: ChunkBounds = DEFAULT_BOUNDS
     rows: tuple[RowKind, ...] = ()
     writes: bool = True
+    needs_decoding: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        for group in self.groups:
-            if not self.impl.serves(group.format):
-                raise ValueError(
-                    f"attention {self.impl.value!r} reads keys and values in the model's dtype, kv_format "
-                    f"{PLAIN.name!r}, got {group.format.name!r}: expected attention 'reference' or 'hpu'"
-                )
+        is_read = all(self.impl.serves(group.format) for group in self.groups)
+        object.__setattr__(self, "needs_decoding", not is_read)
 
     @property
     def scoring(self) -> Scoring:
@@ -79,6 +77,13 @@ class LayerSpec:
     def num_retrieval(self) -> int:
         """Key/value heads that see all tokens of a request, on whichever rank they are stored."""
         return sum(group.num_heads for group in self.groups if group.kind.reach is None)
+
+
+def format_names(specs: Iterable[LayerSpec]) -> tuple[str, ...]:
+    """Names of the formats of keys and values in some layers, of blocks only where there are any."""
+    groups = [group for spec in specs for group in spec.groups]
+    in_blocks = [group for group in groups if group.kind.owner is Owner.BLOCK]
+    return tuple(sorted({group.format.name for group in in_blocks or groups}))
 
 
 def stores_of(
@@ -185,6 +190,8 @@ def unified_attention(
     """
     scoring = spec.scoring
     run = looped(kernels(spec.impl, spec.operators), scoring, spec.operators, step.parts)
+    if spec.needs_decoding:
+        run = cast("Kernels", DecodingKernels(run, spec.impl))
     if not spec.writes:
         run = cast("Kernels", ReadOnlyKernels(run))
     if step.keeps_rows:

@@ -344,6 +344,8 @@ def _settings(
             if value is None and known[name].default is not None:
                 continue
             is_text = known[name].option.is_size and value is not None
+            if isinstance(value, list):
+                value = tuple(value)
             found[keys.get(name, name)] = parse_bytes(value) if is_text else value
         return found
 
@@ -373,6 +375,8 @@ CUT = ("pattern", "sparsity", "threshold", "sink", "recent", "max_layer_kinds")
 """Settings that say which heads stream."""
 KEPT = ("kv_policy", "kv_budget", "kv_plan", "kv_prompt", "kv_chunk")
 """Settings that say what heads keep that have a KV budget."""
+STORED = ("kv_cache_dtype", "kv_cache_dtype_skip_layers", "calculate_kv_scales")
+"""Settings of the format of keys and values."""
 STEP = ("device", "dtype", "graphs", "attention", "softmax")
 """Settings of how a step runs."""
 

@@ -74,6 +74,10 @@ class DeviceBudget:
         return max(0, self.left_bytes - graph_bytes)
 
 
+SLIDING_WINDOW = "sliding_window"
+"""Names all layers with a sliding window, among layers whose keys and values keep the model's dtype."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """Limits of the KV cache. Fields have their own descriptions; this adds details.
@@ -97,8 +101,13 @@ class CacheConfig:
             evict tokens once, at its end; in chunks, or in one step without ``kv_chunk`` and where
             ``max_num_batched_tokens`` holds the longest text.
         kv_chunk: None = 512, or less to fit ``max_num_batched_tokens``.
-        kv_format: format in which keys and values are stored: "auto", the model's dtype, or another one of
-            ``kernels_ref.formats``. Users do not set it.
+        kv_cache_dtype: format in which heads that store blocks keep keys and values: "auto", the model's
+            dtype, or another one of ``kernels_ref.formats``, or one for keys and one for values, with ":"
+            between. Rings and heads with a budget keep the model's dtype.
+        kv_cache_dtype_skip_layers: numbers of layers that keep the model's dtype, or "sliding_window", all
+            layers with one.
+        calculate_kv_scales: vLLM's name of what is refused.
+        ring_dtype: format of the units of rows: rings, and heads with a budget. Users do not set it.
         device_memory_utilization: vLLM's ``gpu_memory_utilization``; see ``hpu_duo.config.limits``.
     """
 
@@ -166,7 +175,27 @@ class CacheConfig:
         HEADS,
         unset="512, or what a step holds; whole: all that a step holds",
     )
-    kv_format: str = "auto"
+    kv_cache_dtype: str = option(
+        "auto",
+        "How keys and values are stored: auto (as --dtype), bfloat16, float16, float32, int8_per_token_head, "
+        "int4_per_token_head, fp8, fp8_per_token_head or k8v4; see docs/quantisation.md.",
+        LIMITS,
+        metavar="FORMAT",
+    )
+    kv_cache_dtype_skip_layers: tuple[str | int, ...] = option(
+        (),
+        "Layers whose keys and values stay as --dtype: their numbers, or sliding_window.",
+        LIMITS,
+        metavar="LAYER",
+        unset="none",
+    )
+    calculate_kv_scales: bool = option(
+        False,
+        "Refused: formats have constant scales, or one for each vector.",
+        LIMITS,
+        flags=("--calculate-kv-scales",),
+    )
+    ring_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         check_at_least("block_size", self.block_size, 1)
@@ -186,7 +215,33 @@ class CacheConfig:
                     f"num_prefix_snapshots={self.num_prefix_snapshots} needs enable_prefix_caching=True"
                 )
         check_utilization(self.device_memory_utilization)
+        self._check_formats()
         self._check_budget()
+
+    def _check_formats(self) -> None:
+        check_bool("calculate_kv_scales", self.calculate_kv_scales)
+        if self.calculate_kv_scales:
+            raise ValueError(
+                "calculate_kv_scales is not served: scales of the first request would be those of all "
+                "others, so that answers depend on their order: expected kv_cache_dtype 'fp8_per_token_head'"
+            )
+        for name in {self.kv_cache_dtype, self.ring_dtype} - {"auto"}:
+            # It imports torch.
+            from kernels_ref.formats import format_of
+
+            format_of(name)
+        layers = self.kv_cache_dtype_skip_layers
+        named = (layers,) if isinstance(layers, str | int) else tuple(layers)
+        for layer in named:
+            is_number = str(layer).isdecimal() and not isinstance(layer, bool)
+            if not is_number and layer != SLIDING_WINDOW:
+                raise ValueError(
+                    "expected kv_cache_dtype_skip_layers to be numbers of layers or "
+                    f"{SLIDING_WINDOW!r}, got {layer!r}"
+                )
+        if named and self.kv_cache_dtype == "auto":
+            raise ValueError(f"kv_cache_dtype_skip_layers={list(named)} needs a kv_cache_dtype, got 'auto'")
+        object.__setattr__(self, "kv_cache_dtype_skip_layers", tuple(map(str, named)))
 
     def _check_budget(self) -> None:
         if (self.kv_policy is None) is not (self.kv_budget is None):

@@ -75,10 +75,12 @@ class Setting:
 
     @property
     def kind(self) -> Any:
-        """Type of the option of commands, without None: the last of bool, int, float, str and Path.
+        """Type of the option of commands, without None: the last of bool, int, float, str and Path, or texts.
 
         The annotation is read as text, since some of its types need torch.
         """
+        if str(self.field.type).startswith("tuple["):
+            return list[str]
         named = set(str(self.field.type).split(" | "))
         kinds = {"bool": bool, "int": int, "float": float, "str": str, "Path": Path}
         return next((kind for name, kind in reversed(kinds.items()) if name in named), str)

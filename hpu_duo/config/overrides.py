@@ -47,6 +47,9 @@ class EngineOverrides(TypedDict, total=False):
     kv_plan: KVPlan | str | Path | None
     kv_prompt: str
     kv_chunk: int | None
+    kv_cache_dtype: str
+    kv_cache_dtype_skip_layers: tuple[str | int, ...]
+    calculate_kv_scales: bool
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -20,6 +20,7 @@ from hpu_duo.kv.store import KVStore, UnitTensor, block_tensors
 from hpu_duo.modeling.config_checks import served_len, short_len
 from hpu_duo.modeling.hub import model_fingerprint
 from kernels_ref import PLAIN
+from kernels_ref.unified import format_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,7 +105,7 @@ def _as_token_ids(name: str, given: Sequence[int]) -> tuple[int, ...]:
 
 
 _MOST_SHOWN = 60
-_FORMAT = "kv_format"
+_FORMAT = "kv_cache_dtype"
 
 
 def fingerprint_of(model: GenerativeModel) -> dict[str, str]:
@@ -126,9 +127,7 @@ def fingerprint_of(model: GenerativeModel) -> dict[str, str]:
     if pattern is not None:
         heads = [pattern.sink, pattern.recent, pattern.mask.astype(int).tolist()]
         found["head pattern"] = json.dumps(heads)
-    formats = {group.format.name for spec in engine.runner.model.specs for group in spec.groups}
-    if formats != {PLAIN.name}:
-        found[_FORMAT] = ", ".join(sorted(formats))
+    found[_FORMAT] = ", ".join(format_names(engine.runner.model.specs))
     for each in block_tensors(engine.runner.store):
         kind = f"{each.kind.name} {each.kind.describe()}".strip()
         found[each.name] = f"{kind} x {list(each.unit_shape)}"
@@ -143,8 +142,8 @@ def check_fingerprint(path: Path, saved: object, model: GenerativeModel) -> None
     got = fingerprint_of(model)
     if not isinstance(saved, dict):
         raise ValueError(f"{path}: expected the fingerprint of a model, got {type(saved).__name__}")
-    # Files of plain keys and values do not say so.
-    got, saved = ({_FORMAT: PLAIN.name, **each} for each in (got, saved))
+    # Files of version 1 do not say so.
+    saved = {_FORMAT: PLAIN.name, **saved}
     for name in {**got, **saved}:
         if saved.get(name) != got.get(name):
             raise ValueError(
@@ -158,7 +157,9 @@ def _short(value: object) -> str:
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 4] + " ..."
 
 
-FORMAT, VERSION = "hpu-duo context", "1"
+FORMAT, VERSION = "hpu-duo context", "2"
+_VERSIONS = ("1", VERSION)
+"""Those that are read. Files of version 1 have plain keys and values, and do not name a format."""
 _TOKENS, _TEXT = "token_ids", "text"
 _DTYPES = {
     torch.float64: "F64",
@@ -228,10 +229,16 @@ def _entries(store: KVStore, num_blocks: int) -> Iterator[tuple[str, str, list[i
         return
     for each in block_tensors(store):
         shape = [num_blocks, *each.unit_shape]
-        yield each.name, _DTYPES[each.flat.dtype], shape, num_blocks * each.unit_bytes
+        yield each.name, _dtype_name(each.flat.dtype), shape, num_blocks * each.unit_bytes
     for state in store.row_states:
         for name, tensor in state.saved.items():
-            yield name, _DTYPES[tensor.dtype], [1, *tensor.shape], tensor.num_bytes
+            yield name, _dtype_name(tensor.dtype), [1, *tensor.shape], tensor.num_bytes
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    if dtype not in _DTYPES:
+        raise ValueError(f"expected stores in one of {', '.join(map(str, _DTYPES))}, got {dtype}")
+    return _DTYPES[dtype]
 
 
 def _bytes(data: torch.Tensor) -> bytes:
@@ -272,9 +279,10 @@ class SavedContext:
                 metadata = file.metadata() or {}
                 if metadata.get("format") != FORMAT:
                     raise ValueError(f"{path}: expected a context of hpu-duo, got another file of tensors")
-                if metadata.get("version") != VERSION:
+                if metadata.get("version") not in _VERSIONS:
                     raise ValueError(
-                        f"{path}: expected version {VERSION} of saved contexts, got {metadata.get('version')}"
+                        f"{path}: expected version {' or '.join(_VERSIONS)} of saved contexts, got "
+                        f"{metadata.get('version')}"
                     )
                 check_fingerprint(path, _json(path, metadata, "fingerprint"), model)
                 salt = _json(path, metadata, "cache_salt")

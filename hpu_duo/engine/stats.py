@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -27,7 +29,8 @@ class Resolved:
     """The resolved settings of an engine: each "auto" and each None is replaced by the value in use.
 
     Attributes:
-        device, dtype: of weights and stores.
+        device, dtype: of weights.
+        kv_cache_dtype: how each kind of heads stores keys and values.
         attention: implementation of the kernels.
         softmax: precision of its scores and exponentials.
         graphs: capture backend.
@@ -48,6 +51,7 @@ class Resolved:
 
     device: str
     dtype: str
+    kv_cache_dtype: str
     attention: str
     softmax: str
     graphs: str
@@ -79,6 +83,7 @@ class Resolved:
         return cls(
             device=str(runner.device),
             dtype=str(runner.model.model.dtype).removeprefix("torch."),
+            kv_cache_dtype=_formats(specs, str(runner.model.model.dtype).removeprefix("torch.")),
             attention=specs[0].impl.value,
             softmax=specs[0].softmax.value,
             graphs=graphs.backend.name,
@@ -105,6 +110,17 @@ class Resolved:
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.items().items())
+
+
+def _formats(specs: Sequence[LayerSpec], dtype: str) -> str:
+    """Formats of keys and values, with the heads of each where there are several."""
+    found: Counter[tuple[str, str]] = Counter()
+    for spec in specs:
+        for group in spec.groups:
+            found[dtype if group.format.is_plain else group.format.name, group.kind.name] += group.num_heads
+    if len(names := {name for name, _ in found}) == 1:
+        return names.pop()
+    return ", ".join(f"{name} ({num} heads in {kind})" for (name, kind), num in found.items())
 
 
 def _is_context_parallel(spec: LayerSpec) -> bool:

@@ -11,11 +11,13 @@ from typing import TypeAlias
 from bias_builders import Window
 from hpu_duo.config.limits import SchedulerConfig
 from kernels_ref import (
+    PLAIN,
     Blocks,
     Budget,
     ChosenBlocks,
     GroupKind,
     HeadGroup,
+    KVFormat,
     Owner,
     Rings,
     RowKind,
@@ -69,6 +71,23 @@ def sparse_groups(kinds: Sequence[GroupKind]) -> tuple[list[int], tuple[HeadGrou
     numbers = [distinct.index(kind) for kind in kinds]
     groups = (HeadGroup(numbers.count(number), kind) for number, kind in enumerate(distinct))
     return numbers, tuple(groups)
+
+
+def in_format(
+    groups: Iterable[HeadGroup], of_blocks: KVFormat, of_rows: KVFormat = PLAIN
+) -> tuple[HeadGroup, ...]:
+    """Return the groups of a layer with a format of keys and values.
+
+    Args:
+        of_blocks: of units of blocks.
+        of_rows: of units of rows: rings, and heads with a budget.
+
+    Raises:
+        ValueError: heads of a group cannot store their keys in the format.
+    """
+    return tuple(
+        replace(group, format=of_blocks if group.kind.owner is Owner.BLOCK else of_rows) for group in groups
+    )
 
 
 def ring_slack(decode_len: int) -> int:

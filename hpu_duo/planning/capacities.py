@@ -19,10 +19,19 @@ from hpu_duo.config.limits import (
 )
 from hpu_duo.heads import HeadPattern
 from hpu_duo.kv.allocations import block_moves
-from hpu_duo.kv.plan import LayerKV, MemoryPlan, chunk_grid, last_chunk, ring_slack, widest_row
+from hpu_duo.kv.plan import (
+    LayerKV,
+    MemoryPlan,
+    chunk_grid,
+    in_format,
+    last_chunk,
+    ring_slack,
+    widest_row,
+)
 from hpu_duo.kv.prefix import default_snapshots_within
 from hpu_duo.planning.engine_work import EngineWork, WarmUp
 from hpu_duo.planning.kept import KeptByHeads
+from hpu_duo.planning.kv_formats import name_of
 from hpu_duo.planning.model import Format, Hardware, ModelSize, TableMemory
 from hpu_duo.planning.retrieval_choice import (
     ChoiceCosts,
@@ -33,7 +42,7 @@ from hpu_duo.planning.retrieval_choice import (
 )
 from hpu_duo.planning.roofline import ERROR_FACTORS, FITTED, Prediction
 from hpu_duo.planning.work import Formats, Step, kernels_of
-from kernels_ref import Implementation
+from kernels_ref import Implementation, KVFormat
 from kernels_ref.chunks import ChunkBounds
 
 _GIB = 1 << 30
@@ -159,7 +168,7 @@ class Deployment:
         serving: its devices; "auto" of ``retrieval_parallel`` becomes the choice for requests of ``max_len``
             tokens.
         sparsity: share of KV heads that stream, in layers without a sliding window.
-        kv_format: of keys and values.
+        kv_format: of keys and values in blocks; rings and heads with a budget keep bf16.
         max_len: tokens of the longest request.
 
     Raises:
@@ -170,7 +179,7 @@ class Deployment:
     model: ModelSize
     serving: Serving
     sparsity: float
-    kv_format: Format
+    kv_format: KVFormat
     max_len: int
 
     def __post_init__(self) -> None:
@@ -192,14 +201,17 @@ class Deployment:
 
     @cached_property
     def kv_layers(self) -> tuple[LayerKV, ...]:
-        """Keys and values that each layer stores."""
+        """Keys and values that each layer stores, in their formats."""
         return self._kv_layers_of(self._counts)
 
     def _kv_layers_of(self, counts: Sequence[int]) -> tuple[LayerKV, ...]:
         serving = self.serving
         if serving.kept is not None:
-            return serving.kept.kv_layers(self.model, counts, self.max_len)
-        return self.model.kv_layers_of(counts, serving.sink, serving.recent, self.max_len, serving.ring_slack)
+            found = serving.kept.kv_layers(self.model, counts, self.max_len)
+        else:
+            sizes = serving.sink, serving.recent, self.max_len, serving.ring_slack
+            found = self.model.kv_layers_of(counts, *sizes)
+        return tuple(replace(each, groups=in_format(each.groups, self.kv_format)) for each in found)
 
     @cached_property
     def choice(self) -> RetrievalChoice | None:
@@ -255,10 +267,7 @@ class Deployment:
     @property
     def not_served(self) -> tuple[str, ...]:
         """Names of what is priced and cannot be run by the engine of this version."""
-        served = self.serving.not_served
-        return (
-            served if self.kv_format is Format.BF16 else (*served, f"{self.kv_format.value} keys and values")
-        )
+        return self.serving.not_served
 
     @property
     def num_promoted(self) -> int:
@@ -300,7 +309,7 @@ class Deployment:
         serving = self.serving
         return MemoryPlan(
             self.kv_layers,
-            self.kv_format.num_bytes,
+            Format.BF16.num_bytes,
             serving.engine_block_size,
             max_num_seqs=1,
             num_blocks=1,
@@ -361,7 +370,7 @@ class Deployment:
         return EngineWork(
             self.model,
             self.kv_layers,
-            Formats(serving.weights, self.kv_format),
+            Formats(serving.weights),
             kernels_of(serving.attention),
             serving.block_size,
             max_chunk_rows=serving.max_chunk_rows,
@@ -382,7 +391,7 @@ class Deployment:
     @property
     def error_factor(self) -> float:
         """The most that a prediction is off by, either way; see ``hpu_duo.planning.roofline``."""
-        return max(ERROR_FACTORS[self.serving.weights], ERROR_FACTORS[self.kv_format])
+        return max(ERROR_FACTORS[self.serving.weights], ERROR_FACTORS[Format.BF16])
 
     def shape_of(self, step: Step) -> BatchShape:
         """The exact shape of a step: decodes, or chunks of prompts that share no block."""
@@ -459,7 +468,7 @@ class Capacity:
     """
 
     sparsity: float
-    kv_format: Format
+    kv_format: KVFormat
     num_promoted: int
     points: tuple[CapacityPoint, ...]
     warm_up: WarmUp | None
@@ -477,14 +486,14 @@ class Capacity:
             heads += f" less {self.num_promoted} promoted ones"
         if self.kept:
             heads = f"heads by {self.kept}" if not self.sparsity else f"{heads} by {self.kept}"
-        return f"{heads}, {self.kv_format.value} keys and values"
+        return f"{heads}, {name_of(self.kv_format)} keys and values"
 
 
 def capacity(
     model: ModelSize,
     serving: Serving,
     sparsity: float,
-    kv_format: Format,
+    kv_format: KVFormat,
     contexts: Sequence[int],
     *,
     num_graphs: int = 64,

@@ -275,6 +275,9 @@ _ROUTING_LAUNCHES, _GROUP_LAUNCHES = 8, 12
 """Operators of a layer's routing, and of each group of experts, as the audit counts them."""
 
 
+_KV_BYTES = Format.BF16.num_bytes
+
+
 @dataclass(frozen=True)
 class EngineWork:
     """The work of every bucket of an engine.
@@ -282,7 +285,7 @@ class EngineWork:
     Attributes:
         model: its sizes.
         kv_layers: keys and values of each layer.
-        formats: of weights, and of keys and values.
+        formats: of weights; keys and values are multiplied in bf16, and stored as their groups say.
         kernels: those of attention.
         block_size: slots of a block.
         max_chunk_rows, decode_len: see ``SchedulerConfig``.
@@ -427,7 +430,7 @@ class EngineWork:
         return head_exchanges(*sizes, bucket, self.decode_len, self.num_devices)
 
     def _attention(self, layer: AttentionSize, kv: LayerKV, bucket: BatchShape) -> Work:
-        products = scores = kv_elements = moved = launches = spilled = calls = 0.0
+        products = scores = kv_bytes = moved = launches = spilled = calls = 0.0
         for sizes, met in self._attended(layer, kv, bucket):
             counts, runs = count_attention(sizes, met)
             spilled += self._spilled_share(sizes, met) * self.kernels.whole_block_bytes(counts)
@@ -437,17 +440,18 @@ class EngineWork:
             products += 2.0 * kv.elements_per_head * counts.scores
             products += 2.0 * counts.owner_pairs * (kv.elements_per_head - kv.head_dim + 1)
             scores += counts.scores
-            kv_elements += counts.block_elements
+            kv_bytes += counts.block_elements * kv.token_bytes(sizes.heads, _KV_BYTES) / kv.elements_per_head
+            if not sizes.heads.format.is_plain:
+                # Chunks are written decoded, and read again.
+                moved += 2 * _KV_BYTES * counts.block_elements
             moved += self.kernels.attention_bytes(counts)
             launches += self.kernels.attention_launches(runs)
         ranks, exchanges = self.num_devices, self._exchanges(layer, kv, bucket)
         sent = exchanges.bytes_to_each(ranks)
-        is_fp8 = self.formats.kv is Format.FP8
         return Work(
-            bf16_ops=0.0 if is_fp8 else ranks * products,
-            fp8_ops=ranks * products if is_fp8 else 0.0,
+            bf16_ops=ranks * products,
             vector_ops=ranks * scores * OPERATIONS_PER_SCORE,
-            kv_bytes=ranks * kv_elements * self.formats.kv.num_bytes,
+            kv_bytes=ranks * kv_bytes,
             moved_bytes=ranks * (moved + _EXCHANGE_COPIES * ranks * sent),
             reduced_bytes=self._score_bytes(kv, bucket),
             num_launches=launches + _EXCHANGE_LAUNCHES * exchanges.number,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,10 +24,10 @@ from hpu_duo.modeling.probe import DecoderLayer, rotary_frequencies
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.startup.heads import ChosenHeads, HeadAssignment, choose_heads, kv_layers
 from hpu_duo.startup.kv_budget import resolve_kv_budget
+from hpu_duo.startup.kv_formats import with_formats
 from hpu_duo.startup.tables import StepTables
-from kernels_ref import Budget, FusedOperators, HeadGroup, Implementation, KVFormat, LayerSpec, Softmax
+from kernels_ref import Budget, FusedOperators, HeadGroup, Implementation, LayerSpec, Softmax
 from kernels_ref.chunks import MOST_INLINE, ChunkBounds
-from kernels_ref.formats import format_of
 from kernels_ref.hpu.attention import LINE_BYTES, NO_OPERATORS
 from kernels_ref.hpu.trial import Trial, try_operators
 from kernels_ref.triton import availability
@@ -144,18 +144,6 @@ def with_frequencies(
         groups = tuple(_with(group, frequencies, f"{name}, layer {index}") for group in each.groups)
         served.append(each._replace(groups=groups))
     return tuple(served)
-
-
-def with_format(heads: Iterable[HeadAssignment], kv_format: KVFormat) -> tuple[HeadAssignment, ...]:
-    """Give all heads a format of keys and values.
-
-    Raises:
-        ValueError: it is not plain, and heads keep keys that it cannot store.
-    """
-    return tuple(
-        each._replace(groups=tuple(replace(group, format=kv_format) for group in each.groups))
-        for each in heads
-    )
 
 
 def _needs_rotary(group: HeadGroup) -> bool:
@@ -401,7 +389,7 @@ class Blueprint:
         if chosen is None:
             chosen = choose_heads(config, layers, max_len, device)
         pattern, heads, own = chosen
-        heads = with_format(with_frequencies(model, layers, heads), format_of(config.cache.kv_format))
+        heads = with_formats(with_frequencies(model, layers, heads), layers, config.cache, model.dtype)
         chunks = chunk_bounds(config.model.score_bytes, device, kernels.impl, memory_bytes)
         specs = tuple(
             _layer_spec(layer, kv, kernels, chunks) for layer, kv in zip(layers, kv_layers(layers, heads))

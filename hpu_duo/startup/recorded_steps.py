@@ -23,6 +23,7 @@ from hpu_duo.heads import HeadPattern
 from hpu_duo.modeling.hub import model_fingerprint
 from hpu_duo.sampling import SamplingBatch, SamplingRoute
 from hpu_duo.startup.warm_up_estimate import configuration_of, versions_of
+from kernels_ref import KVFormat
 
 VERSION = 3
 """Version of the format; others are an error."""
@@ -318,6 +319,8 @@ def origin_of(engine: Engine, config: EngineConfig) -> dict[str, Any]:
             "kv_plan": _plan(config.cache.kv_plan),
             "kv_prompt": config.cache.kv_prompt,
             "kv_chunk": config.cache.kv_chunk,
+            "kv_cache_dtype": config.cache.kv_cache_dtype,
+            "kv_cache_dtype_skip_layers": config.cache.kv_cache_dtype_skip_layers,
             "attention_rule": config.heads.attention_rule,
             "max_ring_window": config.heads.max_ring_window,
         },
@@ -332,7 +335,10 @@ def fingerprint_of(engine: Engine, model: str | Path) -> dict[str, Any]:
     layouts = {
         f"layout.layer_{number}": ", ".join(
             (
-                *(f"{group.kind.name} {list(units.layout)}" for group, units in zip(layer.groups, cache)),
+                *(
+                    f"{group.kind.name} {list(units.layout)}{_stored(group.format)}"
+                    for group, units in zip(layer.groups, cache)
+                ),
                 *(kind.name for kind in layer.rows),
             )
         )
@@ -344,6 +350,10 @@ def fingerprint_of(engine: Engine, model: str | Path) -> dict[str, Any]:
         **configuration_of(engine),
         **layouts,
     }
+
+
+def _stored(kv_format: KVFormat) -> str:
+    return "" if kv_format.is_plain else f" {kv_format.name}"
 
 
 def options_of(origin: Mapping[str, Any]) -> dict[str, Any]:

@@ -436,7 +436,7 @@ def _attention_text(spec: LayerSpec) -> str:
     dealt = "".join(f" in {name}" for name in sorted(kept))
     seen = "".join(f", {text}" for group in spec.groups if (text := group.kind.describe()))
     formats = sorted({group.format.name for group in spec.groups} - {PLAIN.name})
-    stored = "".join(f", kv_format {name}" for name in formats)
+    stored = "".join(f", kv_cache_dtype {name}" for name in formats)
     return (
         f"{spec.impl.value}: {spec.num_retrieval} retrieval{dealt} and {counts} streaming heads x "
         f"{spec.group_size} queries x {spec.head_dim}, scale {spec.scale:.6g}{seen}{softcap}{softmax}{stored}"

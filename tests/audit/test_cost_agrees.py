@@ -9,9 +9,10 @@ from benchmarks.kernel_work import structure_of, work_of
 from graphs import BatchShape
 from hpu_duo.cli.planning.hardware import graph_bytes
 from hpu_duo.lab.audit import audit_bucket
-from hpu_duo.planning import FITTED, GAUDI3, Deployment, Format, Serving, Step, kernels_of, predict_seconds
+from hpu_duo.planning import FITTED, GAUDI3, Deployment, Serving, Step, kernels_of, predict_seconds
 from hpu_duo.planning.read_model import read_model
 from hpu_duo.startup.tables import KEPT, GraphMemory, StepSizes
+from kernels_ref import PLAIN
 from tests.modeling.families import IS_5
 from tests.tiers import crossed
 
@@ -95,7 +96,7 @@ def test_the_seconds_of_a_long_prompt_contain_those_of_the_audit(tmp_path: Path,
     path = config_dir(tmp_path, GROUPED)
     structure = structure_of(path, attention, 4, 4)
     serving = Serving(GAUDI3, attention=attention, max_num_batched_tokens=2048)
-    deployment = Deployment(read_model(path), serving, 0.0, Format.BF16, 6_144)
+    deployment = Deployment(read_model(path), serving, 0.0, PLAIN, 6_144)
     shapes = [deployment.shape_of(Step(1, start, 2048)) for start in range(0, 6_144, 2048)]
     traced = sum(
         predict_seconds(audit_bucket(structure, shape).total, GAUDI3, 1, FITTED).total for shape in shapes

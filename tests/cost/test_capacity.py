@@ -28,7 +28,8 @@ from hpu_duo.planning import (
 from hpu_duo.planning import TRACE_S_PER_OPERATOR as PER_NODE
 from hpu_duo.planning.engine_work import BucketGraphs
 from hpu_duo.planning.fit import dense_model
-from kernels_ref import Rings
+from kernels_ref import PLAIN, KVFormat, Rings
+from kernels_ref.formats import format_of
 from tests.cost.sizes import models, tiny
 
 LLAMA_2_7B = dense_model(
@@ -52,7 +53,7 @@ LLAMA_3_8B = dense_model(
     max_positions=1_048_576,
 )
 SPARSITIES = st.sampled_from((0.0, 0.25, 0.5, 0.75, 1.0))
-FORMATS = st.sampled_from(Format)
+FORMATS = st.sampled_from([PLAIN, format_of("fp8"), format_of("k8v4")])
 
 
 def deployments() -> st.SearchStrategy[Deployment]:
@@ -91,7 +92,7 @@ def test_the_blocks_that_fit_are_those_of_a_plan_from_the_same_budget(
     try:
         plan = MemoryPlan.from_budget(
             deployment.kv_layers,
-            dtype_bytes=deployment.kv_format.num_bytes,
+            dtype_bytes=2,
             block_size=deployment.serving.block_size,
             max_num_seqs=num_rows,
             kv_cache_bytes=deployment.kv_bytes,
@@ -171,12 +172,12 @@ def test_memory_falls_about_as_far_as_duoattention_measured(
     assert measured <= total_bytes(0.0) / total_bytes(sparsity) <= 1.05 * measured
 
 
-def report(sparsity: float = 0.5, kv: Format = Format.BF16, **changes: Any) -> Capacity:
+def report(sparsity: float = 0.5, kv: KVFormat = PLAIN, **changes: Any) -> Capacity:
     return capacity(LLAMA_3_8B, Serving(GAUDI3, **changes), sparsity, kv, (8192, 131_072, 1_048_576))
 
 
 def test_streaming_heads_and_fp8_let_more_requests_run() -> None:
-    full, duo, both = report(0.0), report(0.5), report(0.5, Format.FP8)
+    full, duo, both = report(0.0), report(0.5), report(0.5, format_of("fp8"))
     for one, two, three in zip(full.points, duo.points, both.points):
         assert one.num_requests <= two.num_requests <= three.num_requests
         assert one.bytes_per_request > two.bytes_per_request > three.bytes_per_request
@@ -264,8 +265,8 @@ def test_a_pattern_decides_heads_kinds_of_layers_and_recipes() -> None:
 def test_a_deployment_has_no_more_kinds_than_its_layers_need(
     model: ModelSize, sparsity: float, max_len: int
 ) -> None:
-    free = Deployment(model, Serving(GAUDI3, max_layer_kinds=None), sparsity, Format.BF16, max_len)
-    few = Deployment(model, Serving(GAUDI3, max_layer_kinds=1), sparsity, Format.BF16, max_len)
+    free = Deployment(model, Serving(GAUDI3, max_layer_kinds=None), sparsity, PLAIN, max_len)
+    few = Deployment(model, Serving(GAUDI3, max_layer_kinds=1), sparsity, PLAIN, max_len)
     assert few.num_layer_kinds == len({(layer, layer.has_window(max_len)) for layer in model.layers})
     assert few.num_layer_kinds <= free.num_layer_kinds
     assert few.num_promoted >= free.num_promoted == 0
@@ -291,23 +292,23 @@ def test_devices_add_their_memory_and_share_the_work() -> None:
 
 def test_what_the_engine_cannot_run_yet_is_named() -> None:
     assert report().not_served == ()
-    assert report(kv=Format.FP8).not_served == ("fp8 keys and values",)
+    assert report(kv=format_of("fp8")).not_served == ()
     assert report(num_devices=4, weights=Format.FP8).not_served == ("fp8 weights",)
 
 
 def test_what_cannot_be_served_is_refused() -> None:
     with pytest.raises(ValueError, match="contexts of 1 token or more"):
-        capacity(tiny(), Serving(GAUDI2), 0.0, Format.BF16, ())
+        capacity(tiny(), Serving(GAUDI2), 0.0, PLAIN, ())
     with pytest.raises(ValueError, match="contexts of 1 token or more"):
-        capacity(tiny(), Serving(GAUDI2), 0.0, Format.BF16, (5, 0))
+        capacity(tiny(), Serving(GAUDI2), 0.0, PLAIN, (5, 0))
     with pytest.raises(ValueError, match="1 to 100000 tokens, the positions of tiny, got 100001"):
-        capacity(tiny(), Serving(GAUDI2), 0.0, Format.BF16, (5, 100_001))
+        capacity(tiny(), Serving(GAUDI2), 0.0, PLAIN, (5, 100_001))
     with pytest.raises(ValueError, match=r"sparsity in \[0, 1\], got -0.1"):
-        capacity(tiny(), Serving(GAUDI2), -0.1, Format.BF16, (5,))
+        capacity(tiny(), Serving(GAUDI2), -0.1, PLAIN, (5,))
     with pytest.raises(ValueError, match=r"bf16 weights of tiny take .* Gaudi 2 have 94.6 GiB"):
-        capacity(tiny(matrix_params=10**11), Serving(GAUDI2), 0.0, Format.BF16, (5,))
+        capacity(tiny(matrix_params=10**11), Serving(GAUDI2), 0.0, PLAIN, (5,))
     with pytest.raises(ValueError, match="divides 2 KV heads, got 4"):
-        capacity(tiny(), Serving(GAUDI2, num_devices=4), 0.0, Format.BF16, (5,))
+        capacity(tiny(), Serving(GAUDI2, num_devices=4), 0.0, PLAIN, (5,))
 
 
 @pytest.mark.parametrize(
@@ -334,7 +335,7 @@ def test_rings_are_priced_with_their_slack(
     cold = {"enable_prefix_caching": False, "attention": "reference"}
     serving = Serving(GAUDI3, sink=4, recent=16, block_size=32, **cold)
     plain, with_slack = (
-        Deployment(model, each, sparsity, Format.BF16, 4096).plan(3, 5)
+        Deployment(model, each, sparsity, PLAIN, 4096).plan(3, 5)
         for each in (serving, replace(serving, **sizes))
     )
     slots = decode_len - 1
@@ -350,7 +351,7 @@ def test_rings_are_priced_with_their_slack(
 
 
 def test_what_graphs_keep_beyond_their_share_is_said() -> None:
-    deployment = Deployment(LLAMA_3_8B, Serving(GAUDI3), 0.0, Format.BF16, 131_072)
+    deployment = Deployment(LLAMA_3_8B, Serving(GAUDI3), 0.0, PLAIN, 131_072)
     small, large = (deployment.graph_memory(9, num << 30, 1 << 30) for num in (1, 60))
     assert small.reserved_bytes == large.reserved_bytes
     assert small.kept_bytes < small.reserved_bytes < large.kept_bytes
@@ -358,5 +359,5 @@ def test_what_graphs_keep_beyond_their_share_is_said() -> None:
     assert (small.kept_blocks, large.kept_blocks, large.fused_blocks) == (64, 60 * 64, 64)
     assert small.describe().endswith("GiB are reserved.")
     assert "up to 50.1 GiB too few" in large.describe()
-    shared = Deployment(LLAMA_3_8B, Serving(GAUDI3, 8), 0.0, Format.BF16, 131_072)
+    shared = Deployment(LLAMA_3_8B, Serving(GAUDI3, 8), 0.0, PLAIN, 131_072)
     assert shared.graph_memory(9, 1 << 30, 0).kept_blocks == 8 * 64

@@ -14,7 +14,9 @@ from hpu_duo.cli.app import app
 from hpu_duo.cli.planning.tables import hardware_table, print_report
 from hpu_duo.extras import install_command
 from hpu_duo.heads import HeadPattern
-from hpu_duo.planning import GAUDI2, GAUDI3, Format, Serving, capacity
+from hpu_duo.planning import GAUDI2, GAUDI3, Serving, capacity
+from kernels_ref import PLAIN
+from kernels_ref.formats import format_of
 from tests.cost.sizes import LLAMA_3_1_8B, tiny
 
 Run = Callable[..., Result]
@@ -62,7 +64,7 @@ def test_json_holds_what_the_library_computes(hpu_duo: Run, config_dir: Path) ->
         (0.5, "fp8"),
     ]
     serving = Serving(GAUDI3, num_devices=2)
-    expected = capacity(read_model(config_dir), serving, 0.5, Format.FP8, (8192, 4096))
+    expected = capacity(read_model(config_dir), serving, 0.5, format_of("fp8"), (8192, 4096))
     for found, point in zip(fields["capacities"][3]["points"], expected.points, strict=True):
         assert {**found, **{name: tuple(found[name]) for name in found if name.endswith("_range")}} == (
             point.__dict__
@@ -180,7 +182,7 @@ def test_without_matplotlib_a_picture_is_refused_and_tables_are_not(
         (("--devices", "0"), "expected 1 to 8 Gaudi 3 devices, got 0"),
         (("--attention", "triton"), "attention that an HPU runs, reference or hpu, got 'triton'"),
         (("--dtype", "int4"), "expected the format bf16 or fp8, got 'int4'"),
-        (("--kv-cache-dtype", "bf16", "fp4"), "expected the format bf16 or fp8, got 'fp4'"),
+        (("--kv-cache-dtype", "bf16", "fp4"), "expected kv_cache_dtype to be one of auto, "),
         (("--sparsity", "0.5", "1.5"), "expected sparsity in [0, 1], got 1.5"),
         (("--context", "1000", "200000"), "expected contexts of 1 to 131072 tokens"),
         (("--context", "0"), "expected contexts of 1 token or more"),
@@ -207,7 +209,7 @@ def test_a_word_that_belongs_to_no_option_is_refused(hpu_duo: Run) -> None:
 
 def test_the_parts_of_the_report_can_be_used_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
     serving = Serving(GAUDI2)
-    print_report(tiny(), serving, [capacity(tiny(), serving, 0.5, Format.BF16, (100,))])
+    print_report(tiny(), serving, [capacity(tiny(), serving, 0.5, PLAIN, (100,))])
     assert "tiny on 1 x Gaudi 2" in capsys.readouterr().out
     assert hardware_table(GAUDI3).row_count == 4
 

@@ -6,9 +6,10 @@ import pytest
 
 from graphs import BatchShape, Phase
 from hpu_duo.parallel import HeadExchanges, head_exchanges
-from hpu_duo.planning import GAUDI3, Deployment, Format, Serving, Step, Work, roof_seconds
+from hpu_duo.planning import GAUDI3, Deployment, Serving, Step, Work, roof_seconds
 from hpu_duo.planning.fit import dense_model
 from hpu_duo.planning.work import OPERATIONS_PER_SCORE
+from kernels_ref import PLAIN
 
 MODEL = dense_model(
     "eight",
@@ -25,7 +26,7 @@ CONTEXT = 8 * 128 * 4
 
 def served(num_devices: int, sparsity: float, parallel: str) -> Deployment:
     serving = Serving(GAUDI3, num_devices, retrieval_parallel=parallel, enable_prefix_caching=False)
-    return Deployment(MODEL, serving, sparsity, Format.BF16, 1 << 16)
+    return Deployment(MODEL, serving, sparsity, PLAIN, 1 << 16)
 
 
 def work(deployment: Deployment, step: Step) -> Work:

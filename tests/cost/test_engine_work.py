@@ -14,7 +14,6 @@ from hpu_duo.planning import (
     GAUDI2,
     GAUDI3,
     Deployment,
-    Format,
     Hardware,
     Serving,
     Step,
@@ -22,6 +21,7 @@ from hpu_duo.planning import (
     predict_seconds,
     step_cost,
 )
+from kernels_ref import PLAIN
 from kernels_ref.chunks import DEFAULT_BOUNDS, MOST_INLINE
 from tests.cost.test_capacity import LLAMA_3_8B, SPARSITIES
 
@@ -31,7 +31,7 @@ def test_a_layer_waits_for_the_rank_with_most_retrieval_heads() -> None:
 
     def decode(sparsity: float, num_devices: int) -> tuple[float, float]:
         serving = Serving(GAUDI3, num_devices=num_devices, retrieval_parallel="heads")
-        deployment = Deployment(LLAMA_3_8B, serving, sparsity, Format.BF16, 131_072)
+        deployment = Deployment(LLAMA_3_8B, serving, sparsity, PLAIN, 131_072)
         step = Step(16, 131_071)
         work = deployment.engine_work.of(deployment.shape_of(step))
         return work.kv_bytes, deployment.step_seconds(step).value
@@ -66,7 +66,7 @@ def test_the_busiest_rank_has_its_share_of_heads_and_as_many_that_retrieve_as_an
 def test_what_is_compiled_of_a_layer_does_not_grow_with_the_context_and_what_is_launched_does(
     attention: str, sparsity: float, doublings: int
 ) -> None:
-    deployment = Deployment(LLAMA_3_8B, Serving(GAUDI3, attention=attention), sparsity, Format.BF16, 262_144)
+    deployment = Deployment(LLAMA_3_8B, Serving(GAUDI3, attention=attention), sparsity, PLAIN, 262_144)
     work, shape = deployment.engine_work, "csu/q2048/s{n}/u{n}/l16"
     short, long = (BatchShape.parse(shape.format(n=size)) for size in (64, 64 << doublings))
     assert work.traced_launches(long) <= work.traced_launches(short) + 100
@@ -78,7 +78,7 @@ def test_what_is_compiled_of_a_layer_does_not_grow_with_the_context_and_what_is_
 def test_buckets_are_ranked_by_about_as_many_operators_as_are_predicted(
     attention: str, num_rows: int, num_blocks: int
 ) -> None:
-    deployment = Deployment(LLAMA_3_8B, Serving(GAUDI3, attention=attention), 0.0, Format.BF16, 262_144)
+    deployment = Deployment(LLAMA_3_8B, Serving(GAUDI3, attention=attention), 0.0, PLAIN, 262_144)
     ranked = step_cost(deployment).launches
     for text in (f"--u/q{num_rows}/s0/u{num_blocks}/l{num_rows}", f"cs-/q2048/s{num_blocks + 1}/u0/l1"):
         bucket = BatchShape.parse(text)
@@ -98,7 +98,7 @@ def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
 def test_one_pass_is_predicted_to_be_faster_than_chunks_even_where_it_spills(
     num_chunks: int, num_devices: int, hardware: Hardware
 ) -> None:
-    deployment = Deployment(LLAMA_3_8B, Serving(hardware, num_devices), 0.0, Format.BF16, 131_072)
+    deployment = Deployment(LLAMA_3_8B, Serving(hardware, num_devices), 0.0, PLAIN, 131_072)
     one = deployment.engine_work
     many = replace(one, chunks=DEFAULT_BOUNDS._replace(most_inline=MOST_INLINE))
     bucket = BatchShape.parse(f"--u/q2/s0/u{64 * num_chunks}/l2")
@@ -115,14 +115,14 @@ def test_one_pass_is_predicted_to_be_faster_than_chunks_even_where_it_spills(
 
 
 def test_work_spills_only_beyond_the_memory_on_the_chip() -> None:
-    work = Deployment(LLAMA_3_8B, Serving(GAUDI3), 0.0, Format.BF16, 131_072).engine_work
+    work = Deployment(LLAMA_3_8B, Serving(GAUDI3), 0.0, PLAIN, 131_072).engine_work
     small, large = (BatchShape.parse(f"--u/q1/s0/u{num}/l1") for num in (512, 2048))
     assert work.of(small).spilled_bytes == 0 < work.of(large).spilled_bytes
     assert replace(work, on_chip_bytes=None).of(large).spilled_bytes == 0
 
 
 def test_shared_decodes_of_32k_tokens_call_no_region_and_mixed_steps_call_one_for_each_round() -> None:
-    work = Deployment(LLAMA_3_8B, Serving(GAUDI3), 0.0, Format.BF16, 131_072).engine_work
+    work = Deployment(LLAMA_3_8B, Serving(GAUDI3), 0.0, PLAIN, 131_072).engine_work
     num_layers = len(LLAMA_3_8B.layers)
     calls = {
         text: work.of(BatchShape.parse(text)).num_region_calls / num_layers
@@ -133,7 +133,7 @@ def test_shared_decodes_of_32k_tokens_call_no_region_and_mixed_steps_call_one_fo
 
 
 def test_steps_with_all_parts_call_as_many_regions_with_two_kinds_of_heads_as_with_one() -> None:
-    served = (Deployment(LLAMA_3_8B, Serving(GAUDI3), share, Format.BF16, 131_072) for share in (0.0, 0.5))
+    served = (Deployment(LLAMA_3_8B, Serving(GAUDI3), share, PLAIN, 131_072) for share in (0.0, 0.5))
     one, two = (each.engine_work for each in served)
     num_layers = len(LLAMA_3_8B.layers)
     for text, beyond in (("csu/q512/s128/u4096/l17", 2), ("csu/q512/s256/u4096/l17", 3)):

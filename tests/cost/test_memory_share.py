@@ -17,6 +17,7 @@ from hpu_duo.config.limits import DEVICE_MEMORY_UTILIZATION, DeviceBudget
 from hpu_duo.lab.audit import build_structure
 from hpu_duo.planning import GAUDI2, Deployment, Format, Serving
 from hpu_duo.planning.read_model import read_model
+from kernels_ref import PLAIN
 
 ROWS, MAX_LEN, BLOCK = 16, 4096, 16
 SHARES = (0.5, DEVICE_MEMORY_UTILIZATION, 1.0)
@@ -53,7 +54,7 @@ def test_engine_audit_and_capacity_hold_the_same_blocks(
         max_num_seqs=ROWS,
         device_memory_utilization=share,
     )
-    counted = Deployment(size, serving, 0.0, Format.BF16, MAX_LEN).count_blocks(ROWS)
+    counted = Deployment(size, serving, 0.0, PLAIN, MAX_LEN).count_blocks(ROWS)
     assert ROWS < counted < ROWS * MAX_LEN // BLOCK, "memory is what limits the blocks"
 
     config = EngineConfig(

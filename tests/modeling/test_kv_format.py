@@ -23,7 +23,9 @@ from tests.modeling.int8_format import INT8, Int8, rounded, rounded_ahead
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PATTERNS = pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
-IN_INT8 = EngineConfig(model=ModelConfig(path="."), cache=CacheConfig(kv_format=INT8.name))
+IN_INT8 = EngineConfig(
+    model=ModelConfig(path="."), cache=CacheConfig(kv_cache_dtype=INT8.name, ring_dtype=INT8.name)
+)
 TABLE = BucketTable.from_strings(["csu/q16/s48/u48/l4"])
 
 
@@ -87,7 +89,7 @@ def test_a_saved_context_is_loaded_into_the_same_format_only(
         done = served.engine.generate([context.prompt(question)], GREEDY, context=context.hold())
         assert done[0][0].num_cached_tokens >= context.num_held_tokens > 0
         assert tokens_of(done) == expected
-    with pytest.raises(ValueError, match=f"with kv_format .*, got one with {INT8.name}"):
+    with pytest.raises(ValueError, match=f"with kv_cache_dtype auto, got one with {INT8.name}"):
         tiny.load(pattern=pattern).load_context(tmp_path / "document")
 
 
@@ -104,6 +106,7 @@ OTHERS = {
     "replayed": {"graphs": "replay", "buckets": TABLE},
     "compiled": {"graphs": CompileBackend("eager"), "buckets": TABLE},
     "rows of several tokens": {"decode_len": 4, "max_num_batched_tokens": 24},
+    "CPU kernels": {"attention": "sdpa"},
     "simulated HPU": {"attention": "auto", "device": "hpu-sim"},
 }
 
@@ -130,9 +133,7 @@ def test_stores_take_what_the_memory_plan_says(tiny: Tiny, pattern: Any, kind: s
 
 
 def test_what_cannot_read_or_keep_a_format_says_so(tiny: Tiny) -> None:
-    with pytest.raises(ValueError, match=f"'sdpa' reads keys .* got '{INT8.name}'"):
-        load(tiny, attention="sdpa")
-    with pytest.raises(ValueError, match=f"in the model's dtype, kv_format 'auto', got '{INT8.name}'"):
+    with pytest.raises(ValueError, match=f"in the model's dtype, kv_cache_dtype 'auto', got '{INT8.name}'"):
         load(tiny, kv_policy="h2o:positions=cache", kv_budget=12)
     with pytest.raises(ValueError, match=f"one of auto, .*{INT8.name}.*, got 'int3'"):
         format_of("int3")

@@ -39,7 +39,7 @@ def case_of(zoo: Zoo, **settings: Any) -> Case:
     """Requests that come twice, of which two fork, in few blocks."""
     prompts = [*prompts_of((5, 37, 18), seed=3)] * 2
     params = [replace(GREEDY, n=1 + place % 2, temperature=0.9, seed=place) for place in range(len(prompts))]
-    cache = {"kv_format": INT8.name, "num_blocks": 14}
+    cache = {"kv_cache_dtype": INT8.name, "ring_dtype": INT8.name, "num_blocks": 14}
     return Case(
         zoo.load("llama_mha")[1],
         prompts,

@@ -26,11 +26,12 @@ from hpu_duo.device import habana_environment
 from hpu_duo.engine.stats import EngineStats
 from hpu_duo.heads import HeadPattern
 from hpu_duo.llm import HPUDuoModel
-from hpu_duo.planning import GAUDI3, Deployment, Format, Serving
+from hpu_duo.planning import GAUDI3, Deployment, Serving
 from hpu_duo.planning.read_model import read_model
 from hpu_duo.planning.retrieval_choice import SharedHeads, choose_retrieval
 from hpu_duo.startup import sharding
 from hpu_duo.startup.sharding import settle
+from kernels_ref import PLAIN
 from tests.modeling.families import Zoo, make_config
 from tests.vendor import importable
 
@@ -111,7 +112,7 @@ def test_capacity_predicts_what_the_engine_chooses_and_both_say_why(
         decode_len=config.scheduler.decode_len,
         max_chunk_rows=config.scheduler.max_chunk_rows,
     )
-    deployment = Deployment(read_model(path), serving, sparsity, Format.BF16, length)
+    deployment = Deployment(read_model(path), serving, sparsity, PLAIN, length)
     assert found.parallel.retrieval_parallel == deployment.serving.retrieval_parallel == expected
     assert note == str(deployment.choice)
     way = "by context" if expected == "context" else "by heads"

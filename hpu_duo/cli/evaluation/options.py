@@ -103,7 +103,7 @@ def rehearsed(num_rehearsals: int | None) -> Rehearsals | None:
     return None if num_rehearsals is None else Rehearsals(num_rehearsals)
 
 
-_HELD = ("max_num_batched_tokens", "block_size", "device_memory_utilization")
+_HELD = (*opt.STORED, "max_num_batched_tokens", "block_size", "device_memory_utilization")
 _SIZES = (*_HELD, "max_model_len", *opt.KEPT, "attention_rule", "max_ring_window")
 # Texts do not depend on those before them: nothing is cached. Prompts are long: few at a time.
 _EVALUATED: dict[str, Any] = {"enable_prefix_caching": False, "max_num_seqs": MAX_NUM_SEQS}
@@ -126,6 +126,7 @@ OneText = Annotated[
 _DECISIVE = (
     *("sparsity", "threshold", "sink", "recent", "max_layer_kinds", "dtype", "block_size", "kv_policy"),
     *("kv_budget", "kv_prompt", "kv_chunk", "max_model_len", "attention_rule", "max_ring_window"),
+    *opt.STORED,
 )
 """Settings, besides files, that results depend on."""
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hpu_duo.cli.options import CUT, KEPT, Json, Only, grouped, model_option, of_setting
+from hpu_duo.cli.options import CUT, KEPT, STORED, Json, Only, grouped, model_option, of_setting
 from hpu_duo.cli.terminal import show_bytes, user_errors
 from hpu_duo.config.overrides import EngineOverrides
 
@@ -22,7 +22,8 @@ FOUND_FORBIDDEN = 1
 _Offered = Annotated[
     EngineOverrides,
     Only(
-        *(*CUT, *KEPT, "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_chunk_rows"),
+        *(*CUT, *KEPT, *STORED, "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+        "max_chunk_rows",
         *("block_size", "num_blocks", "kv_cache_bytes", "device_memory_utilization"),
         *("enable_prefix_caching", "num_prefix_snapshots", "buckets"),
     ),

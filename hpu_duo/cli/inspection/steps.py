@@ -28,7 +28,15 @@ if TYPE_CHECKING:
 _Offered = Annotated[
     EngineOverrides,
     Only(
-        *(*opt.CUT, *opt.STEP, "max_model_len", "max_num_batched_tokens", "max_chunk_rows", "block_size"),
+        *(
+            *opt.CUT,
+            *opt.STEP,
+            *opt.STORED,
+            "max_model_len",
+            "max_num_batched_tokens",
+            "max_chunk_rows",
+            "block_size",
+        ),
         *("num_blocks", "kv_cache_bytes", "buckets", "max_captured_tokens", "graph_memory_bytes"),
         "device_memory_utilization",
         max_num_seqs=None,

@@ -17,8 +17,9 @@ from hpu_duo.config.overrides import EngineOverrides
 if TYPE_CHECKING:
     from graphs import BatchShape
     from hpu_duo.kv.plan import LayerKV
-    from hpu_duo.planning import Capacity, Deployment, Format, KeptByHeads, ModelSize, Serving
+    from hpu_duo.planning import Capacity, Deployment, KeptByHeads, ModelSize, Serving
     from hpu_duo.planning.model import TableMemory
+    from kernels_ref import KVFormat
 
 DEFAULT_SPARSITIES = [0.0, 0.5, 0.75]
 DEFAULT_KV_FORMATS = ["bf16", "fp8"]
@@ -35,6 +36,7 @@ def report_fields(model: ModelSize, serving: Serving, found: list[Capacity]) -> 
     from hpu_duo.planning import ERROR_FACTORS, FITTED, published_rows, split_rows
     from hpu_duo.planning.engine_work import UNKNOWN
     from hpu_duo.planning.fit import median_error
+    from hpu_duo.planning.kv_formats import name_of
 
     hardware = asdict(serving.hardware)
     return {
@@ -52,7 +54,7 @@ def report_fields(model: ModelSize, serving: Serving, found: list[Capacity]) -> 
             "pattern": None if serving.pattern is None else serving.pattern.source,
         },
         "kv_cache_bytes": serving.kv_budget_bytes(model),
-        "capacities": [{**asdict(each), "kv_format": each.kv_format.value} for each in found],
+        "capacities": [{**asdict(each), "kv_format": name_of(each.kv_format)} for each in found],
         "not_served": list(serving.not_served),
         "efficiency": asdict(FITTED),
         "held_out_median_error": median_error(split_rows(published_rows())[1], FITTED),
@@ -99,7 +101,8 @@ class HardwareOptions:
     kv_cache_dtype: Annotated[
         list[str] | None,
         typer.Option(
-            help="Formats of keys and values; a table is planned for the first.",
+            help="Formats of keys and values in blocks, by the names of hpu-duo serve, or bf16; a table is "
+            "planned for the first.",
             show_default="bf16 fp8",
             rich_help_panel=HARDWARE,
         ),
@@ -273,11 +276,11 @@ class HardwareOptions:
             return [0.0]
         return self.sparsity or ([1.0] if serving.pattern is None else DEFAULT_SPARSITIES)
 
-    def _formats(self) -> list[Format]:
+    def _formats(self) -> list[KVFormat]:
         """Formats of keys and values; ValueError for an unknown one."""
-        from hpu_duo.planning import Format
+        from hpu_duo.planning.kv_formats import parse_kv_format
 
-        return [Format.parse(text) for text in self.kv_cache_dtype or DEFAULT_KV_FORMATS]
+        return [parse_kv_format(text) for text in self.kv_cache_dtype or DEFAULT_KV_FORMATS]
 
 
 def graph_bytes(

@@ -223,8 +223,10 @@ def _facts() -> Table:
 
 def _name(each: Capacity) -> tuple[str, str]:
     mark = " *" if each.not_served else ""
+    from hpu_duo.planning.kv_formats import name_of
+
     share = f"{each.sparsity:.0%}" if each.sparsity else "plan" if each.kept else "none"
-    return share, f"{each.kv_format.value}{mark}"
+    return share, f"{name_of(each.kv_format)}{mark}"
 
 
 def _minutes(seconds: float) -> str:
@@ -293,6 +295,8 @@ def _panel(
 ) -> None:
     from matplotlib.ticker import LogLocator
 
+    from hpu_duo.planning.kv_formats import name_of
+
     sparsities = list(dict.fromkeys(each.sparsity for each in found))
     formats = list(dict.fromkeys(each.kv_format for each in found))
     for each in found:
@@ -305,7 +309,7 @@ def _panel(
             linestyle=_LINES[formats.index(each.kv_format) % len(_LINES)],
             marker="o",
             markersize=4,
-            label=f"{what}, {each.kv_format.value} KV",
+            label=f"{what}, {name_of(each.kv_format)} KV",
         )
     contexts = sorted({point.context for each in found for point in each.points})
     axes.set_xscale("log", base=2)

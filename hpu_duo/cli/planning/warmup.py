@@ -31,7 +31,15 @@ _OUTPUT = "Output"
 _Offered = Annotated[
     EngineOverrides,
     Only(
-        *(*opt.CUT, *opt.STEP, *opt.KEPT, "max_model_len", "max_num_batched_tokens", "max_chunk_rows"),
+        *(
+            *opt.CUT,
+            *opt.STEP,
+            *opt.KEPT,
+            *opt.STORED,
+            "max_model_len",
+            "max_num_batched_tokens",
+            "max_chunk_rows",
+        ),
         *("block_size", "num_blocks", "kv_cache_bytes", "buckets", "max_captured_tokens"),
         *("graph_memory_bytes", "device_memory_utilization", "enable_prefix_caching"),
         *("num_prefix_snapshots", "tensor_parallel_size", "expert_parallel", "retrieval_parallel"),

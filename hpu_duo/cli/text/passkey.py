@@ -28,7 +28,7 @@ _SPARE_TOKENS = 4
 _Offered = Annotated[
     EngineOverrides,
     Only(
-        *(*opt.CUT, *opt.STEP, *opt.KEPT, "max_num_batched_tokens", "block_size"),
+        *(*opt.CUT, *opt.STEP, *opt.KEPT, *opt.STORED, "max_num_batched_tokens", "block_size"),
         *("device_memory_utilization", "fail_on_recompile", "record_steps"),
         max_num_seqs=None,
     ),

@@ -1,4 +1,4 @@
-"""Formats in which keys and values are stored, by name."""
+"""What a format of keys and values is."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class VectorFormat(ABC):
     """The way in which one vector, of a key or of a value, is stored; a frozen dataclass of plain numbers.
 
     What a vector is stored as depends on nothing but its own numbers, so units may be copied, shared and
-    computed again. ``decode`` returns finite numbers for whatever ``encode`` returned for finite ones.
+    computed again. ``decode`` returns finite numbers for whatever ``encode`` returned for finite ones, and
+    zeros for tensors of zeros. Infinities are stored as the largest number that a format has; of a NaN at
+    least that element is NaN.
 
     Attributes:
         num_parts: tensors that a store consists of.
@@ -78,7 +80,7 @@ class Floats(VectorFormat):
 
 @dataclass(frozen=True)
 class Rounded(VectorFormat):
-    """Vectors in a narrower dtype than the model's: bfloat16, or float16, in which large numbers are cut.
+    """Vectors in another dtype of floats than the model's; numbers beyond its range are cut.
 
     Attributes:
         dtype: of the stored numbers.
@@ -92,10 +94,8 @@ class Rounded(VectorFormat):
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Round the vectors."""
-        if self.dtype == torch.float16:
-            largest = torch.finfo(torch.float16).max
-            x = x.clamp(-largest, largest)
-        return (x.to(self.dtype),)
+        largest = min(torch.finfo(self.dtype).max, torch.finfo(x.dtype).max)
+        return (x.clamp(-largest, largest).to(self.dtype),)
 
     def decode(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """Return the rounded vectors."""
@@ -119,8 +119,9 @@ class KVFormat:
 
     @property
     def is_floats(self) -> bool:
-        """Whether keys and values are a tensor of floats each, which kernels can read by pointer."""
-        return self.is_plain or (isinstance(self.keys, Rounded) and isinstance(self.values, Rounded))
+        """Whether keys and values are plain, or 16-bit floats, which kernels of a CPU read by pointer."""
+        stored = (self.keys, self.values)
+        return self.is_plain or all(isinstance(x, Rounded) and x.dtype.itemsize == 2 for x in stored)
 
     @property
     def num_tensors(self) -> int:
@@ -144,36 +145,3 @@ class KVFormat:
             dtype_bytes: of an element of the model's dtype.
         """
         return self.keys.num_bytes(key_dim, dtype_bytes) + self.values.num_bytes(value_dim, dtype_bytes)
-
-
-PLAIN = KVFormat("auto", Floats(), Floats(), is_plain=True)
-"""Keys and values in the model's dtype."""
-
-ROUNDED = {
-    dtype: KVFormat(str(dtype).removeprefix("torch."), Rounded(dtype), Rounded(dtype))
-    for dtype in (torch.bfloat16, torch.float16)
-}
-"""Keys and values of a float32 model in a 16-bit dtype, by that dtype."""
-
-_formats = {each.name: each for each in (PLAIN, *ROUNDED.values())}
-
-
-def register_format(added: KVFormat) -> None:
-    """Add a format under its name.
-
-    Raises:
-        ValueError: another format has that name.
-    """
-    if _formats.setdefault(added.name, added) != added:
-        raise ValueError(f"expected a name that no format of keys and values has, got {added.name!r}")
-
-
-def format_of(name: str) -> KVFormat:
-    """Return the format of that name.
-
-    Raises:
-        ValueError: there is none; the message lists all names.
-    """
-    if name not in _formats:
-        raise ValueError(f"expected kv_format to be one of {', '.join(_formats)}, got {name!r}")
-    return _formats[name]

@@ -1,0 +1,58 @@
+"""Choice of the formats in which heads store keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hpu_duo.config.limits import SLIDING_WINDOW, CacheConfig
+from hpu_duo.kv.plan import in_format
+from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.startup.heads import HeadAssignment
+from kernels_ref import PLAIN, KVFormat
+from kernels_ref.formats import format_of
+
+
+def with_formats(
+    heads: Sequence[HeadAssignment], layers: Sequence[DecoderLayer], cache: CacheConfig, dtype: torch.dtype
+) -> tuple[HeadAssignment, ...]:
+    """Return the heads of all layers with the formats of their keys and values.
+
+    Args:
+        layers: of the same model.
+        dtype: of the model.
+
+    Raises:
+        ValueError: a layer to skip does not exist, or heads cannot store their keys in a format.
+    """
+    skipped = set(cache.kv_cache_dtype_skip_layers)
+    if unknown := skipped - {SLIDING_WINDOW, *map(str, range(len(layers)))}:
+        raise ValueError(
+            f"expected kv_cache_dtype_skip_layers of 0 to {len(layers) - 1}, the layers of this model, "
+            f"got {', '.join(sorted(unknown))}"
+        )
+    of_blocks, of_rows = (
+        _served(format_of(name), dtype) for name in (cache.kv_cache_dtype, cache.ring_dtype)
+    )
+    found = []
+    for number, (each, layer) in enumerate(zip(heads, layers)):
+        has_window = layer.call.sliding_window is not None
+        is_skipped = str(number) in skipped or (has_window and SLIDING_WINDOW in skipped)
+        chosen = PLAIN if is_skipped else of_blocks
+        for kv_format in (chosen, of_rows):
+            _check_sizes(kv_format, layer.call.head_dim, number)
+        found.append(each._replace(groups=in_format(each.groups, chosen, of_rows)))
+    return tuple(found)
+
+
+def _served(kv_format: KVFormat, dtype: torch.dtype) -> KVFormat:
+    """Return the format, or plain floats if it is the model's dtype by name."""
+    return PLAIN if kv_format.name == str(dtype).removeprefix("torch.") else kv_format
+
+
+def _check_sizes(kv_format: KVFormat, head_dim: int, number: int) -> None:
+    try:
+        kv_format.tensor_names(head_dim)
+    except ValueError as error:
+        raise ValueError(f"kv_cache_dtype {kv_format.name!r} of layer {number}: {error}") from None

@@ -1,0 +1,170 @@
+"""Formats of keys and values that users choose, in the engine: the same scores however a text is stored."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpu_duo import HPUDuoModel, SamplingParams
+from hpu_duo.kv.plan import MemoryPlan
+from kernels_ref import Owner
+from kernels_ref.formats import PAIR, PLAIN, names_of_formats
+from tests.engine.tiny import PATTERN, Tiny, make_tiny, serve, tokens_of
+from tests.modeling.families import BLOCK, prompts_of
+
+NAMES = ["int8_per_token_head", "int4_per_token_head", "fp8", "fp8_per_token_head", "k8v4"]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+DUO = {"pattern": PATTERN}
+TEXT, *TAILS = prompts_of((5 * BLOCK + 3, 9, 4), seed=5)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def scored(served: HPUDuoModel) -> list[float]:
+    """Log-probabilities of the continuations of one text."""
+    return [x for score in served.score([TEXT], [TAILS])[0] for x in score.logprobs]
+
+
+@pytest.mark.parametrize("options", [{}, DUO, {"attention": "sdpa"}], ids=["full", "duo", "sdpa"])
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_depend_on_no_division_into_chunks_and_on_no_reuse(
+    tiny: Tiny, name: str, options: dict[str, Any]
+) -> None:
+    options = {**options, "kv_cache_dtype": name}
+    whole = scored(tiny.load(max_num_batched_tokens=64, enable_prefix_caching=False, **options))
+    assert whole != pytest.approx(scored(tiny.load(**{**options, "kv_cache_dtype": "auto"})), abs=1e-5)
+    for size in (1, 3, BLOCK - 1, BLOCK):
+        limits = {"max_num_batched_tokens": size, "max_num_seqs": 1}
+        assert scored(tiny.load(**limits, **options)) == pytest.approx(whole, abs=1e-5)
+    # Several tokens of a row are decoded together, and rows fork.
+    served = tiny.load(max_num_batched_tokens=64, decode_len=4, **options)
+    cold, warm = scored(served), scored(served)
+    assert cold == pytest.approx(whole, abs=1e-5)
+    assert warm == pytest.approx(whole, abs=1e-5)
+    assert served.stats().prefixes.num_hit_tokens > 0
+
+
+@pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
+@pytest.mark.parametrize("name", NAMES)
+def test_preempted_requests_continue_with_the_same_tokens(tiny: Tiny, name: str, pattern: Any) -> None:
+    prompts = prompts_of((13, 5, 22), seed=1)
+    params = SamplingParams(temperature=1.5, seed=7, max_tokens=20, n=3, ignore_eos=True)
+    options: dict[str, Any] = {"pattern": pattern, "kv_cache_dtype": name, "max_num_seqs": 5}
+    expected = tokens_of(serve(tiny.load(enable_prefix_caching=False, **options), prompts, params))
+    tight = tiny.load(num_blocks=10, max_model_len=60, **options)
+    assert tokens_of(serve(tight, prompts, params)) == expected
+    assert tight.stats().num_preemptions > 0
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "duo": DUO,
+    "rule": {"attention_rule": "sink_band:sink=2,band=9"},
+    "chosen blocks": {"attention_rule": "top_blocks:blocks=3"},
+    "budget": {"kv_policy": "h2o", "kv_budget": 12, "kv_chunk": 8, **DUO},
+    "plan": {"kv_policy": "snapkv:window=3,kernel=3", "kv_budget": 12, "kv_prompt": "whole", **DUO},
+    "simulated HPU": {"attention": "auto", "device": "hpu-sim"},
+    "sdpa": {"attention": "sdpa", **DUO},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_in_unused_slots_changes_nothing(tiny: Tiny, name: str, kind: str) -> None:
+    prompts = prompts_of((13, 5, 30), seed=4)
+    options = {"kv_cache_dtype": name, "enable_prefix_caching": False, **KINDS[kind]}
+    expected = tokens_of(serve(tiny.load(**options), prompts, GREEDY))
+    served = tiny.load(**options)
+    store = served.engine.runner.store
+    for layer, cache in zip(store.plan.layers, store.layers):
+        for group, units in zip(layer.groups, cache):
+            for tensor in units.tensors if group.kind.owner is Owner.BLOCK else ():
+                # Codes of ones only; a scale, or a float, is NaN then.
+                tensor.view(-1).view(torch.uint8).fill_(0xFF)
+    assert tokens_of(serve(served, prompts, GREEDY)) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", names_of_formats())
+def test_stores_take_what_the_memory_plan_says(tiny: Tiny, name: str, kind: str) -> None:
+    prefixes = {"enable_prefix_caching": False} if kind == "plan" else {}
+    served = tiny.load(kv_cache_dtype=name, num_blocks=9, max_model_len=60, **prefixes, **KINDS[kind])
+    store, plan = served.engine.runner.store, served.engine.runner.store.plan
+    assert store.num_bytes == plan.total_bytes == served.stats().kv_bytes
+    assert plan.full_attention_bytes(1) == len(plan.layers) * 2 * 2 * plan.layers[0].head_dim * 4
+    resolved = served.stats().resolved.kv_cache_dtype
+    shown = "float32" if name == PLAIN.name else name.replace("_e4m3", "")
+    assert shown in resolved
+    assert ("budget" in resolved or "rings" in resolved) == ("pattern" in KINDS[kind] and shown != "float32")
+
+
+def test_layers_that_are_skipped_keep_the_dtype_of_the_model(tiny: Tiny) -> None:
+    def of(**options: Any) -> MemoryPlan:
+        return tiny.load(num_blocks=9, **options).engine.runner.store.plan
+
+    plain, whole, part = (
+        of(),
+        of(kv_cache_dtype="fp8"),
+        of(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=[0]),
+    )
+    assert 4 * whole.block_bytes == plain.block_bytes
+    assert part.block_bytes == (plain.block_bytes + whole.block_bytes) // 2
+    assert of(kv_cache_dtype="bfloat16").block_bytes * 2 == plain.block_bytes
+    assert (
+        not of(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers="sliding_window")
+        .layers[0]
+        .groups[0]
+        .format.is_plain
+    )
+    with pytest.raises(ValueError, match="skip_layers of 0 to 1, the layers of this model, got 7"):
+        of(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=("1", "7"))
+    with pytest.raises(ValueError, match="numbers of layers or 'sliding_window', got 'first'"):
+        of(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers="first")
+    with pytest.raises(ValueError, match="needs a kv_cache_dtype, got 'auto'"):
+        of(kv_cache_dtype_skip_layers=[0])
+    with pytest.raises(ValueError, match=r"calculate_kv_scales is not served: .*'fp8_per_token_head'"):
+        of(calculate_kv_scales=True)
+
+
+def test_a_saved_context_loads_into_its_own_format_only(tiny: Tiny, tmp_path: Path) -> None:
+    saved = tmp_path / "document"
+    mixed = f"fp8{PAIR}int4_per_token_head"
+    with tiny.load(kv_cache_dtype=mixed, **DUO).prefill(TEXT) as context:
+        context.save(saved)
+    expected = serve(tiny.load(kv_cache_dtype=mixed, **DUO), [[*TEXT, *TAILS[0]]], GREEDY)
+    served = tiny.load(kv_cache_dtype=mixed, **DUO)
+    with served.load_context(saved) as context:
+        done = served.engine.generate([context.prompt(TAILS[0])], GREEDY, context=context.hold())
+        assert done[0][0].num_cached_tokens > 0
+        assert tokens_of(done) == tokens_of(expected)
+    for other in ("auto", "k8v4"):
+        with pytest.raises(ValueError, match=f"with kv_cache_dtype {other}, got one with {mixed}"):
+            tiny.load(kv_cache_dtype=other, **DUO).load_context(saved)
+    with tiny.load(**DUO).prefill(TEXT) as context:
+        context.save(saved)
+    _as_version_1(saved)
+    with tiny.load(**DUO).load_context(saved) as context:
+        assert context.num_held_tokens > 0
+    with pytest.raises(ValueError, match="with kv_cache_dtype fp8, got one with auto"):
+        tiny.load(kv_cache_dtype="fp8", **DUO).load_context(saved)
+
+
+def _as_version_1(path: Path) -> None:
+    """Write a file again as it was before formats had names."""
+    data = path.read_bytes()
+    [size] = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + size])
+    about = header["__metadata__"]
+    fingerprint = json.loads(about["fingerprint"])
+    del fingerprint["kv_cache_dtype"]
+    about |= {"version": "1", "fingerprint": json.dumps(fingerprint)}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
