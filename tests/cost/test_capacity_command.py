@@ -80,12 +80,12 @@ def test_the_output_says_what_is_priced_only_and_how_sure_the_figures_are(hpu_du
     assert "unknown until a Gaudi has run" in plain
     assert "priced only" not in plain
     assert "none fp8 *" in words
-    assert "this version does not run fp8 keys and values, fp8 weights" in words
+    assert "this version does not run fp8 weights" in words
     fields = json.loads(hpu_duo(*priced, "--json").stdout)
     assert fields["not_served"] == ["fp8 weights"]
     assert fields["published_figures"] == {"fp8": 46, "bf16": 1}
     assert fields["capacities"][0]["not_served"] == ["fp8 weights"]
-    assert fields["capacities"][1]["not_served"] == ["fp8 weights", "fp8 keys and values"]
+    assert fields["capacities"][1]["not_served"] == ["fp8 weights"]
     assert fields["capacities"][0]["error_factor"] == fields["error_factors"]["bf16"]
     assert "Synapse" in fields["warm_up_unknown"]
     point = fields["capacities"][0]["points"][0]
