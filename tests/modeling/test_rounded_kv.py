@@ -44,7 +44,10 @@ def test_tokens_attend_to_keys_and_values_as_they_are_stored(
     plain = {key: value for key, value in options.items() if key not in ("graphs", "buckets")}
     with rounded_ahead(monkeypatch, lambda x: x.to(dtype).float()):
         expected = tokens_of(serve(tiny.load(enable_prefix_caching=False, **plain), prompts, GREEDY))
-    settings = EngineConfig(model=ModelConfig(path="."), cache=CacheConfig(kv_format=ROUNDED[dtype].name))
+    settings = EngineConfig(
+        model=ModelConfig(path="."),
+        cache=CacheConfig(kv_cache_dtype=ROUNDED[dtype].name, ring_dtype=ROUNDED[dtype].name),
+    )
     served = tiny.load(config=settings, **options)
     assert tokens_of(serve(served, prompts, GREEDY)) == expected
     stores = served.engine.runner.store.layers[0]
