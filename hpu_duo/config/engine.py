@@ -70,15 +70,17 @@ class ModelConfig:
     quantization: str = option(
         "auto",
         "Producer of quantised weights: auto (as the checkpoint says), compressed-tensors, fp8, gptq, awq, "
-        "modelopt or mxfp4; another one than the checkpoint's is an error.",
+        "modelopt or mxfp4; another one than the checkpoint's is an error. int8, int4 and fp8 quantise the "
+        "linear layers of a plain checkpoint while it loads (round to nearest).",
         ENGINE,
-        choices=("auto", "compressed-tensors", "fp8", "gptq", "awq", "modelopt", "mxfp4"),
+        choices=("auto", "compressed-tensors", "fp8", "gptq", "awq", "modelopt", "mxfp4", "int8", "int4"),
     )
     quantization_execution: str = option(
-        "dequantise",
-        "How quantised weights are served: dequantise (plain weights in dtype, made at load).",
+        "auto",
+        "How quantised weights are served: stored (from their codes), dequantise (as plain weights in dtype, "
+        "made at load), or auto: from codes where the device has a kernel for their format.",
         ENGINE,
-        choices=("dequantise",),
+        choices=("auto", "stored", "dequantise"),
     )
     attention: str = option("auto", "Attention kernels: auto, reference, sdpa, triton or hpu.", ENGINE)
     softmax: str = option(

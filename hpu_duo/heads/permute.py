@@ -8,7 +8,7 @@ columns of the output projection move together. The caller must move data by hea
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,30 @@ QUERY_NORMS = ("q_norm", "q_layernorm", "query_layernorm")
 KV_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "v_norm")
 # Functions of the position only, the same for all heads.
 SHARED_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.original_inv_freq")
+
+
+@runtime_checkable
+class QuantisedProjection(Protocol):
+    """A linear layer of codes, which reorders its own outputs and inputs."""
+
+    in_features: int
+    out_features: int
+
+    def select(self, dim: int, index: Tensor) -> None:
+        """Reorder the outputs (``dim`` 0, of the bias too) or inputs (1) in place."""
+        ...
+
+
+@dataclass(frozen=True)
+class _QuantisedMove:
+    """A permutation of the outputs (``dim`` 0) or inputs (1) of a projection."""
+
+    projection: QuantisedProjection
+    dim: int
+    order: Tensor
+
+    def apply(self) -> None:
+        self.projection.select(self.dim, self.order)
 
 
 @dataclass(frozen=True)
@@ -96,7 +120,7 @@ def permute_heads(
 
     Raises:
         ValueError: for an unknown parameter or buffer (an unpermuted per-head tensor would be silently
-            wrong), a quantised or wrapped projection, a wrong shape, weights shared between modules, KV
+            wrong), a wrapped projection, a wrong shape, weights shared between modules, KV
             shared between layers, or a module that is permuted already.
     """
     parts = _pair(attentions, layouts, head_dim)
@@ -106,7 +130,7 @@ def permute_heads(
     moving = [part for part in parts if not part[1].is_identity]
     if moving:
         _check_not_shared(attentions)
-    moves: list[_Move] = []
+    moves: list[_Move | _QuantisedMove] = []
     for module, layout, size in moving:
         moves += _plan(module, _orders(layout.query_order, layout.kv_order, size), fused_rows)
     for move in moves:
@@ -137,7 +161,7 @@ def _orders(query: tuple[int, ...], kv: tuple[int, ...], head_dim: int) -> _Orde
     return _Orders(torch.tensor(query), torch.tensor(kv), head_dim)
 
 
-def _plan(module: nn.Module, orders: _Orders, fused_rows: FusedRows | None) -> list[_Move]:
+def _plan(module: nn.Module, orders: _Orders, fused_rows: FusedRows | None) -> list[_Move | _QuantisedMove]:
     """Every move of one module; ValueError unless all of its tensors are understood."""
     head_dim = getattr(module, "head_dim", orders.head_dim)
     if head_dim != orders.head_dim:
@@ -146,9 +170,15 @@ def _plan(module: nn.Module, orders: _Orders, fused_rows: FusedRows | None) -> l
     output = _output_name(module)
     for name in (*rows, output):
         _check_linear(module, name)
-    moves: list[_Move] = []
+    moves: list[_Move | _QuantisedMove] = []
+    quantised = {name for name in (*rows, output) if _is_quantised(module.get_submodule(name))}
+    for name in quantised:
+        dim, order = (1, orders.query_channels) if name == output else (0, rows[name])
+        moves.append(_quantised_move(module, name, dim, order))
     unknown: list[str] = []
     for name, tensor in _tensors(module):
+        if name.rpartition(".")[0] in quantised:
+            continue
         # A name with another leaf (a scale, an adapter) matches none of the branches below.
         owner = name.removesuffix(".weight").removesuffix(".bias")
         if owner in rows:
@@ -200,11 +230,30 @@ def _output_name(module: nn.Module) -> str:
 
 
 def _check_linear(module: nn.Module, name: str) -> None:
-    """Raise ValueError for all but a plain Linear, ``x W^T + b``: subclasses pack, scale, adapt or shard."""
-    kind = type(module.get_submodule(name))
-    if kind is not nn.Linear:
+    """Raise ValueError for all but a plain Linear, ``x W^T + b``, or a quantised one.
+
+    Subclasses pack, scale, adapt or shard.
+    """
+    projection = module.get_submodule(name)
+    kind = type(projection)
+    if kind is not nn.Linear and not _is_quantised(projection):
         found = f"{kind.__module__}.{kind.__qualname__}"
         raise ValueError(f"expected torch.nn.Linear as {name} of {_name(module)}, got {found}")
+
+
+def _is_quantised(projection: nn.Module) -> bool:
+    return isinstance(projection, QuantisedProjection)
+
+
+def _quantised_move(module: nn.Module, name: str, dim: int, order: Tensor) -> _QuantisedMove:
+    projection = module.get_submodule(name)
+    assert isinstance(projection, QuantisedProjection), "only those are moved as a whole"
+    size = projection.in_features if dim else projection.out_features
+    if size != order.numel():
+        raise ValueError(
+            f"expected size {order.numel()} in dimension {dim} of {name} of {_name(module)}, got {size}"
+        )
+    return _QuantisedMove(projection, dim, order)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

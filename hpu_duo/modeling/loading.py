@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from inspect import Parameter, getdoc, signature
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -37,7 +38,9 @@ from hpu_duo.modeling.config_file import CONFIG_FILE, FILE_ERRORS, read_config_f
 from hpu_duo.modeling.experts import register_experts
 from hpu_duo.modeling.hub import HubAccess
 from hpu_duo.modeling.probe import mark
-from hpu_duo.modeling.quantised.checkpoint import quantisation_of, stored_tensors
+from hpu_duo.modeling.quantised.checkpoint import StoredTensor, quantisation_of, stored_tensors
+from hpu_duo.modeling.quantised.linear import DEQUANTISED, WeightExecution
+from hpu_duo.modeling.quantised.state import StoredCodes, codes_in, fill, linears_of, make_room
 from hpu_duo.modeling.transformers_internals import EXPERTS, causal_model_class
 
 AttentionInterface.register(NAME, attention)
@@ -156,10 +159,19 @@ def dtype_option(dtype: torch.dtype) -> dict[str, torch.dtype]:
     return {"dtype" if _IS_5 else "torch_dtype": dtype}
 
 
-def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_model(
+    path: str | Path,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    execution: WeightExecution = DEQUANTISED,
+) -> PreTrainedModel:
     """The model in evaluation mode, with our attention function in place of its own.
 
-    Quantised weights are dequantised one after the other.
+    Quantised weights are read one after the other.
+
+    Args:
+        execution: which of them stay codes, and whether plain ones become codes.
 
     Raises:
         ValueError: the weights are unreadable, incomplete, or of other shapes than in the configuration,
@@ -167,11 +179,31 @@ def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.
             transformers' attention interface.
     """
     tensors = stored_tensors(path, dtype)
-    if quantisation_of(path) is None:
+    if quantisation_of(path) is None and execution.rounding is None:
         model = _loaded(path, config, dtype, AutoModelForCausalLM, path, **NO_REMOTE_CODE)
     else:
-        model = load_state(path, config, dtype, tensors, _refuse_transposed)
+        codes = stored_codes(tensors, build_without_weights(path, config, dtype), execution, dtype)
+        model = load_state(path, config, dtype, tensors, _refuse_transposed, codes, execution)
     return model.to(device)  # type: ignore[arg-type]
+
+
+def stored_codes(
+    tensors: Mapping[str, StoredTensor],
+    whole: PreTrainedModel,
+    execution: WeightExecution,
+    dtype: torch.dtype,
+) -> dict[str, StoredCodes]:
+    """Return what is loaded as codes into a model; see ``codes_in``.
+
+    Args:
+        tensors: by the names of the model.
+        whole: the model on ``meta``.
+    """
+    if execution == DEQUANTISED:
+        return {}
+    head, text_config = whole.get_output_embeddings(), whole.config.get_text_config()
+    linears = linears_of(whole, head, bool(getattr(text_config, "tie_word_embeddings", False)))
+    return codes_in(tensors, linears, execution, dtype, head)
 
 
 def _refuse_transposed(model: PreTrainedModel) -> None:
@@ -210,6 +242,8 @@ def load_state(
     dtype: torch.dtype,
     state: Mapping[str, Readable],
     fit: Callable[[PreTrainedModel], None] = lambda model: None,
+    codes: Mapping[str, StoredCodes] = MappingProxyType({}),
+    execution: WeightExecution = DEQUANTISED,
 ) -> PreTrainedModel:
     """Build the same from tensors, by their names in checkpoints; they are not copied.
 
@@ -217,6 +251,8 @@ def load_state(
         state: the tensors, or what reads them, so that none is in memory twice.
         path: of the checkpoint, for error messages.
         fit: sets further sizes of the model, in place, before its weights are loaded.
+        codes: what is loaded as codes, by names of ``state``.
+        execution: which of them stay codes.
 
     Raises:
         ValueError: see ``load_model``.
@@ -224,13 +260,15 @@ def load_state(
     model_class: Any = causal_model_class(config)
     refused: list[ValueError] = []
     # From 5 on transformers itself reads entries by a subscript, one after the other.
-    held: dict[str, Any] = {name: _Watched(each, refused) for name, each in state.items()}
+    plain = {name: each for name, each in state.items() if name not in codes}
+    held: dict[str, Any] = {name: _Watched(each, refused) for name, each in plain.items()}
     if not _IS_5:
-        held = {name: each[...] for name, each in state.items()}
+        held = {name: each[...] for name, each in plain.items()}
 
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, *args, **kwargs)
         fit(self)
+        make_room(self, codes)
 
     # transformers builds the model inside its loader. Names are the family's, by which it finds its rules.
     entries = {
@@ -246,6 +284,7 @@ def load_state(
     if refused:
         raise refused[0]
     model.__class__ = model_class
+    fill(model, codes, execution, dtype)
     return model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from hpu_duo.device.ranks import Ranks
-from hpu_duo.modeling.loading import build_without_weights, load_state
+from hpu_duo.modeling.loading import build_without_weights, load_state, stored_codes
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.quantised.checkpoint import StoredTensor, stored_tensors
+from hpu_duo.modeling.quantised.linear import DEQUANTISED, WeightExecution
 from hpu_duo.parallel.config import ExpertShare, RankHeads, check_plan, narrowed_config
 from hpu_duo.parallel.cuts import Cut, Cutter, Fit, head_sizes
 from hpu_duo.parallel.modules import token_tables
@@ -31,6 +32,7 @@ def load_share(
     heads: Sequence[RankHeads],
     ranks: Ranks,
     experts: ExpertShare | None = None,
+    execution: WeightExecution = DEQUANTISED,
 ) -> PreTrainedModel:
     """Load the heads, widths and tokens of one rank, as a smaller model of the same family.
 
@@ -44,6 +46,8 @@ def load_share(
         layers: its layers.
         heads: the rank's heads of each layer.
         experts: whole experts of the rank; None = a part of the width of each.
+        execution: which quantised weights stay codes, and whether plain ones become codes: those of the whole
+            weight, which is cut afterwards.
 
     Raises:
         ValueError: the family has no plan, ranks cannot share it evenly, or the weights cannot be read or do
@@ -52,7 +56,11 @@ def load_share(
     cutter = make_cutter(config, whole, layers, heads, ranks, experts)
     narrow = narrowed_config(config, layers[0].call.head_dim, ranks.size, experts)
     fit = Fit.of(cutter, whole, layers, build_without_weights(path, narrow, dtype))
-    return load_state(path, narrow, dtype, read_share(path, whole, cutter, ranks, dtype), fit.apply)
+    state = read_share(path, whole, cutter, ranks, dtype)
+    cut = {name: piece for name, piece in state.items() if not piece.is_padded}
+    found = stored_codes({name: piece.stored for name, piece in cut.items()}, whole, execution, dtype)
+    codes = {name: replace(each, part=cut[name].part) for name, each in found.items()}
+    return load_state(path, narrow, dtype, state, fit.apply, codes, execution)
 
 
 def make_cutter(
@@ -110,6 +118,18 @@ class Piece:
     stored: StoredTensor
     cut: Cut | None
     is_zero: bool
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the shard may go beyond the end of the tensor."""
+        return self.cut is not None and self.cut.is_padded
+
+    @property
+    def part(self) -> tuple[int, torch.Tensor] | None:
+        """The dimension that is cut, and the indices of the shard in it."""
+        if self.cut is None:
+            return None
+        return self.cut.dim, torch.cat([torch.arange(*span) for span in self.cut.spans])
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         part = self.stored[...] if self.cut is None else self.cut.of(self.stored.source())

@@ -23,7 +23,7 @@ from hpu_duo.modeling.config_checks import NoPositionsError, frequencies_note
 from hpu_duo.modeling.loading import build_without_weights, load_model, read_config
 from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import probe, read_layers
-from hpu_duo.modeling.quantised.checkpoint import check_method
+from hpu_duo.modeling.quantised.execution import choose_execution, execution_note, rounding_of
 from hpu_duo.request import TokenLimits
 from hpu_duo.scheduling import make_policy
 from hpu_duo.startup.blueprint import fix_served_len, request_len
@@ -88,7 +88,7 @@ def assemble(
     config, choice = settle(config)
     make_policy(config.scheduler.scheduling_policy)  # refused before weights are read
     hf_config = read_config(config.model.path)
-    weight_notes = check_method(config.model.path, config.model.quantization)
+    rounding_of(config.model.path, config.model.quantization)  # refused before weights are read
     read_ranker(config.scheduler, hf_config.get_text_config().vocab_size)
     _check_length(config, hf_config)  # and so is this
     pattern_notes = check_pattern(config.heads, config.model.path)
@@ -100,13 +100,14 @@ def assemble(
         device_type = place.device.type
         precision = Precision.choose(config.model.dtype, hf_config, device_type)
         with collector_paused(), native_code_built(config.model, place, precision.arithmetic):
-            model = load_model(config.model.path, hf_config, precision.weights, place.first_device)
+            execution = choose_execution(config.model, precision.arithmetic, device_type)
+            model = load_model(config.model.path, hf_config, precision.weights, place.first_device, execution)
             side = _device_side(model, config, place)
     precision = Precision.choose(config.model.dtype, hf_config, device_type)
     engine = engine_around(side, config, eos_token_ids, tokenizer, seed)
     engine.notes = (
         *precision.notes(config.model.dtype, hf_config),
-        *weight_notes,
+        *execution_note(config.model.path, choose_execution(config.model, precision.arithmetic, device_type)),
         *pattern_notes,
         *notes,
         *choice,

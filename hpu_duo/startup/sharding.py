@@ -33,6 +33,7 @@ from hpu_duo.modeling.hub import model_fingerprint
 from hpu_duo.modeling.loading import build_without_weights, read_config
 from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import DecoderLayer, probe, read_layers
+from hpu_duo.modeling.quantised.execution import choose_execution
 from hpu_duo.parallel import ExpertShare, RankHeads, Sums, narrowed_config
 from hpu_duo.parallel.config import check_plan
 from hpu_duo.parallel.loading import load_share, make_cutter
@@ -416,7 +417,8 @@ def load_rank(
     ]
     experts = _experts(config, hf_config, ranks)
     check_share(path, hf_config, dtype, whole, whole_layers, heads, ranks, experts)
-    model = load_share(path, hf_config, dtype, whole, whole_layers, heads, ranks, experts)
+    execution = choose_execution(config.model, dtype, device.type)
+    model = load_share(path, hf_config, dtype, whole, whole_layers, heads, ranks, experts, execution)
     fix_served_len(model, config)
     layers = probe(model)
     assigned = tuple(

@@ -17,6 +17,7 @@ from hpu_duo.config.engine import SETTINGS
 from hpu_duo.modeling.hub import model_fingerprint
 from hpu_duo.modeling.loading import load_model, read_config
 from hpu_duo.modeling.quantised.config import METHODS
+from hpu_duo.modeling.quantised.rounding import FORMATS
 from tests.engine.tiny import PATTERN
 from tests.modeling.families import BLOCK, FAMILIES, IS_5, make_config, prompts_of, save_random
 from tests.quantised.writers import KINDS, LINEAR, Kind, fp8, mxfp4, set_config, write_twins
@@ -200,11 +201,13 @@ def test_a_named_producer_has_to_be_that_of_the_checkpoint(tmp_path: Path) -> No
         ValueError, match=r"expected weights quantised by gptq, .*, got awq \(quantization_con"
     ):
         load(quantised, quantization="gptq")
-    with pytest.raises(ValueError, match=r"expected weights quantised by fp8, .*, got plain weights in "):
-        load(plain, quantization="fp8")
-    with pytest.raises(ValueError, match="quantization_execution to be one of dequantise, got 'kernels'"):
+    with pytest.raises(ValueError, match=r"expected weights quantised by gptq, .*, got plain weights in "):
+        load(plain, quantization="gptq")
+    with pytest.raises(ValueError, match=r"expected plain weights, as quantization=int8 says, got awq"):
+        load(quantised, quantization="int8")
+    with pytest.raises(ValueError, match="one of auto, stored, dequantise, got 'kernels'"):
         load(plain, quantization_execution="kernels")
-    assert SETTINGS["quantization"].option.choices == ("auto", *METHODS)
+    assert {*SETTINGS["quantization"].option.choices} == {"auto", *METHODS, *FORMATS}
 
 
 def test_blocks_of_a_published_size_may_be_larger_than_a_weight(tmp_path: Path) -> None:

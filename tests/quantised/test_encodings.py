@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.modeling.quantised.checkpoint import DequantisedTensor, dequantised
+from hpu_duo.modeling.quantised.checkpoint import QuantisedTensor, dequantised
 from hpu_duo.modeling.quantised.config import find_quantisation
 from hpu_duo.modeling.quantised.fp8 import Fp8
 from hpu_duo.modeling.quantised.int4 import unpack
@@ -21,7 +21,9 @@ from hpu_duo.modeling.quantised.mxfp4 import MXFP4
 from tests.quantised.writers import FP8, KINDS, Kind, fp4_value, headers_of, mxfp4, pack
 
 
-def read(kind: Kind, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def stored(
+    kind: Kind, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32
+) -> QuantisedTensor:
     """The weight of one layer as a checkpoint has it."""
     found = find_quantisation(Path("config.json"), {"quantization_config": kind.config})
     assert found is not None
@@ -29,7 +31,13 @@ def read(kind: Kind, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = t
     state = dequantised(headers, found, dtype)
     assert list(state) == ["q_proj.weight"]
     weight = state["q_proj.weight"]
-    assert isinstance(weight, DequantisedTensor)
+    assert isinstance(weight, QuantisedTensor)
+    return weight
+
+
+def read(kind: Kind, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Its values."""
+    weight = stored(kind, tensors, dtype)
     assert tuple(weight[...].shape) == weight.shape
     return weight[...]
 
@@ -78,7 +86,7 @@ def test_all_codes_of_fp8() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)[None]
     scale = torch.tensor(0.25)
     headers = headers_of({"weight": codes, "weight_scale": scale})
-    weight = Fp8("tensor").dequantised({"weight": codes, "weight_scale": scale}, headers, torch.float32)
+    weight = Fp8("tensor").read({"weight": codes, "weight_scale": scale}, headers).dequantised(torch.float32)
     assert np.array_equal(weight[0].numpy(), FP8 * np.float32(0.25), equal_nan=True)
 
 
@@ -90,7 +98,7 @@ def test_all_codes_and_exponents_of_mxfp4(is_float8: bool) -> None:
     scales: Any = torch.arange(256, dtype=torch.uint8)[None, :, None]
     scales = scales.view(torch.float8_e8m0fnu) if is_float8 else scales
     tensors = {"_blocks": blocks, "_scales": scales}
-    weight = MXFP4().dequantised(tensors, headers_of(tensors), torch.float32)
+    weight = MXFP4().read(tensors, headers_of(tensors)).dequantised(torch.float32)
     assert weight.shape == (1, 32, 256)
     values = [[math.ldexp(fp4_value(int(code)), e - 127) for e in range(255)] for code in codes]
     with np.errstate(over="ignore"):
@@ -102,5 +110,5 @@ def test_all_codes_and_exponents_of_mxfp4(is_float8: bool) -> None:
 def test_experts_of_mxfp4_are_those_of_the_definition() -> None:
     tensors, expected = mxfp4(np.random.default_rng(0), 3, 6, 64)
     for dtype in (torch.float32, torch.bfloat16):
-        weight = MXFP4().dequantised(tensors, headers_of(tensors), dtype)
+        weight = MXFP4().read(tensors, headers_of(tensors)).dequantised(dtype)
         assert torch.equal(weight, torch.from_numpy(expected).to(dtype))

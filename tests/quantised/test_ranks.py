@@ -15,6 +15,8 @@ from hpu_duo.device import Member, run_processes
 from hpu_duo.device.ranks import Ranks
 from hpu_duo.modeling.loading import build_without_weights, load_model, read_config
 from hpu_duo.modeling.probe import read_layers
+from hpu_duo.modeling.quantised.linear import DEQUANTISED, WeightExecution
+from hpu_duo.modeling.quantised.state import quantised_layers
 from hpu_duo.parallel.config import RankHeads
 from hpu_duo.parallel.loading import load_share
 from hpu_duo.sampling import SamplingParams
@@ -36,6 +38,9 @@ TWINS: dict[str, tuple[str, str, dict[str, Any]]] = {
 """The producer, the layout and settings."""
 
 
+CODES = WeightExecution(keeps=lambda stored: True)
+
+
 def case_of(directory: Path, kind: str, layout: str, settings: dict[str, Any]) -> tuple[Case, Case]:
     """The plain checkpoint and the quantised one."""
     family, fields, names = LAYOUTS[layout]
@@ -48,23 +53,28 @@ def case_of(directory: Path, kind: str, layout: str, settings: dict[str, Any]) -
     return case, replace(case, path=quantised)
 
 
+@pytest.mark.parametrize("execution", [DEQUANTISED, CODES], ids=["dequantised", "codes"])
 @pytest.mark.parametrize("name", TWINS)
-def test_shares_are_those_of_the_plain_twin(name: str, tmp_path: Path) -> None:
-    cases = case_of(tmp_path, *TWINS[name])
+def test_shares_are_those_of_the_plain_twin(name: str, execution: WeightExecution, tmp_path: Path) -> None:
+    plain, quantised = case_of(tmp_path, *TWINS[name])
     for rank in range(2):
-        expected, got = (share_of(case.path, rank) for case in cases)
+        expected, got = share_of(plain.path, rank), share_of(quantised.path, rank, execution)
         assert expected.keys() == got.keys()
         for key, weight in expected.items():
             assert torch.equal(got[key], weight), (rank, key)
 
 
-def share_of(path: Path, rank: int) -> dict[str, torch.Tensor]:
+def share_of(path: Path, rank: int, execution: WeightExecution = DEQUANTISED) -> dict[str, torch.Tensor]:
     """The weights of one of two ranks, each with a KV head and its two query heads."""
     config = read_config(path)
     whole = build_without_weights(path, config, torch.float32)
     layers = read_layers(whole)
     heads = [RankHeads((rank,), (2 * rank, 2 * rank + 1))] * len(layers)
-    return load_share(path, config, torch.float32, whole, layers, heads, Ranks(rank, 2)).state_dict()
+    ranks = Ranks(rank, 2)
+    share = load_share(path, config, torch.float32, whole, layers, heads, ranks, execution=execution)
+    layers_of_codes = quantised_layers(share)
+    codes = {f"{name}.weight": each.dequantised(torch.float32) for name, each in layers_of_codes.items()}
+    return share.state_dict() | codes
 
 
 @pytest.mark.usefixtures("forked_ranks")

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hpu_duo.modeling.quantised.config import Quantisation, find_quantisation
-from hpu_duo.modeling.quantised.format import FLOATS, Header, LinearFormat
+from hpu_duo.modeling.quantised.format import FLOATS, Header, LinearFormat, Weight
 from hpu_duo.modeling.quantised.int4 import AWQInt, GPTQInt
 
 _UNUSED = (
@@ -60,8 +60,8 @@ _PLAIN = ("F64", *FLOATS)
 
 
 @dataclass(frozen=True)
-class DequantisedTensor:
-    """A weight that is dequantised each time it is read, by ``[...]``.
+class QuantisedTensor:
+    """A weight of codes; ``[...]`` reads and dequantises it.
 
     Attributes:
         format: its encoding.
@@ -75,19 +75,27 @@ class DequantisedTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def source(self) -> torch.Tensor:
-        """Return the whole weight."""
+    def read(self) -> Weight:
+        """Return the whole weight as it is stored.
+
+        Raises:
+            ValueError: scales that are not finite, or values that the encoding does not have.
+        """
         tensors = {end: header.read() for end, header in self.headers.items()}
         for end, header in self.headers.items():
             if header.dtype in FLOATS and not tensors[end].isfinite().all():
                 raise header.refused("of finite numbers", "infinity or NaN")
-        return self.format.dequantised(tensors, self.headers, self.dtype)
+        return self.format.read(tensors, self.headers)
+
+    def source(self) -> torch.Tensor:
+        """Return the whole weight, dequantised."""
+        return self.read().dequantised(self.dtype)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self.source()[index]
 
 
-StoredTensor = Header | DequantisedTensor
+StoredTensor = Header | QuantisedTensor
 
 
 def quantisation_of(path: str | Path) -> Quantisation | None:
@@ -104,25 +112,6 @@ def quantisation_of(path: str | Path) -> Quantisation | None:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"cannot read {file}: {error}") from error
     return find_quantisation(file, fields if isinstance(fields, dict) else {})
-
-
-def check_method(path: str | Path, method: str) -> tuple[str, ...]:
-    """Check the producer that a user has named, and return a note for the user about quantised weights.
-
-    Args:
-        path: directory of the checkpoint.
-        method: a name of ``METHODS``, or "auto".
-
-    Raises:
-        ValueError: weights are plain, or of another producer; or see ``quantisation_of``.
-    """
-    found = quantisation_of(path)
-    if method != "auto" and (found is None or found.method != method):
-        got = "plain weights" if found is None else f"{found.method} ({found.where})"
-        raise ValueError(f"expected weights quantised by {method}, as quantization says, got {got} in {path}")
-    if found is None:
-        return ()
-    return (f"weights quantised by {found.method} are dequantised at load: they have the size of plain ones",)
 
 
 def stored_tensors(path: str | Path, dtype: torch.dtype) -> dict[str, StoredTensor]:
@@ -214,7 +203,7 @@ def dequantised(
         weight = layer if end.startswith("_") else f"{layer}.weight"
         if weight != name and weight in headers:
             raise header.refused(f"without {weight} beside it", "both")
-        state[weight] = DequantisedTensor(encoding, parts, shape, dtype)
+        state[weight] = QuantisedTensor(encoding, parts, shape, dtype)
     wanted = " or ".join(f"*{_joined('', end)}" for end in sorted(ends))
     _check_rest(left, found, wanted)
     _check_beside(left, state)

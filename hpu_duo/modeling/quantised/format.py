@@ -79,6 +79,14 @@ class Header:
         return ValueError(f"expected {self.name} {expected}, got {got} in {self.file}")
 
 
+class Weight(Protocol):
+    """A weight of codes in memory."""
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return plain values, computed in float32 and rounded once."""
+        ...
+
+
 class LinearFormat(Protocol):
     """An encoding of the weight of a linear layer, or of all experts of a layer."""
 
@@ -103,15 +111,12 @@ class LinearFormat(Protocol):
         """
         ...
 
-    def dequantised(
-        self, tensors: Mapping[str, torch.Tensor], headers: Mapping[str, Header], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return the weight, computed in float32 and rounded once.
+    def read(self, tensors: Mapping[str, torch.Tensor], headers: Mapping[str, Header]) -> Weight:
+        """Return the weight with its codes; of a linear layer, a ``QuantisedWeight``.
 
         Args:
             tensors: of the weight, by their ends.
             headers: the same before they were read, for messages.
-            dtype: of the result.
 
         Raises:
             ValueError: values that the encoding does not have.

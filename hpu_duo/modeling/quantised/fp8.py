@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from hpu_duo.modeling.quantised.format import Header, in_slabs
-from hpu_duo.modeling.quantised.scaled import Block, check_scale, only, scale_of_rows
+from hpu_duo.modeling.quantised.format import Header
+from hpu_duo.modeling.quantised.scaled import Block, check_scale, grid_of_scales, only
 
 if TYPE_CHECKING:
     import torch
+
+    from hpu_duo.modeling.quantised.weight import QuantisedWeight
 
 _SCALES = ("weight_scale", "weight_scale_inv")
 
@@ -42,13 +44,11 @@ class Fp8:
         check_scale(codes, found[0], self.granularity, self.block)
         return codes.shape
 
-    def dequantised(
-        self, tensors: Mapping[str, torch.Tensor], headers: Mapping[str, Header], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def read(self, tensors: Mapping[str, torch.Tensor], headers: Mapping[str, Header]) -> QuantisedWeight:
         """Return the weight."""
-        codes, scale, shape = tensors["weight"], only(tensors, _SCALES), self.shape(headers)
+        from hpu_duo.modeling.quantised.weight import QuantisedWeight
 
-        def rows(some: slice) -> torch.Tensor:
-            return codes[some].float().mul_(scale_of_rows(scale, some, shape, self.block))
-
-        return in_slabs(codes, shape, dtype, rows)
+        num_outputs, num_inputs = self.shape(headers)
+        shape = num_outputs, num_inputs
+        scales, block = grid_of_scales(only(tensors, _SCALES), shape, self.block)
+        return QuantisedWeight(tensors["weight"], scales, shape, block)

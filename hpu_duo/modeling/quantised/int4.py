@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from hpu_duo.modeling.quantised.format import FLOATS, Header, in_slabs
+from hpu_duo.modeling.quantised.format import FLOATS, Header
 
 if TYPE_CHECKING:
     import torch
+
+    from hpu_duo.modeling.quantised.weight import QuantisedWeight
 
 WORD = 32
 BITS = (2, 4, 8)
@@ -43,36 +45,30 @@ def unpack(words: torch.Tensor, bits: int, order: Sequence[int] | None = None) -
     return codes.flatten(-2)
 
 
-def dequantise(
+def weight_of(
     codes: torch.Tensor,
+    bits: int,
     scales: torch.Tensor,
     zeros: torch.Tensor | int,
     group_of: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Return ``(codes - zeros) * scales``.
+) -> QuantisedWeight:
+    """Return a weight ``(codes - zeros) * scales``.
 
     Args:
-        codes: ``[N, K]``.
+        codes: uint8 ``[N, K]``.
+        bits: of a code; fewer than 4 are stored in 4.
         scales: ``[N, G]``.
         zeros: ``[N, G]``, or one for all.
         group_of: ``[K]``; None = G groups of neighbours.
-        dtype: of the result.
     """
-    num_groups = scales.shape[1]
+    from hpu_duo.modeling.quantised.weight import NIBBLE, QuantisedWeight, pack_nibbles
 
-    def rows(some: slice) -> torch.Tensor:
-        scale = scales[some].float()
-        zero = zeros if isinstance(zeros, int) else zeros[some].float()
-        centred = codes[some].float()
-        if group_of is not None:
-            centred -= zero if isinstance(zero, int) else zero[:, group_of]
-            return centred.mul_(scale[:, group_of])
-        grouped = centred.reshape(len(scale), num_groups, -1)
-        grouped -= zero if isinstance(zero, int) else zero[..., None]
-        return grouped.mul_(scale[..., None]).reshape(len(scale), -1)
-
-    return in_slabs(codes, tuple(codes.shape), dtype, rows)
+    num_outputs, num_inputs = codes.shape
+    stored = pack_nibbles(codes) if bits <= NIBBLE else codes.contiguous()
+    block = 1, num_inputs // scales.shape[1]
+    shape = num_outputs, num_inputs
+    zeros = zeros if isinstance(zeros, int) else zeros.contiguous()
+    return QuantisedWeight(stored, scales.contiguous(), shape, block, zeros, max(bits, NIBBLE), group_of)
 
 
 def num_groups(codes: Header, num_inputs: int, group: int | None) -> int:
@@ -170,9 +166,7 @@ class PackedInt:
         _check_index(headers.get("weight_g_idx"), num_inputs)
         return num_outputs, num_inputs
 
-    def dequantised(
-        self, tensors: Mapping[str, torch.Tensor], headers: Mapping[str, Header], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def read(self, tensors: Mapping[str, torch.Tensor], headers: Mapping[str, Header]) -> QuantisedWeight:
         """Return the weight."""
         num_outputs, num_inputs = self.shape(headers)
         codes = unpack(tensors["weight_packed"], self.bits)[:, :num_inputs]
@@ -181,15 +175,17 @@ class PackedInt:
         # -1 everywhere is an index that was never used.
         if index is not None and (not self.is_sorted or int(index.max()) >= 0):
             group_of = checked_groups(index, headers["weight_g_idx"], scales.shape[1])
-        return dequantise(codes, scales, self._zeros(tensors, headers, num_outputs), group_of, dtype)
+        return weight_of(codes, self.bits, scales, self._zeros(tensors, headers, num_outputs), group_of)
 
     def _zeros(
         self, tensors: Mapping[str, torch.Tensor], headers: Mapping[str, Header], num_outputs: int
     ) -> torch.Tensor | int:
+        import torch  # Slow to import, and not needed by plans.
+
         middle, stored = 1 << (self.bits - 1), tensors.get("weight_zero_point")
         if stored is None:
             return middle
-        zeros = stored.short() + middle
+        zeros = (stored.short() + middle).to(torch.uint8)
         if headers["weight_zero_point"].dtype != "I8":
             zeros = unpack(stored.t(), self.bits).t()[:num_outputs]
         if self.is_symmetric and bool((zeros != middle).any()):
@@ -241,9 +237,7 @@ class GPTQInt:
         _check_index(headers.get("g_idx"), num_inputs)
         return num_outputs, num_inputs
 
-    def dequantised(
-        self, tensors: Mapping[str, torch.Tensor], headers: Mapping[str, Header], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def read(self, tensors: Mapping[str, torch.Tensor], headers: Mapping[str, Header]) -> QuantisedWeight:
         """Return the weight."""
         _, num_inputs = self.shape(headers)
         scales, group_of = tensors["scales"], None
@@ -256,7 +250,7 @@ class GPTQInt:
                 raise headers["g_idx"].refused("in order, since desc_act is false", "another order")
         codes = unpack(tensors["qweight"].t(), self.bits)
         zeros = self._zeros(unpack(tensors["qzeros"], self.bits), headers["qzeros"])
-        return dequantise(codes, scales.t(), zeros.t(), group_of, dtype)
+        return weight_of(codes, self.bits, scales.t(), zeros.t(), group_of)
 
     def _zeros(self, stored: torch.Tensor, header: Header) -> torch.Tensor:
         """Return the zero points of the weight; files of one version may have those of the other."""
@@ -296,10 +290,8 @@ class AWQInt:
         headers["qzeros"].need_shape((count, codes.shape[1]))
         return num_outputs, num_inputs
 
-    def dequantised(
-        self, tensors: Mapping[str, torch.Tensor], headers: Mapping[str, Header], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def read(self, tensors: Mapping[str, torch.Tensor], headers: Mapping[str, Header]) -> QuantisedWeight:
         """Return the weight."""
         self.shape(headers)
         codes, zeros = (unpack(tensors[name], 4, _AWQ_ORDER).t() for name in ("qweight", "qzeros"))
-        return dequantise(codes, tensors["scales"].t(), zeros, None, dtype)
+        return weight_of(codes, 4, tensors["scales"].t(), zeros, None)

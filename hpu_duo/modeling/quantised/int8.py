@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from hpu_duo.modeling.quantised.format import Header, in_slabs
-from hpu_duo.modeling.quantised.scaled import check_scale, scale_of_rows
+from hpu_duo.modeling.quantised.format import Header
+from hpu_duo.modeling.quantised.scaled import check_scale, grid_of_scales
 
 if TYPE_CHECKING:
     import torch
+
+    from hpu_duo.modeling.quantised.weight import QuantisedWeight
 
 
 @dataclass(frozen=True)
@@ -46,19 +48,18 @@ class Int8:
             zero.need_shape(scale.shape, why="that of the scales")
         return codes.shape
 
-    def dequantised(
-        self, tensors: Mapping[str, torch.Tensor], headers: Mapping[str, Header], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def read(self, tensors: Mapping[str, torch.Tensor], headers: Mapping[str, Header]) -> QuantisedWeight:
         """Return the weight."""
-        codes, scale, shape = tensors["weight"], tensors["weight_scale"], self.shape(headers)
-        zero = tensors.get("weight_zero_point")
-        if zero is not None and self.is_symmetric and zero.any():
-            raise headers["weight_zero_point"].refused("to be 0 in a symmetric encoding", "other zero points")
+        from hpu_duo.modeling.quantised.weight import QuantisedWeight
 
-        def rows(some: slice) -> torch.Tensor:
-            centred = codes[some].float()
-            if zero is not None:
-                centred -= scale_of_rows(zero, some, shape, None)
-            return centred.mul_(scale_of_rows(scale, some, shape, None))
-
-        return in_slabs(codes, shape, dtype, rows)
+        num_outputs, num_inputs = self.shape(headers)
+        shape, zero = (num_outputs, num_inputs), tensors.get("weight_zero_point")
+        if zero is not None and self.is_symmetric:
+            if zero.any():
+                raise headers["weight_zero_point"].refused(
+                    "to be 0 in a symmetric encoding", "other zero points"
+                )
+            zero = None
+        scales, block = grid_of_scales(tensors["weight_scale"], shape, None)
+        zeros = 0 if zero is None else zero.reshape(scales.shape)
+        return QuantisedWeight(tensors["weight"], scales, shape, block, zeros)

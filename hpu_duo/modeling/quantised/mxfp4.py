@@ -39,17 +39,36 @@ class MXFP4:
         scales.need_shape(codes.shape[:-1], why="an exponent for each block")
         return num_experts, num_blocks * BLOCK, num_outputs
 
-    def dequantised(
-        self, tensors: Mapping[str, torch.Tensor], headers: Mapping[str, Header], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def read(self, tensors: Mapping[str, torch.Tensor], headers: Mapping[str, Header]) -> MXFP4Experts:
         """Return the weights."""
         import torch  # Slow to import, and not needed by plans.
 
-        shape = self.shape(headers)
         codes, scales = tensors["_blocks"], tensors["_scales"]
         if headers["_scales"].dtype != "U8":
             scales = scales.view(torch.uint8)
-        whole = codes.new_empty(shape, dtype=dtype)
+        return MXFP4Experts(codes, scales, self.shape(headers))
+
+
+@dataclass(frozen=True)
+class MXFP4Experts:
+    """Weights of all experts of a layer.
+
+    Attributes:
+        codes: uint8 ``[E, N, K / 32, 16]``.
+        exponents: uint8 ``[E, N, K / 32]``.
+        shape: ``[E, K, N]``.
+    """
+
+    codes: torch.Tensor
+    exponents: torch.Tensor
+    shape: tuple[int, ...]
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weights."""
+        import torch  # Slow to import, and not needed by plans.
+
+        codes, scales = self.codes, self.exponents
+        whole = codes.new_empty(self.shape, dtype=dtype)
         values = codes.new_tensor(VALUES, dtype=torch.float32)
         byte = torch.arange(256, device=codes.device)
         of_byte = torch.stack((values[byte & 15], values[byte >> 4]), dim=-1)

@@ -39,17 +39,22 @@ def check_scale(codes: Header, scale: Header, granularity: str | None, block: Bl
     scale.need_shape(*shapes, why=f"a weight {list(codes.shape)}")
 
 
-def scale_of_rows(
-    scale: torch.Tensor, some: slice, shape: tuple[int, ...], block: Block | None
-) -> torch.Tensor:
-    """Return the factors of some rows of a weight in float32, ``[R, K]`` or what broadcasts to it."""
+def grid_of_scales(
+    scale: torch.Tensor, shape: tuple[int, ...], block: Block | None
+) -> tuple[torch.Tensor, Block]:
+    """Return scales or zero points as a matrix, with the outputs and inputs that share an entry.
+
+    Args:
+        scale: of the tensor, of each output, or of each block.
+        shape: of the weight ``[N, K]``.
+        block: outputs and inputs of one scale; None without blocks.
+    """
     num_outputs, num_inputs = shape
     if block is not None:
-        index = [row // block[0] for row in range(num_outputs)[some]]
-        return scale[index].float().repeat_interleave(block[1], 1)[:, :num_inputs]
+        return scale, block
     if scale.numel() == 1:
-        return scale.float().reshape(1, 1)
-    return scale.float().reshape(num_outputs, 1)[some]
+        return scale.reshape(1, 1), (num_outputs, num_inputs)
+    return scale.reshape(num_outputs, 1), (1, num_inputs)
 
 
 def only(tensors: Mapping[str, torch.Tensor], names: tuple[str, ...]) -> torch.Tensor:

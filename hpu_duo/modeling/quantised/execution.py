@@ -1,0 +1,90 @@
+"""Choose how the weights of a checkpoint are executed on a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from hpu_duo.config.engine import ModelConfig
+from hpu_duo.modeling.quantised.checkpoint import quantisation_of
+from hpu_duo.modeling.quantised.config import METHODS
+from hpu_duo.modeling.quantised.linear import DEQUANTISED, Keeps, WeightExecution
+from hpu_duo.modeling.quantised.rounding import FORMATS
+
+AUTO, STORED, DEQUANTISE = "auto", "stored", "dequantise"
+
+
+def kernel_for(device_type: str, dtype: torch.dtype) -> Keeps | None:
+    """Return which weights a kernel of a device reads as codes; None where there is no such kernel.
+
+    Args:
+        device_type: "cpu", "hpu" or "cuda".
+        dtype: of activations.
+    """
+    return None
+
+
+def choose_execution(model: ModelConfig, dtype: torch.dtype, device_type: str) -> WeightExecution:
+    """Return how the weights of a checkpoint are executed.
+
+    Args:
+        model: with the checkpoint and what its user wants.
+        dtype: of the model.
+        device_type: where it runs.
+
+    Raises:
+        ValueError: weights are plain, of another producer, or already quantised; or see ``quantisation_of``.
+    """
+    execution, rounding = model.quantization_execution, rounding_of(model.path, model.quantization)
+    found = quantisation_of(model.path)
+    if execution == DEQUANTISE or (found is None and rounding is None):
+        return WeightExecution(rounding=rounding)
+    if execution == STORED:
+        return WeightExecution(_always, rounding)
+    keeps = kernel_for(device_type, dtype)
+    return WeightExecution(rounding=rounding) if keeps is None else WeightExecution(keeps, rounding)
+
+
+def rounding_of(path: str | Path, quantization: str) -> str | None:
+    """Return the format that plain weights of a checkpoint are rounded to; None if they stay, or are codes.
+
+    Args:
+        path: directory of the checkpoint.
+        quantization: "auto", a producer of ``METHODS``, or a format of ``FORMATS``.
+
+    Raises:
+        ValueError: weights are plain, of another producer, or already quantised; or see ``quantisation_of``.
+    """
+    found = quantisation_of(path)
+    if quantization == AUTO or (found is not None and found.method == quantization):
+        return None
+    if quantization in FORMATS and found is None:
+        return quantization
+    got = "plain weights" if found is None else f"{found.method} ({found.where})"
+    wanted = f"weights quantised by {quantization}" if quantization in METHODS else "plain weights"
+    raise ValueError(f"expected {wanted}, as quantization={quantization} says, got {got} in {path}")
+
+
+def _always(stored: object) -> bool:
+    return True
+
+
+def execution_note(path: str | Path, execution: WeightExecution) -> tuple[str, ...]:
+    """Return a sentence for the user about quantised weights; nothing where all weights are plain.
+
+    Args:
+        path: directory of the checkpoint.
+        execution: of its weights.
+    """
+    found = quantisation_of(path)
+    if found is None and execution.rounding is None:
+        return ()
+    what = (
+        f"weights quantised by {found.method}"
+        if found is not None
+        else f"linear layers, rounded to {execution.rounding} at load (to the nearest, without data),"
+    )
+    if execution.keeps is DEQUANTISED.keeps:
+        return (f"{what} are dequantised at load: they have the size of plain ones",)
+    return (f"{what} stay codes where a kernel reads them; stats().resolved has their format and bytes",)

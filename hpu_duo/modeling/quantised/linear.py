@@ -1,0 +1,115 @@
+"""Linear layers whose weight stays codes in memory, and the choice which weights do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hpu_duo.modeling.quantised.weight import QuantisedWeight
+
+
+class QuantisedLinear(nn.Module):
+    """``nn.Linear`` with a quantised weight, which is dequantised to the dtype of the inputs at each use.
+
+    This is the reference of kernels that read codes. It takes the memory of the codes, and of one plain
+    weight while it runs.
+
+    Args:
+        in_features, out_features: sizes of inputs and outputs.
+        bias: ``[out_features]``, or None.
+        stored: the weight; None = it is set by ``fill``, before the first use.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    group_of: torch.Tensor | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: nn.Parameter | None = None,
+        stored: QuantisedWeight | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.register_parameter("bias", bias)
+        if stored is not None:
+            self.fill(stored)
+
+    def fill(self, stored: QuantisedWeight) -> None:
+        """Set the weight, and the sizes of inputs and outputs to its own."""
+        self.out_features, self.in_features = stored.shape
+        zeros = stored.zeros
+        self.zero = zeros if isinstance(zeros, int) else 0
+        self.bits, self.block = stored.bits, stored.block
+        self.register_buffer("codes", stored.codes, persistent=False)
+        self.register_buffer("scales", stored.scales, persistent=False)
+        self.register_buffer("zeros", zeros if isinstance(zeros, torch.Tensor) else None, persistent=False)
+        self.register_buffer("group_of", stored.group_of, persistent=False)
+
+    @property
+    def stored(self) -> QuantisedWeight:
+        """The weight."""
+        zeros: torch.Tensor | int = self.zero if self.zeros is None else self.zeros
+        shape = self.out_features, self.in_features
+        return QuantisedWeight(self.codes, self.scales, shape, self.block, zeros, self.bits, self.group_of)
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the plain weight ``[out_features, in_features]``."""
+        return self.stored.dequantised(dtype)
+
+    def select(self, dim: int, index: torch.Tensor) -> None:
+        """Keep outputs (``dim`` 0, of the bias too) or inputs (1) in the order of ``index``, in place."""
+        self.fill(self.stored.select(dim, index))
+        if dim == 0 and self.bias is not None:
+            self.bias.data = self.bias.data[index.to(self.bias.device)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.dequantised(x.dtype), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+    @classmethod
+    def like(cls, linear: nn.Linear) -> QuantisedLinear:
+        """Return a layer without a weight in place of a plain one, with its bias."""
+        return cls(linear.in_features, linear.out_features, linear.bias)
+
+    def plain(self, stored: QuantisedWeight, dtype: torch.dtype) -> nn.Linear:
+        """Return a plain layer with the bias of this one and a dequantised weight."""
+        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        linear.weight = nn.Parameter(stored.dequantised(dtype), requires_grad=False)
+        linear.register_parameter("bias", self.bias)
+        return linear.eval()
+
+
+Keeps = Callable[[QuantisedWeight], bool]
+"""Whether a weight stays codes."""
+
+
+def _never(stored: QuantisedWeight) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class WeightExecution:
+    """Which quantised weights stay codes in memory, and whether plain ones are rounded to codes.
+
+    Attributes:
+        keeps: whether a weight stays codes; all others are dequantised at load.
+        rounding: format that plain weights of linear layers are rounded to, a name of
+            ``hpu_duo.modeling.quantised.rounding.FORMATS``; None = they stay plain.
+    """
+
+    keeps: Keeps = _never
+    rounding: str | None = None
+
+
+DEQUANTISED = WeightExecution()
+"""Plain weights only."""

@@ -1,0 +1,134 @@
+"""Which tensors of a checkpoint are loaded as codes, into ``QuantisedLinear`` layers of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hpu_duo.modeling.quantised.checkpoint import QuantisedTensor, StoredTensor
+from hpu_duo.modeling.quantised.format import FLOATS
+from hpu_duo.modeling.quantised.linear import QuantisedLinear, WeightExecution
+from hpu_duo.modeling.quantised.rounding import can_round, rounded
+from hpu_duo.modeling.quantised.weight import QuantisedWeight
+
+ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Names of linear layers that choose experts, which stay plain when a checkpoint is quantised."""
+
+
+@dataclass(frozen=True)
+class StoredCodes:
+    """The quantised weight of a linear layer in a checkpoint, or a plain one that is rounded when it is read.
+
+    Attributes:
+        stored: the tensor.
+        rounding: format that a plain one is rounded to.
+        dtype: of the scales of a rounded one.
+        part: the dimension and the outputs or inputs of a rank's part; None for all.
+    """
+
+    stored: StoredTensor
+    rounding: str | None
+    dtype: torch.dtype
+    part: tuple[int, torch.Tensor] | None = None
+
+    def read(self) -> QuantisedWeight:
+        """Return the weight.
+
+        Raises:
+            ValueError: values that cannot be quantised, or that the encoding does not have.
+        """
+        if isinstance(self.stored, QuantisedTensor):
+            weight = self.stored.read()
+            assert isinstance(weight, QuantisedWeight), "linear layers have two dimensions"
+        else:
+            assert self.rounding is not None, "a plain weight is rounded to codes"
+            try:
+                weight = rounded(self.stored.read().to(self.dtype), self.rounding, self.dtype)
+            except ValueError as error:
+                raise ValueError(f"{error} in {self.stored.name} of {self.stored.file}") from error
+        return weight if self.part is None else weight.select(*self.part)
+
+
+def linears_of(model: nn.Module, head: nn.Module | None, is_tied: bool) -> dict[str, nn.Linear]:
+    """Return the plain linear layers by the names of their weights, but a head that is the embedding table.
+
+    Args:
+        head: the output head.
+        is_tied: whether its weight is that of the embedding table.
+    """
+    return {
+        f"{name}.weight": module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and not (is_tied and module is head)
+    }
+
+
+def codes_in(
+    state: Mapping[str, StoredTensor],
+    linears: Mapping[str, nn.Linear],
+    execution: WeightExecution,
+    dtype: torch.dtype,
+    head: nn.Module | None,
+) -> dict[str, StoredCodes]:
+    """Return what is loaded as codes, by the names of weights; all other tensors are loaded as plain ones.
+
+    Args:
+        state: tensors by the names of the model.
+        linears: see ``linears_of``.
+        dtype: of the model.
+        head: the output head, which is not rounded to codes.
+    """
+    found = {}
+    for name, linear in linears.items():
+        stored = state.get(name)
+        if isinstance(stored, QuantisedTensor):
+            found[name] = StoredCodes(stored, None, dtype)
+        elif stored is not None and execution.rounding is not None and linear is not head:
+            is_router = name.split(".")[-2] in ROUTERS
+            if stored.dtype in FLOATS and can_round(stored.shape, execution.rounding) and not is_router:
+                found[name] = StoredCodes(stored, execution.rounding, dtype)
+    return found
+
+
+def make_room(model: nn.Module, names: Mapping[str, StoredCodes]) -> None:
+    """Replace linear layers by ``QuantisedLinear`` without weights, in place."""
+    for parent, leaf in _places(model, names):
+        setattr(parent, leaf, QuantisedLinear.like(getattr(parent, leaf)))
+
+
+def fill(
+    model: nn.Module, codes: Mapping[str, StoredCodes], execution: WeightExecution, dtype: torch.dtype
+) -> None:
+    """Read the weights one after the other; those that do not stay codes make their layers plain again.
+
+    Args:
+        dtype: of plain weights.
+
+    Raises:
+        ValueError: a weight has another shape than its layer, or see ``StoredCodes.read``.
+    """
+    for (parent, leaf), (name, each) in zip(_places(model, codes), codes.items(), strict=True):
+        layer, stored = getattr(parent, leaf), each.read()
+        if stored.shape != (layer.out_features, layer.in_features):
+            raise ValueError(
+                "the weights do not fit the configuration: expected "
+                f"{name} of shape {[layer.out_features, layer.in_features]}, got {list(stored.shape)}"
+            )
+        if execution.keeps(stored):
+            layer.fill(stored)
+        else:
+            setattr(parent, leaf, layer.plain(stored, dtype))
+
+
+def _places(model: nn.Module, names: Mapping[str, StoredCodes]) -> Iterator[tuple[nn.Module, str]]:
+    for name in names:
+        path, _, leaf = name.removesuffix(".weight").rpartition(".")
+        yield model.get_submodule(path), leaf
+
+
+def quantised_layers(model: nn.Module) -> dict[str, QuantisedLinear]:
+    """Return the layers of a model that have codes, by name."""
+    return {name: each for name, each in model.named_modules() if isinstance(each, QuantisedLinear)}

@@ -1,0 +1,107 @@
+"""Weights that stay codes in memory are served with the tokens of dequantised ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hpu_duo.device import run_processes
+from hpu_duo.modeling.loading import load_model, read_config
+from hpu_duo.modeling.quantised.rounding import FORMATS, rounded
+from hpu_duo.modeling.quantised.state import quantised_layers
+from hpu_duo.modeling.quantised.weight import QuantisedWeight
+from tests.engine.tiny import PATTERN
+from tests.modeling.families import make_config, save_random
+from tests.quantised.test_checkpoints import LAYOUTS, SIZES, load, tokens, twins
+from tests.quantised.test_encodings import stored
+from tests.quantised.test_ranks import CODES, TWINS, case_of
+from tests.quantised.writers import KINDS
+from tests.ranks.work import serve
+
+
+@pytest.mark.parametrize("name", ["fp8 block", "int8 zeros", "packed mixed", "gptq mixed", "awq"])
+def test_tokens_are_those_of_dequantised_weights(name: str, tmp_path: Path) -> None:
+    _, path = twins(tmp_path, "LlamaConfig", KINDS[name])
+    for pattern in (None, PATTERN):
+        served = load(path, quantization_execution="stored", pattern=pattern)
+        assert tokens(served) == tokens(load(path, quantization_execution="dequantise", pattern=pattern))
+        assert any("stay codes" in note for note in served.stats().notes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_models(layout: str, tmp_path: Path) -> None:
+    config, fields, names = LAYOUTS[layout]
+    plain, path = twins(tmp_path, config, KINDS["gptq"], names, **fields)
+    assert tokens(load(path, quantization_execution="stored")) == tokens(load(plain))
+
+
+def test_two_ranks_serve_codes(tmp_path: Path) -> None:
+    plain, quantised = case_of(tmp_path, *TWINS["groups"])
+    model = {"quantization_execution": "stored"}
+    cases = {"plain": plain, "codes": replace(quantised, model={**quantised.model, **model})}
+    answers = run_processes(serve, (cases,), [{}] * 2, 600)[0]
+    assert answers["codes"].tokens == answers["plain"].tokens
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_outputs_and_inputs_of_codes_are_reordered_and_cut(name: str) -> None:
+    tensors, expected = KINDS[name].write(np.random.default_rng(0), 96, 96)
+    weight, plain = stored(KINDS[name], tensors).read(), torch.from_numpy(expected.astype(np.float32))
+    assert isinstance(weight, QuantisedWeight)
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.arange(96).view(2, 48).flip(0).flatten()
+    for index in (whole, torch.randperm(96, generator=generator), torch.arange(24, 72), torch.arange(20, 60)):
+        assert torch.equal(weight.select(0, index).dequantised(torch.float32), plain[index])
+        assert torch.equal(weight.select(1, index).dequantised(torch.float32), plain[:, index])
+        both = weight.select(1, index).select(1, index.argsort()).dequantised(torch.float32)
+        assert torch.equal(both, plain[:, index[index.argsort()]])
+
+
+def test_whole_groups_move_without_an_index() -> None:
+    tensors, _ = KINDS["gptq"].write(np.random.default_rng(0), 32, 64)
+    weight = stored(KINDS["gptq"], tensors).read()
+    assert isinstance(weight, QuantisedWeight)
+    assert weight.block == (1, 16)
+    moved = torch.arange(64).view(2, 32).flip(0).flatten()
+    assert weight.select(1, moved).group_of is None
+    assert weight.select(1, moved.roll(8)).group_of is not None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rounding_is_to_the_nearest_code(name: str, dtype: torch.dtype) -> None:
+    weight = torch.randn(40, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
+    weight[0], weight[1, 7], weight[2] = 0, 1e4, weight[2] * 1e-30
+    found = rounded(weight, name, dtype)
+    values, exact = found.dequantised(torch.float32), weight.float()
+    step = found.scales.float().repeat_interleave(found.block[1], 1)
+    # Scales are rounded, so the largest value may be beyond the last code by a part of the scale's rounding.
+    beyond = exact.abs() * 2 ** (-8 if dtype is torch.bfloat16 else -23)
+    if name == "fp8":
+        bound = torch.maximum(values.abs() * 2**-4, step * 2**-10) + beyond
+    else:
+        bound = step / 2 + beyond
+    assert bool(((values - exact).abs() <= bound * 1.0001).all())
+    assert torch.equal(
+        rounded(weight[5:6], name, dtype).codes.view(torch.uint8), found.codes[5:6].view(torch.uint8)
+    )
+    with pytest.raises(ValueError, match="expected finite weights to quantise"):
+        rounded(weight / 0, name, dtype)
+
+
+@pytest.mark.parametrize(("name", "most"), [("int8", 0.51), ("int4", 0.28), ("fp8", 0.51)])
+def test_memory_of_linear_layers(name: str, most: float, tmp_path: Path) -> None:
+    sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 512}
+    save_random(make_config("LlamaConfig", **sizes), tmp_path)
+    execution = replace(CODES, rounding=name)
+    model = load_model(tmp_path, read_config(tmp_path), torch.bfloat16, torch.device("cpu"), execution)
+    layers = quantised_layers(model)
+    assert len(layers) == 7 * SIZES["num_hidden_layers"]
+    held = sum(each.nbytes for layer in layers.values() for each in layer.buffers())
+    plain = sum(2 * layer.in_features * layer.out_features for layer in layers.values())
+    assert held <= most * plain
+    assert not any(name.endswith("proj.weight") for name in model.state_dict())
