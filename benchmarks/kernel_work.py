@@ -27,8 +27,9 @@ from hpu_duo.config.engine import CacheConfig, EngineConfig, HeadConfig, ModelCo
 from hpu_duo.heads import HeadPattern
 from hpu_duo.lab.audit import Structure, audit_bucket, build_structure
 from hpu_duo.planning import GAUDI3, EngineWork, ModelSize
+from hpu_duo.planning.attention_counts import AttentionCounts, AttentionRuns
 from hpu_duo.planning.read_model import read_model
-from hpu_duo.planning.work import AttentionCounts, AttentionRuns, KernelWork
+from hpu_duo.planning.work import KernelWork
 
 NUM_LAYERS = 2
 _COMMON = {"vocab_size": 32_000, "max_position_embeddings": 262_144}

@@ -40,10 +40,10 @@ from hpu_duo.planning import (
     step_cost,
     step_limits,
 )
-from hpu_duo.planning.engine_work import cut_loops, traced_runs
+from hpu_duo.planning.attention_counts import GroupSizes, count_attention
 from hpu_duo.planning.read_model import read_model
+from hpu_duo.planning.region_calls import cut_loops, traced_runs
 from hpu_duo.planning.simulation import plan_buckets
-from hpu_duo.planning.work import GroupSizes, count_attention
 from kernels_ref import PLAIN, Owner
 from kernels_ref.units import SCRATCH_STORES
 

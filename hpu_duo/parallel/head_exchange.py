@@ -332,7 +332,7 @@ def head_exchanges(
     if has_shared:
         scattered = (bucket.query_len + num_rows) * num_ranks * most * triple
         return HeadExchanges(gathered, scattered, 2)
-    if num_rows:
+    if phase.unique:
         return HeadExchanges(gathered + num_rows * num_heads * triple, 0, 2)
     return HeadExchanges(gathered, 0, 1)
 

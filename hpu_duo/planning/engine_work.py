@@ -8,42 +8,45 @@ The seconds of a warm-up are predicted from the operators that it traces and com
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from graphs import BatchShape, Launches, Phase
 from hpu_duo.config.limits import CacheConfig, SchedulerConfig
 from hpu_duo.kv.plan import LayerKV
 from hpu_duo.modeling.experts import GROUP_BYTES, copies_weights, experts_at_a_time
 from hpu_duo.parallel import HeadExchanges, head_exchanges, summed_score_bytes
+from hpu_duo.planning.attention_counts import (
+    AttentionCounts,
+    AttentionRuns,
+    Bucket,
+    GroupSizes,
+    Shapes,
+    Size,
+    by_size,
+    count_attention,
+)
 from hpu_duo.planning.model import AttentionSize, Format, ModelSize
+from hpu_duo.planning.region_calls import num_compiled, num_region_calls, scratch_copies, traced_runs
 from hpu_duo.planning.work import (
     ACTIVATION_BYTES,
     ALL_REDUCES_PER_LAYER,
     FUSED,
     OPERATIONS_PER_SCORE,
     PUBLISHED_LAYER_LAUNCHES,
-    AttentionCounts,
-    AttentionRuns,
     Formats,
-    GroupSizes,
     KernelWork,
     Work,
-    count_attention,
 )
-from kernels_ref import Blocks, Budget, HeadGroup, Owner
+from kernels_ref import Budget, HeadGroup, Owner
 from kernels_ref.chunks import (
     DEFAULT_BOUNDS,
-    MOST_INLINE,
-    MOST_RINGS,
-    QUERY_STEP,
     ChunkBounds,
-    even_size,
-    num_parts,
 )
-from kernels_ref.loops import slices_reached
-from kernels_ref.units import SCRATCH_STORES
 
 SECONDS_PER_GRAPH = (0.7, 14.0)
 """Seconds of warm-up of one graph with one kind of layer: from 49 s for 72 graphs (Llama 8B, bf16, Gaudi 2,
@@ -154,112 +157,6 @@ class WarmUp:
         )
 
 
-_SIDE_BY_SIDE = ({"causal_slices", "shared_chunks"}, {"band_slices", "rings_read_slices"})
-"""Loops of a group with nothing between them that would be compiled."""
-
-
-def cut_loops(runs: AttentionRuns, phase: Phase) -> frozenset[str]:
-    """Return the loops of a group outside the graph of its layer, by their fields of ``runs``."""
-    most_shared = 0 if phase.causal else MOST_INLINE
-    most_unique = 0 if phase.causal and not phase.shared else MOST_INLINE
-    most = {
-        "causal_slices": MOST_INLINE,
-        "band_slices": MOST_INLINE,
-        "shared_chunks": most_shared,
-        "rings_read_slices": MOST_RINGS,
-        "unique_chunks": most_unique,
-    }
-    return frozenset(name for name, held in most.items() if getattr(runs, name) > held)
-
-
-def traced_runs(runs: AttentionRuns, phase: Phase) -> AttentionRuns:
-    """Return the runs that are traced and compiled: those in the graph, and one of each loop outside."""
-    cut = cut_loops(runs, phase)
-    once = dict.fromkeys(cut, 1.0)
-    if "band_slices" in cut:
-        once["band_sinks"] = min(1.0, runs.band_sinks)
-    return runs._replace(**once)
-
-
-def num_region_calls(sizes: GroupSizes, bucket: BatchShape, runs: AttentionRuns) -> float:
-    """Regions that the host calls for a group of a layer, beyond the one graph of the layer.
-
-    A round of each loop outside the graph is a call, and so is the piece of the layer after it. A slice of
-    queries is a round for each slice of keys that it reaches.
-    """
-    cut = cut_loops(runs, bucket.phase)
-    calls = float(len(cut) - (_SIDE_BY_SIDE[0] <= cut) - (_SIDE_BY_SIDE[1] <= cut))
-    for name in cut:
-        rounds = getattr(runs, name)
-        if name == "unique_chunks":
-            rounds = sizes.looped_rounds(bucket.num_logits, bucket.num_unique_blocks)
-        elif name in ("causal_slices", "band_slices"):
-            rounds = _causal_rounds(sizes, bucket.query_len)
-        calls += rounds
-    return calls
-
-
-def _causal_rounds(sizes: GroupSizes, query_len: int) -> int:
-    """Rounds over slices of keys, of all slices of queries, with those for sinks; see ``looped.causal``."""
-    kind = sizes.heads.kind
-    rule = kind.rule if isinstance(kind, Blocks) else sizes.window
-    size = even_size(query_len, sizes.query_slice, QUERY_STEP)
-    num_slices = num_parts(query_len, size)
-    reached = num_slices if rule is None else slices_reached(rule, size, num_slices)
-    rounds = sum(min(place, reached) + 1 for place in range(num_slices))
-    has_sinks = rule is not None and rule.sink > 0
-    return rounds + (max(0, num_slices - reached - 1) if has_sinks else 0)
-
-
-def scratch_copies(stores: Mapping[GroupSizes, int], bucket: BatchShape) -> list[int]:
-    """Stores that each region copies to the scratch before a step.
-
-    Args:
-        stores: the number of layers with each group of heads.
-    """
-    if not (bucket.phase.causal and bucket.phase.shared):
-        return []
-    kept = [num for sizes, num in stores.items() if sizes.heads.kind.keeps_scratch]
-    return [min(SCRATCH_STORES, num - begin) for num in kept for begin in range(0, num, SCRATCH_STORES)]
-
-
-def num_compiled(
-    layers: Iterable[Sequence[GroupSizes]], bucket: BatchShape, stores: Mapping[GroupSizes, int]
-) -> int:
-    """Count the graphs that are compiled for a bucket.
-
-    These are the region that derives the inputs of layers from a message, the pieces of each layer, the body
-    of each loop, which layers with equal groups share, and copies to the scratch.
-
-    Args:
-        layers: the groups of heads of each kind of layer.
-        stores: see ``scratch_copies``.
-    """
-    phase, pieces = bucket.phase, 0
-    bodies: set[tuple[GroupSizes, str]] = set()
-    for groups in layers:
-        pieces += 1
-        for sizes in groups:
-            runs = count_attention(sizes, bucket)[1]
-            cut = cut_loops(runs, phase)
-            pieces += len(cut) - sum(both <= cut for both in _SIDE_BY_SIDE)
-            bodies.update((sizes, name) for name in cut)
-            if {"band_slices", "causal_slices"} & cut and _has_sinks_before(sizes, bucket.query_len):
-                bodies.add((sizes, "band_sinks"))
-    copies = sum(len(set(scratch_copies({sizes: num}, bucket))) for sizes, num in stores.items())
-    return 1 + pieces + len(bodies) + copies
-
-
-def _has_sinks_before(sizes: GroupSizes, query_len: int) -> bool:
-    kind = sizes.heads.kind
-    rule = kind.rule if isinstance(kind, Blocks) else sizes.window
-    if rule is None or not rule.sink:
-        return False
-    size = even_size(query_len, sizes.query_slice, QUERY_STEP)
-    num_slices = num_parts(query_len, size)
-    return num_slices > slices_reached(rule, size, num_slices) + 1
-
-
 _EXPERT_MATRICES = 3
 """Matrices of an expert: gate, up and down."""
 
@@ -321,11 +218,11 @@ class EngineWork:
         """Whether any heads have rings."""
         return any(group.kind.owner is not Owner.BLOCK for kv in self.kv_layers for group in kv.groups)
 
-    def of(self, bucket: BatchShape) -> Work:
-        """Return the work of a step in ``bucket``, padding included."""
+    def of(self, bucket: Bucket) -> Work:
+        """Return the work of a step in ``bucket``, padding included; that of each of many is in arrays."""
         total = self._linear(bucket)
-        for (layer, kv), count in self._layers.items():
-            total = total + self._attention(layer, kv, bucket) * count
+        for layer in self._attending:
+            total = total + self._attention(layer, bucket) * layer.number
         return replace(
             total,
             num_region_calls=total.num_region_calls + len(scratch_copies(self._stores, bucket)),
@@ -360,15 +257,23 @@ class EngineWork:
 
     def attention_of(self, bucket: BatchShape) -> Iterator[tuple[AttentionCounts, AttentionRuns, int]]:
         """Yield the counts of each group of heads of each distinct layer, and the number of such layers."""
-        for (layer, kv), num_layers in self._layers.items():
-            for counts, runs in self._groups(layer, kv, bucket):
-                yield counts, runs, num_layers
+        for layer in self._attending:
+            for sizes, met in self._attended(layer, bucket):
+                yield *count_attention(sizes, met), layer.number
 
-    @property
+    @cached_property
+    def _attending(self) -> tuple[_Attending, ...]:
+        """Each distinct layer."""
+        return tuple(
+            _Attending(kv, number, self._sizes(layer, kv), self._context_parallel_sizes(layer, kv))
+            for (layer, kv), number in self._layers.items()
+        )
+
+    @cached_property
     def _layers(self) -> Counter[tuple[AttentionSize, LayerKV]]:
         return Counter(zip(self.model.layers, self.kv_layers))
 
-    @property
+    @cached_property
     def _stores(self) -> Counter[GroupSizes]:
         """Layers with each group of heads."""
         found: Counter[GroupSizes] = Counter()
@@ -377,24 +282,16 @@ class EngineWork:
                 found[sizes] += num
         return found
 
-    def _groups(
-        self, layer: AttentionSize, kv: LayerKV, bucket: BatchShape
-    ) -> Iterator[tuple[AttentionCounts, AttentionRuns]]:
-        yield from (count_attention(sizes, of) for sizes, of in self._attended(layer, kv, bucket))
-
-    def _attended(
-        self, layer: AttentionSize, kv: LayerKV, bucket: BatchShape
-    ) -> Iterator[tuple[GroupSizes, BatchShape]]:
+    def _attended(self, layer: _Attending, bucket: Bucket) -> Iterator[tuple[GroupSizes, Bucket]]:
         """Groups of a layer, with the part of the bucket that each attends to."""
-        own, met = self._sizes(layer, kv), self._context_parallel_sizes(layer, kv)
-        if met is None:
-            yield from ((sizes, bucket) for sizes in own)
+        if layer.dealt is None:
+            yield from ((sizes, bucket) for sizes in layer.own)
             return
         phase = bucket.phase
         if phase.shared or phase.unique:
-            yield met, replace(bucket, phase=replace(phase, causal=False))
+            yield layer.dealt, replace(bucket, phase=replace(phase, causal=False))
         causal = replace(bucket, phase=Phase(causal=True), num_shared_blocks=0, num_unique_blocks=0)
-        for sizes in own:
+        for sizes in layer.own:
             if sizes.window is not None:
                 yield sizes, bucket
             elif phase.causal:
@@ -422,31 +319,49 @@ class EngineWork:
             self.chunks,
         )
 
-    def _exchanges(self, layer: AttentionSize, kv: LayerKV, bucket: BatchShape) -> HeadExchanges:
-        met = self._context_parallel_sizes(layer, kv)
+    def _exchanges(self, layer: _Attending, bucket: Bucket) -> HeadExchanges:
+        met = layer.dealt
         if met is None:
             return HeadExchanges()
         sizes = met.heads.num_heads, met.group_size, met.head_dim, ACTIVATION_BYTES
-        return head_exchanges(*sizes, bucket, self.decode_len, self.num_devices)
 
-    def _attention(self, layer: AttentionSize, kv: LayerKV, bucket: BatchShape) -> Work:
-        products = scores = kv_bytes = moved = launches = spilled = calls = 0.0
-        for sizes, met in self._attended(layer, kv, bucket):
+        def exchanged(num_shared_blocks: int) -> HeadExchanges:
+            like: Any = replace(bucket, num_shared_blocks=num_shared_blocks)
+            return head_exchanges(*sizes, like, self.decode_len, self.num_devices)
+
+        num_shared = bucket.num_shared_blocks
+        if not isinstance(num_shared, np.ndarray):
+            return exchanged(num_shared)
+        # They depend on whether there are any.
+        either: Any = [np.where(num_shared > 0, *both) for both in zip(exchanged(1), exchanged(0))]
+        return HeadExchanges(*either)
+
+    def _attention(self, layer: _Attending, bucket: Bucket) -> Work:
+        kv = layer.kv
+        products: Any = 0.0
+        scores: Any = 0.0
+        kv_bytes: Any = 0.0
+        moved: Any = 0.0
+        launches: Any = 0.0
+        spilled: Any = 0.0
+        calls: Any = 0.0
+        for sizes, met in self._attended(layer, bucket):
             counts, runs = count_attention(sizes, met)
-            spilled += self._spilled_share(sizes, met) * self.kernels.whole_block_bytes(counts)
+            spilled = spilled + self._spilled_share(sizes, met) * self.kernels.whole_block_bytes(counts)
             # What is cut depends on all parts of the step, whichever of them the group runs by itself.
-            calls += num_region_calls(sizes, replace(met, phase=bucket.phase), runs)
+            calls = calls + num_region_calls(sizes, replace(met, phase=bucket.phase), runs)
             # A score is a product of one head size, and the value that it weighs is another one.
-            products += 2.0 * kv.elements_per_head * counts.scores
-            products += 2.0 * counts.owner_pairs * (kv.elements_per_head - kv.head_dim + 1)
-            scores += counts.scores
-            kv_bytes += counts.block_elements * kv.token_bytes(sizes.heads, _KV_BYTES) / kv.elements_per_head
+            products = products + 2.0 * kv.elements_per_head * counts.scores
+            products = products + 2.0 * counts.owner_pairs * (kv.elements_per_head - kv.head_dim + 1)
+            scores = scores + counts.scores
+            stored = kv.token_bytes(sizes.heads, _KV_BYTES) / kv.elements_per_head
+            kv_bytes = kv_bytes + counts.block_elements * stored
             if not sizes.heads.format.is_plain:
                 # Chunks are written decoded, and read again.
-                moved += 2 * _KV_BYTES * counts.block_elements
-            moved += self.kernels.attention_bytes(counts)
-            launches += self.kernels.attention_launches(runs)
-        ranks, exchanges = self.num_devices, self._exchanges(layer, kv, bucket)
+                moved = moved + 2 * _KV_BYTES * counts.block_elements
+            moved = moved + self.kernels.attention_bytes(counts)
+            launches = launches + self.kernels.attention_launches(runs)
+        ranks, exchanges = self.num_devices, self._exchanges(layer, bucket)
         sent = exchanges.bytes_to_each(ranks)
         return Work(
             bf16_ops=ranks * products,
@@ -460,19 +375,33 @@ class EngineWork:
             num_region_calls=calls,
         )
 
-    def _spilled_share(self, sizes: GroupSizes, bucket: BatchShape) -> float:
+    def _spilled_share(self, sizes: GroupSizes, bucket: Bucket) -> Any:
         """Share of the intermediates of whole blocks that on-chip memory cannot store."""
-        if self.on_chip_bytes is None or not (bucket.phase.unique and bucket.num_unique_blocks):
+        if self.on_chip_bytes is None or not bucket.phase.unique:
             return 0.0
         made = sizes.unique_bytes(bucket.num_logits, bucket.num_unique_blocks)
-        return max(0.0, 1.0 - self.on_chip_bytes / made)
+        return np.maximum(0.0, 1.0 - self.on_chip_bytes / np.maximum(1, made))
 
-    def _score_bytes(self, kv: LayerKV, bucket: BatchShape) -> float:
+    def _score_bytes(self, kv: LayerKV, bucket: Bucket) -> Any:
         """Scores that devices sum, of policies that average over all heads of a layer."""
         budgets = [group.kind for group in kv.groups if isinstance(group.kind, Budget)]
-        return float(sum(summed_score_bytes(kind, 1, bucket) for kind in budgets if kind.policy.pools_heads))
+        pooled = [kind for kind in budgets if kind.policy.pools_heads]
+        if not pooled:
+            return 0.0
 
-    def _linear(self, bucket: BatchShape) -> Work:
+        def summed(*sizes: int) -> float:
+            shape = BatchShape(bucket.phase, *sizes)
+            return float(sum(summed_score_bytes(kind, 1, shape) for kind in pooled))
+
+        sizes = (
+            bucket.query_len,
+            bucket.num_shared_blocks,
+            bucket.num_unique_blocks,
+            bucket.num_logits,
+        )
+        return np.vectorize(summed)(*sizes) if isinstance(bucket, Shapes) else summed(*sizes)
+
+    def _linear(self, bucket: Bucket) -> Work:
         model, tokens, num_layers = self.model, bucket.query_len, len(self.model.layers)
         logits = bucket.num_logits * self.decode_len
         experts = model.experts
@@ -480,8 +409,8 @@ class EngineWork:
         copies = experts.num_params > 0 and copies_weights(num_chosen, experts.num_experts)
         # Experts of few tokens are gathered: read, written and read again. More tokens run through all of
         # them.
-        met = num_chosen / experts.num_experts if copies else tokens
-        read = 3.0 * met if copies else 1.0
+        met = _where(copies, num_chosen / experts.num_experts, tokens)
+        read = _where(copies, 3.0 * met, 1.0)
         in_layers = 2.0 * (tokens * model.matrix_params + met * experts.num_params)
         is_fp8 = self.formats.weights is Format.FP8
         head = 2.0 * logits * model.head_params
@@ -512,18 +441,42 @@ class EngineWork:
             else 0.0
         )
 
-    def _expert_launches(self, tokens: int, copies: bool) -> float:
+    def _expert_launches(self, tokens: Size, copies: Any) -> Any:
         """Additional operators of a layer with experts."""
         experts, hidden = self.model.experts, self.model.hidden_size
         if not experts.num_params:
             return 0.0
-        num_groups = 1
-        if not copies:
-            num_weights = len(self.model.layers) * experts.num_experts * _EXPERT_MATRICES * hidden
-            made = 2 * experts.num_params / num_weights + hidden
-            group = experts_at_a_time(round(tokens * made * ACTIVATION_BYTES), GROUP_BYTES)
-            num_groups = -(-experts.num_experts // group)
+        num_weights = len(self.model.layers) * experts.num_experts * _EXPERT_MATRICES * hidden
+        made = (2 * experts.num_params / num_weights + hidden) * ACTIVATION_BYTES
+        num_groups = _where(copies, 1, by_size(_expert_groups, tokens, experts.num_experts, made))
         return _ROUTING_LAUNCHES + _GROUP_LAUNCHES * num_groups
+
+
+class _Attending(NamedTuple):
+    """The heads of layers with equal attention.
+
+    Attributes:
+        kv: what each stores.
+        number: of layers.
+        own: groups of heads of one device.
+        dealt: heads with context-parallel blocks; None without them.
+    """
+
+    kv: LayerKV
+    number: int
+    own: list[GroupSizes]
+    dealt: GroupSizes | None
+
+
+def _expert_groups(tokens: int, num_experts: int, bytes_of_token: float) -> int:
+    return -(-num_experts // experts_at_a_time(max(1, round(tokens * bytes_of_token)), GROUP_BYTES))
+
+
+def _where(condition: Any, value: Any, other: Any) -> Any:
+    """Select one of two, or element by element of arrays."""
+    if isinstance(condition, np.ndarray):
+        return np.where(condition, value, other)
+    return value if condition else other
 
 
 def mean_launches(

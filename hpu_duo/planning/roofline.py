@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from hpu_duo.planning.model import Format, Hardware
 from hpu_duo.planning.work import Work
@@ -35,16 +36,16 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Time of a step in parts, which follow each other without overlap."""
+    """Time of a step in parts, which follow each other without overlap; arrays for the work of many steps."""
 
-    compute: float
-    memory: float
-    link: float
-    launch: float
-    host: float = 0.0
+    compute: Any
+    memory: Any
+    link: Any
+    launch: Any
+    host: Any = 0.0
 
     @property
-    def total(self) -> float:
+    def total(self) -> Any:
         """Time in all."""
         return self.compute + self.memory + self.link + self.launch + self.host
 

@@ -9,274 +9,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any
 
-from bias_builders import Window, tails_per_row
-from graphs import BatchShape, Launches
+from graphs import Launches
 from hpu_duo.config.limits import CacheConfig
 from hpu_duo.kv.plan import LayerKV
+from hpu_duo.planning.attention_counts import AttentionCounts, AttentionRuns
 from hpu_duo.planning.model import Format, ModelSize
-from kernels_ref import HeadGroup, Implementation, LayerSpec, Owner, Rings
-from kernels_ref.chunks import DEFAULT_BOUNDS, DEFAULT_SLICES, ChunkBounds, unique_block_bytes
-
-_DTYPE_BYTES = 2
-"""Of activations; keys and values are chunked by it."""
-
-
-@dataclass(frozen=True)
-class GroupSizes:
-    """Sizes of the attention of a group, and of the steps around it.
-
-    Attributes:
-        heads: the group.
-        group_size: query heads of each key/value head.
-        head_dim: elements of a key and of a value.
-        block_size: slots of a block.
-        max_chunk_rows: rings that are gathered for prompts with context.
-        decode_len: most tokens of a decode row.
-        is_fused: whether dense attention is one operator, without scores in memory.
-        chunks: bounds of chunks of context.
-    """
-
-    heads: HeadGroup
-    group_size: int
-    head_dim: int
-    block_size: int
-    max_chunk_rows: int
-    decode_len: int
-    is_fused: bool
-    chunks: ChunkBounds = DEFAULT_BOUNDS
-
-    @classmethod
-    def of_layer(
-        cls, spec: LayerSpec, block_size: int, max_chunk_rows: int, decode_len: int
-    ) -> list[GroupSizes]:
-        """Return the sizes of the groups of a layer; see the attributes."""
-        is_fused = spec.impl is Implementation.HPU
-        rest = block_size, max_chunk_rows, decode_len, is_fused, spec.chunks
-        return [cls(group, spec.group_size, spec.head_dim, *rest) for group in spec.groups]
-
-    @property
-    def window(self) -> Window | None:
-        """Window of a token, None where it sees all tokens."""
-        kind = self.heads.kind
-        if kind.owner is Owner.BLOCK:
-            return None
-        return kind.window if isinstance(kind, Rings) else Window(0, kind.reach or 1)
-
-    @property
-    def num_query_heads(self) -> int:
-        """Query heads of the group (H)."""
-        return self.heads.num_heads * self.group_size
-
-    @property
-    def key_bytes(self) -> int:
-        """Bytes of the keys of one block."""
-        return self.heads.num_heads * self.block_size * self.head_dim * _DTYPE_BYTES
-
-    def unique_chunk(self, num_rows: int) -> int:
-        """Whole blocks that the unique part reads at a time."""
-        heads = self.num_query_heads * self.decode_len
-        return self.chunks.unique(num_rows, heads, self.block_size, self.head_dim, self.key_bytes)
-
-    def looped_rounds(self, num_rows: int, num_blocks: int) -> int:
-        """Chunks of them where a loop outside the graph of a layer reads them; several are gathered."""
-        chunk = self.unique_chunk(num_rows)
-        if num_blocks <= chunk:
-            return 1
-        return -(-num_blocks // self.chunks.gathered(chunk, self.key_bytes))
-
-    def unique_bytes(self, num_rows: int, num_blocks: int) -> int:
-        """Bytes of the intermediates of one chunk of the unique part."""
-        heads = self.num_query_heads * self.decode_len
-        each = unique_block_bytes(num_rows, heads, self.block_size, self.head_dim)
-        return min(num_blocks, self.unique_chunk(num_rows)) * each
-
-    @property
-    def query_slice(self) -> int:
-        """Queries that are processed at a time."""
-        return DEFAULT_SLICES.masked_queries if self.is_fused else DEFAULT_SLICES.queries
-
-
-class AttentionCounts(NamedTuple):
-    """Counts of one group in one layer and step; they add up.
-
-    Attributes:
-        pairs: query-key pairs of tokens with keys that lie in a list, for one head.
-        scores: pairs of all query heads, in all parts.
-        list_elements: elements of the lists of keys and values.
-        partial_elements: elements of the partial results of tokens.
-        own_scores: scores of decode rows with whole blocks.
-        own_elements: elements of the partial results of whole blocks.
-        owner_pairs: pairs of a row and a head of a block, by which results are summed by owner.
-        merged_elements: elements of the rows' partial results, once for each chunk of whole blocks.
-        tail_scores: scores of decode rows with tails and rings.
-        tail_elements: elements of the keys and values of tails and rings.
-        block_elements: elements of the keys and values of whole blocks, which are read where they lie.
-        token_elements: elements of the queries.
-    """
-
-    pairs: float = 0.0
-    scores: float = 0.0
-    list_elements: float = 0.0
-    partial_elements: float = 0.0
-    own_scores: float = 0.0
-    own_elements: float = 0.0
-    owner_pairs: float = 0.0
-    merged_elements: float = 0.0
-    tail_scores: float = 0.0
-    tail_elements: float = 0.0
-    block_elements: float = 0.0
-    token_elements: float = 0.0
-
-
-class AttentionRuns(NamedTuple):
-    """Runs of each part of a group in one layer and step.
-
-    Attributes:
-        blocks, rings: 1 for a group of the kind.
-        split: 1 for rings in steps of several tokens, whose new keys and values are copied apart from those
-            of other groups.
-        causal, causal_slices, causal_cuts: the causal part of blocks, its slices, and 1 if they are several.
-        band, band_slices, band_sinks, band_cuts: the same of rings, and slices with sinks before them.
-        shared, shared_chunks: the shared part of blocks, and its chunks.
-        rings_read, rings_read_slices: the shared part of rings, and its slices.
-        unique, unique_chunks: the unique part of blocks, and its chunks.
-        unique_alone: the unique part in steps that have no other, in place of ``unique``.
-        rings_own: the unique part of rings.
-        rings_alone: the unique part where nothing is merged with it, in place of ``rings_own``.
-    """
-
-    blocks: float = 0.0
-    rings: float = 0.0
-    split: float = 0.0
-    causal: float = 0.0
-    causal_slices: float = 0.0
-    causal_cuts: float = 0.0
-    band: float = 0.0
-    band_slices: float = 0.0
-    band_sinks: float = 0.0
-    band_cuts: float = 0.0
-    shared: float = 0.0
-    shared_chunks: float = 0.0
-    rings_read: float = 0.0
-    rings_read_slices: float = 0.0
-    unique: float = 0.0
-    unique_chunks: float = 0.0
-    unique_alone: float = 0.0
-    rings_own: float = 0.0
-    rings_alone: float = 0.0
-
-
-def count_attention(sizes: GroupSizes, bucket: BatchShape) -> tuple[AttentionCounts, AttentionRuns]:
-    """Count what a group does in a step, padding included."""
-    if sizes.window is None:
-        return _count_blocks(sizes, bucket)
-    return _count_rings(sizes, bucket, sizes.window)
-
-
-def _count_blocks(sizes: GroupSizes, bucket: BatchShape) -> tuple[AttentionCounts, AttentionRuns]:
-    phase, query_len = bucket.phase, bucket.query_len
-    heads, dim, slots = sizes.num_query_heads, sizes.head_dim, sizes.block_size
-    counts, runs = _of_tokens(sizes, query_len), AttentionRuns(blocks=1)
-    pairs = keys = num_partials = 0
-    if phase.causal:
-        pairs, keys, slices, _ = _causal(query_len, sizes.query_slice, None)
-        num_partials = 1
-        runs = runs._replace(causal=1, causal_slices=slices, causal_cuts=int(slices > 1))
-    if phase.shared and bucket.num_shared_blocks:
-        if sizes.is_fused:
-            chunk = sizes.chunks.masked(query_len, slots, sizes.key_bytes, _DTYPE_BYTES)
-        else:
-            chunk = sizes.chunks.shared(query_len * heads, slots, sizes.key_bytes)
-        chunks = -(-bucket.num_shared_blocks // chunk)
-        pairs += query_len * bucket.num_shared_blocks * slots
-        keys += bucket.num_shared_blocks * slots
-        num_partials += chunks
-        runs = runs._replace(shared=1, shared_chunks=chunks)
-    counts = _with_lists(counts, sizes, pairs, keys, num_partials * query_len)
-    if not phase.unique:
-        return counts, runs
-    rows, blocks = bucket.num_logits, bucket.num_unique_blocks
-    row_heads = heads * sizes.decode_len
-    chunks = -(-blocks // sizes.unique_chunk(rows))
-    is_alone = not (phase.causal or phase.shared)
-    own = blocks * slots * row_heads
-    tails = rows * tails_per_row(sizes.decode_len) * slots
-    kv_elements = 2 * sizes.heads.num_heads * dim
-    return counts._replace(
-        scores=counts.scores + own + tails * row_heads,
-        own_scores=own,
-        own_elements=blocks * row_heads * dim,
-        owner_pairs=rows * blocks * row_heads,
-        merged_elements=chunks * rows * row_heads * dim,
-        tail_scores=tails * row_heads,
-        tail_elements=tails * kv_elements,
-        block_elements=blocks * slots * kv_elements,
-    ), runs._replace(unique=int(not is_alone), unique_alone=int(is_alone), unique_chunks=chunks)
-
-
-def _count_rings(
-    sizes: GroupSizes, bucket: BatchShape, window: Window
-) -> tuple[AttentionCounts, AttentionRuns]:
-    phase, query_len = bucket.phase, bucket.query_len
-    num_slots = sizes.heads.kind.num_slots(sizes.block_size)
-    counts, runs = _of_tokens(sizes, query_len), AttentionRuns(rings=1, split=int(query_len > 1))
-    pairs = keys = num_partials = 0
-    if phase.causal:
-        pairs, keys, slices, sinks = _causal(query_len, sizes.query_slice, window)
-        num_partials = 1
-        runs = runs._replace(band=1, band_slices=slices, band_sinks=sinks, band_cuts=int(slices > 1))
-        if phase.shared:
-            slices = -(-query_len // sizes.query_slice)
-            gathered = sizes.max_chunk_rows * num_slots
-            pairs += query_len * gathered
-            keys += slices * gathered
-            num_partials += 1
-            runs = runs._replace(rings_read=1, rings_read_slices=slices)
-    counts = _with_lists(counts, sizes, pairs, keys, num_partials * query_len)
-    if not phase.unique:
-        return counts, runs
-    slots = bucket.num_logits * num_slots
-    scores = slots * sizes.num_query_heads * sizes.decode_len
-    return counts._replace(
-        scores=counts.scores + scores,
-        tail_scores=scores,
-        tail_elements=slots * 2 * sizes.heads.num_heads * sizes.head_dim,
-    ), runs._replace(rings_own=int(phase.causal), rings_alone=int(not phase.causal))
-
-
-def _of_tokens(sizes: GroupSizes, query_len: int) -> AttentionCounts:
-    return AttentionCounts(token_elements=query_len * sizes.num_query_heads * sizes.head_dim)
-
-
-def _with_lists(
-    counts: AttentionCounts, sizes: GroupSizes, pairs: int, keys: int, num_partials: int
-) -> AttentionCounts:
-    heads, dim = sizes.num_query_heads, sizes.head_dim
-    return counts._replace(
-        pairs=pairs,
-        scores=pairs * heads,
-        list_elements=keys * 2 * sizes.heads.num_heads * dim,
-        partial_elements=num_partials * heads * dim,
-    )
-
-
-def _causal(query_len: int, query_slice: int, window: Window | None) -> tuple[int, int, int, int]:
-    """Pairs, keys of all slices, slices, and slices with sinks before them; see ``reference.causal``."""
-    pairs = keys = sinks = 0
-    begins = range(0, query_len, query_slice)
-    for begin in begins:
-        end = min(begin + query_slice, query_len)
-        first = 0 if window is None else max(0, begin - window.recent + 1)
-        met = end - first
-        if window is not None and window.sink > 0 and first > 0:
-            met += window.sink
-            sinks += 1
-        pairs += (end - begin) * met
-        keys += met
-    return pairs, keys, len(begins), sinks
-
+from kernels_ref import Implementation
+from kernels_ref.chunks import DEFAULT_SLICES, ChunkBounds
 
 PUBLISHED_LAYER_LAUNCHES = 111
 """Assumed operators of a layer in published runs, as many as a decode of the portable kernels once had."""
@@ -333,15 +74,15 @@ class KernelWork:
             unique_blocks=unique_blocks,
         )
 
-    def attention_launches(self, runs: AttentionRuns) -> float:
+    def attention_launches(self, runs: AttentionRuns) -> Any:
         """Operators of the attention of a group."""
-        return sum(each * times for each, times in zip(self.launches, runs))
+        return sum(each * times for each, times in zip(self.launches, runs) if each)
 
-    def attention_bytes(self, counts: AttentionCounts) -> float:
+    def attention_bytes(self, counts: AttentionCounts) -> Any:
         """Bytes that the attention of a group moves, keys and values of whole blocks not among them."""
-        return sum(each * times for each, times in zip(self.bytes_of, counts))
+        return sum(each * times for each, times in zip(self.bytes_of, counts) if each)
 
-    def whole_block_bytes(self, counts: AttentionCounts) -> float:
+    def whole_block_bytes(self, counts: AttentionCounts) -> Any:
         """Bytes of these that whole blocks of the unique part move."""
         own = AttentionCounts(
             scores=counts.own_scores,
@@ -455,6 +196,8 @@ ACTIVATION_BYTES = 2
 class Work:
     """Work of a step, all devices together; additive, and scaled by a number of steps.
 
+    Fields are numbers, or arrays of those of many steps.
+
     Attributes:
         bf16_ops, fp8_ops: matrix operations by format.
         vector_ops: operations of the vector engine on attention scores.
@@ -471,25 +214,25 @@ class Work:
             pieces of layers whose loops are cut out, and rounds of these loops. No published figure has any.
     """
 
-    bf16_ops: float = 0.0
-    fp8_ops: float = 0.0
-    vector_ops: float = 0.0
-    weight_bytes: float = 0.0
-    kv_bytes: float = 0.0
-    moved_bytes: float = 0.0
-    reduced_bytes: float = 0.0
-    num_launches: float = 0.0
-    sent_bytes: float = 0.0
-    spilled_bytes: float = 0.0
-    num_region_calls: float = 0.0
+    bf16_ops: Any = 0.0
+    fp8_ops: Any = 0.0
+    vector_ops: Any = 0.0
+    weight_bytes: Any = 0.0
+    kv_bytes: Any = 0.0
+    moved_bytes: Any = 0.0
+    reduced_bytes: Any = 0.0
+    num_launches: Any = 0.0
+    sent_bytes: Any = 0.0
+    spilled_bytes: Any = 0.0
+    num_region_calls: Any = 0.0
 
     @property
-    def matrix_ops(self) -> float:
+    def matrix_ops(self) -> Any:
         """Matrix operations of both formats."""
         return self.bf16_ops + self.fp8_ops
 
     @property
-    def num_bytes(self) -> float:
+    def num_bytes(self) -> Any:
         """Bytes of device memory in all."""
         return self.weight_bytes + self.kv_bytes + self.moved_bytes
 

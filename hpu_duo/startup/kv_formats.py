@@ -26,7 +26,7 @@ def with_formats(
     Raises:
         ValueError: a layer to skip does not exist, or heads cannot store their keys in a format.
     """
-    skipped = set(cache.kv_cache_dtype_skip_layers)
+    skipped = set(map(str, cache.kv_cache_dtype_skip_layers))
     if unknown := skipped - {SLIDING_WINDOW, *map(str, range(len(layers)))}:
         raise ValueError(
             f"expected kv_cache_dtype_skip_layers of 0 to {len(layers) - 1}, the layers of this model, "

@@ -24,9 +24,10 @@ from hpu_duo.modeling.loading import read_config
 from hpu_duo.modeling.precision import Precision, name_of
 from hpu_duo.modeling.transformers_internals import NAME_OR_PATH
 from hpu_duo.parallel.config import NARROWED
+from hpu_duo.planning.attention_counts import GroupSizes
 from hpu_duo.planning.engine_work import SECONDS_PER_GRAPH, TRACE_S_PER_OPERATOR, graph_scale, mean_launches
 from hpu_duo.planning.engine_work import UNKNOWN as UNKNOWN_SECONDS
-from hpu_duo.planning.work import FUSED, PORTABLE, PUBLISHED_LAYER_LAUNCHES, GroupSizes
+from hpu_duo.planning.work import FUSED, PORTABLE, PUBLISHED_LAYER_LAUNCHES
 from hpu_duo.startup.tables import KEPT, GraphMemory, Kept, StepSizes
 from hpu_duo.startup.tables import UNKNOWN as UNKNOWN_KEPT
 from hpu_duo.version import __version__

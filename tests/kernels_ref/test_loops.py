@@ -16,8 +16,8 @@ from bias_builders import Window
 from graphs import BatchShape, Phase
 from graphs.backends.compile import cutting
 from hpu_duo.lab.sim import fused
-from hpu_duo.planning.engine_work import cut_loops, num_region_calls
-from hpu_duo.planning.work import GroupSizes, count_attention
+from hpu_duo.planning.attention_counts import GroupSizes, count_attention
+from hpu_duo.planning.region_calls import cut_loops, num_region_calls
 from kernels_ref import loops, unified_attention
 from kernels_ref.chunks import MOST_INLINE, ChunkBounds, Slices
 from kernels_ref.loops import How

@@ -20,8 +20,8 @@ from hpu_duo.lab.audit.report import AuditReport, LayerRecipe, StepAudit
 from hpu_duo.lab.audit.structure import HPU, Structure
 from hpu_duo.lab.audit.tracer import Part, StepTracer, Tally, without_memory
 from hpu_duo.modeling.step_model import run_layer
-from hpu_duo.planning.engine_work import num_region_calls, scratch_copies
-from hpu_duo.planning.work import GroupSizes, count_attention
+from hpu_duo.planning.attention_counts import GroupSizes, count_attention
+from hpu_duo.planning.region_calls import num_region_calls, scratch_copies
 from hpu_duo.sampling import SamplingRoute, sample_tokens, static_routes
 from hpu_duo.sampling.rows import num_words
 

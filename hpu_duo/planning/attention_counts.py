@@ -1,0 +1,339 @@
+"""Counts of the attention of a step by groups of heads, from the sizes of its bucket alone.
+
+Sizes of a bucket may be arrays: all counts are then arrays too, of which each element is that of one bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from bias_builders import Window, tails_per_row
+from graphs import BatchShape, Phase
+from kernels_ref import HeadGroup, Implementation, LayerSpec, Owner, Rings
+from kernels_ref.chunks import DEFAULT_BOUNDS, DEFAULT_SLICES, ChunkBounds, unique_block_bytes
+
+Size: TypeAlias = Any
+"""An int, or an int64 array of sizes that broadcasts with the other sizes of a step."""
+
+_DTYPE_BYTES = 2
+"""Of activations; keys and values are chunked by it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Shapes:
+    """Many buckets of one phase, with the attributes of a ``BatchShape``."""
+
+    phase: Phase
+    query_len: Size
+    num_shared_blocks: Size
+    num_unique_blocks: Size
+    num_logits: Size
+
+
+Bucket: TypeAlias = BatchShape | Shapes
+
+
+def by_size(count: Callable[..., Any], size: Size, *args: Any) -> Any:
+    """Return ``count(size, *args)``, or for an array that of each of its sizes, which are small.
+
+    Args:
+        count: returns a number, or a tuple of them, which become the first axis.
+        args: hashable.
+    """
+    if not isinstance(size, np.ndarray):
+        return count(size, *args)
+    most = int(size.max(initial=1))
+    # Tables of powers of two, so that few are made.
+    return _counted(count, 1 << most.bit_length(), args)[..., size]
+
+
+@lru_cache(maxsize=256)
+def _counted(count: Callable[..., Any], most: int, args: tuple[Any, ...]) -> np.ndarray:
+    """The count of each size from 0 to ``most``."""
+    return np.array([count(size, *args) for size in range(most + 1)]).T.copy()
+
+
+@dataclass(frozen=True)
+class GroupSizes:
+    """Sizes of the attention of a group, and of the steps around it.
+
+    Attributes:
+        heads: the group.
+        group_size: query heads of each key/value head.
+        head_dim: elements of a key and of a value.
+        block_size: slots of a block.
+        max_chunk_rows: rings that are gathered for prompts with context.
+        decode_len: most tokens of a decode row.
+        is_fused: whether dense attention is one operator, without scores in memory.
+        chunks: bounds of chunks of context.
+    """
+
+    heads: HeadGroup
+    group_size: int
+    head_dim: int
+    block_size: int
+    max_chunk_rows: int
+    decode_len: int
+    is_fused: bool
+    chunks: ChunkBounds = DEFAULT_BOUNDS
+
+    @classmethod
+    def of_layer(
+        cls, spec: LayerSpec, block_size: int, max_chunk_rows: int, decode_len: int
+    ) -> list[GroupSizes]:
+        """Return the sizes of the groups of a layer; see the attributes."""
+        is_fused = spec.impl is Implementation.HPU
+        rest = block_size, max_chunk_rows, decode_len, is_fused, spec.chunks
+        return [cls(group, spec.group_size, spec.head_dim, *rest) for group in spec.groups]
+
+    @property
+    def window(self) -> Window | None:
+        """Window of a token, None where it sees all tokens."""
+        kind = self.heads.kind
+        if kind.owner is Owner.BLOCK:
+            return None
+        return kind.window if isinstance(kind, Rings) else Window(0, kind.reach or 1)
+
+    @property
+    def num_query_heads(self) -> int:
+        """Query heads of the group (H)."""
+        return self.heads.num_heads * self.group_size
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of the keys of one block."""
+        return self.heads.num_heads * self.block_size * self.head_dim * _DTYPE_BYTES
+
+    def unique_chunk(self, num_rows: Size) -> Any:
+        """Whole blocks that the unique part reads at a time."""
+        heads = self.num_query_heads * self.decode_len
+        rest = heads, self.block_size, self.head_dim, self.key_bytes
+        return by_size(_unique_chunk, num_rows, self.chunks, *rest)
+
+    def shared_chunk(self, query_len: Size) -> Any:
+        """Blocks that the shared part gathers at a time."""
+        heads = None if self.is_fused else self.num_query_heads
+        return by_size(_shared_chunk, query_len, self.chunks, heads, self.block_size, self.key_bytes)
+
+    def looped_rounds(self, num_rows: Size, num_blocks: Size) -> Any:
+        """Chunks of them where a loop outside the graph of a layer reads them; several are gathered."""
+        chunk = self.unique_chunk(num_rows)
+        gathered = by_size(_gathered, chunk, self.chunks, self.key_bytes)
+        return np.where(num_blocks <= chunk, 1, -(-num_blocks // gathered))
+
+    def unique_bytes(self, num_rows: Size, num_blocks: Size) -> Any:
+        """Bytes of the intermediates of one chunk of the unique part."""
+        heads = self.num_query_heads * self.decode_len
+        each = unique_block_bytes(num_rows, heads, self.block_size, self.head_dim)
+        return np.minimum(num_blocks, self.unique_chunk(num_rows)) * each
+
+    @property
+    def query_slice(self) -> int:
+        """Queries that are processed at a time."""
+        return DEFAULT_SLICES.masked_queries if self.is_fused else DEFAULT_SLICES.queries
+
+
+def _unique_chunk(num_rows: int, chunks: ChunkBounds, *sizes: int) -> int:
+    return chunks.unique(num_rows, *sizes)
+
+
+def _gathered(chunk: int, chunks: ChunkBounds, key_bytes: int) -> int:
+    return chunks.gathered(max(1, chunk), key_bytes)
+
+
+def _shared_chunk(
+    query_len: int, chunks: ChunkBounds, num_heads: int | None, block_size: int, key_bytes: int
+) -> int:
+    """Blocks of one chunk of the shared part.
+
+    Args:
+        num_heads: query heads; None = attention is fused.
+    """
+    num_queries = max(1, query_len)
+    if num_heads is None:
+        return chunks.masked(num_queries, block_size, key_bytes, _DTYPE_BYTES)
+    return chunks.shared(num_queries * num_heads, block_size, key_bytes)
+
+
+class AttentionCounts(NamedTuple):
+    """Counts of one group in one layer and step; they add up. Each is an array where sizes are.
+
+    Attributes:
+        pairs: query-key pairs of tokens with keys that lie in a list, for one head.
+        scores: pairs of all query heads, in all parts.
+        list_elements: elements of the lists of keys and values.
+        partial_elements: elements of the partial results of tokens.
+        own_scores: scores of decode rows with whole blocks.
+        own_elements: elements of the partial results of whole blocks.
+        owner_pairs: pairs of a row and a head of a block, by which results are summed by owner.
+        merged_elements: elements of the rows' partial results, once for each chunk of whole blocks.
+        tail_scores: scores of decode rows with tails and rings.
+        tail_elements: elements of the keys and values of tails and rings.
+        block_elements: elements of the keys and values of whole blocks, which are read where they lie.
+        token_elements: elements of the queries.
+    """
+
+    pairs: Any = 0.0
+    scores: Any = 0.0
+    list_elements: Any = 0.0
+    partial_elements: Any = 0.0
+    own_scores: Any = 0.0
+    own_elements: Any = 0.0
+    owner_pairs: Any = 0.0
+    merged_elements: Any = 0.0
+    tail_scores: Any = 0.0
+    tail_elements: Any = 0.0
+    block_elements: Any = 0.0
+    token_elements: Any = 0.0
+
+
+class AttentionRuns(NamedTuple):
+    """Runs of each part of a group in one layer and step. Each is an array where sizes are.
+
+    Attributes:
+        blocks, rings: 1 for a group of the kind.
+        split: 1 for rings in steps of several tokens, whose new keys and values are copied apart from those
+            of other groups.
+        causal, causal_slices, causal_cuts: the causal part of blocks, its slices, and 1 if they are several.
+        band, band_slices, band_sinks, band_cuts: the same of rings, and slices with sinks before them.
+        shared, shared_chunks: the shared part of blocks, and its chunks.
+        rings_read, rings_read_slices: the shared part of rings, and its slices.
+        unique, unique_chunks: the unique part of blocks, and its chunks.
+        unique_alone: the unique part in steps that have no other, in place of ``unique``.
+        rings_own: the unique part of rings.
+        rings_alone: the unique part where nothing is merged with it, in place of ``rings_own``.
+    """
+
+    blocks: Any = 0.0
+    rings: Any = 0.0
+    split: Any = 0.0
+    causal: Any = 0.0
+    causal_slices: Any = 0.0
+    causal_cuts: Any = 0.0
+    band: Any = 0.0
+    band_slices: Any = 0.0
+    band_sinks: Any = 0.0
+    band_cuts: Any = 0.0
+    shared: Any = 0.0
+    shared_chunks: Any = 0.0
+    rings_read: Any = 0.0
+    rings_read_slices: Any = 0.0
+    unique: Any = 0.0
+    unique_chunks: Any = 0.0
+    unique_alone: Any = 0.0
+    rings_own: Any = 0.0
+    rings_alone: Any = 0.0
+
+
+def count_attention(sizes: GroupSizes, bucket: Bucket) -> tuple[AttentionCounts, AttentionRuns]:
+    """Count what a group does in a step, padding included."""
+    if sizes.window is None:
+        return _count_blocks(sizes, bucket)
+    return _count_rings(sizes, bucket, sizes.window)
+
+
+def _count_blocks(sizes: GroupSizes, bucket: Bucket) -> tuple[AttentionCounts, AttentionRuns]:
+    phase, query_len = bucket.phase, bucket.query_len
+    heads, dim, slots = sizes.num_query_heads, sizes.head_dim, sizes.block_size
+    counts, runs = _of_tokens(sizes, query_len), AttentionRuns(blocks=1)
+    pairs: Any = 0
+    keys: Any = 0
+    num_partials: Any = 0
+    if phase.causal:
+        pairs, keys, slices, _ = by_size(_causal, query_len, sizes.query_slice, None)
+        num_partials = 1
+        runs = runs._replace(causal=1, causal_slices=slices, causal_cuts=1 * (slices > 1))
+    if phase.shared:
+        num_shared = bucket.num_shared_blocks
+        chunks = -(-num_shared // sizes.shared_chunk(query_len))
+        pairs = pairs + query_len * num_shared * slots
+        keys = keys + num_shared * slots
+        num_partials = num_partials + chunks
+        runs = runs._replace(shared=1 * (num_shared > 0), shared_chunks=chunks)
+    counts = _with_lists(counts, sizes, pairs, keys, num_partials * query_len)
+    if not phase.unique:
+        return counts, runs
+    rows, blocks = bucket.num_logits, bucket.num_unique_blocks
+    row_heads = heads * sizes.decode_len
+    chunks = -(-blocks // sizes.unique_chunk(rows))
+    is_alone = not (phase.causal or phase.shared)
+    own = blocks * slots * row_heads
+    tails = rows * tails_per_row(sizes.decode_len) * slots
+    kv_elements = 2 * sizes.heads.num_heads * dim
+    return counts._replace(
+        scores=counts.scores + own + tails * row_heads,
+        own_scores=own,
+        own_elements=blocks * row_heads * dim,
+        owner_pairs=rows * blocks * row_heads,
+        merged_elements=chunks * rows * row_heads * dim,
+        tail_scores=tails * row_heads,
+        tail_elements=tails * kv_elements,
+        block_elements=blocks * slots * kv_elements,
+    ), runs._replace(unique=int(not is_alone), unique_alone=int(is_alone), unique_chunks=chunks)
+
+
+def _count_rings(sizes: GroupSizes, bucket: Bucket, window: Window) -> tuple[AttentionCounts, AttentionRuns]:
+    phase, query_len = bucket.phase, bucket.query_len
+    num_slots = sizes.heads.kind.num_slots(sizes.block_size)
+    counts, runs = _of_tokens(sizes, query_len), AttentionRuns(rings=1, split=1 * (query_len > 1))
+    pairs: Any = 0
+    keys: Any = 0
+    num_partials = 0
+    if phase.causal:
+        pairs, keys, slices, sinks = by_size(_causal, query_len, sizes.query_slice, window)
+        num_partials = 1
+        runs = runs._replace(band=1, band_slices=slices, band_sinks=sinks, band_cuts=1 * (slices > 1))
+        if phase.shared:
+            slices = -(-query_len // sizes.query_slice)
+            gathered = sizes.max_chunk_rows * num_slots
+            pairs = pairs + query_len * gathered
+            keys = keys + slices * gathered
+            num_partials += 1
+            runs = runs._replace(rings_read=1, rings_read_slices=slices)
+    counts = _with_lists(counts, sizes, pairs, keys, num_partials * query_len)
+    if not phase.unique:
+        return counts, runs
+    slots = bucket.num_logits * num_slots
+    scores = slots * sizes.num_query_heads * sizes.decode_len
+    return counts._replace(
+        scores=counts.scores + scores,
+        tail_scores=scores,
+        tail_elements=slots * 2 * sizes.heads.num_heads * sizes.head_dim,
+    ), runs._replace(rings_own=int(phase.causal), rings_alone=int(not phase.causal))
+
+
+def _of_tokens(sizes: GroupSizes, query_len: Size) -> AttentionCounts:
+    return AttentionCounts(token_elements=query_len * sizes.num_query_heads * sizes.head_dim)
+
+
+def _with_lists(
+    counts: AttentionCounts, sizes: GroupSizes, pairs: Size, keys: Size, num_partials: Size
+) -> AttentionCounts:
+    heads, dim = sizes.num_query_heads, sizes.head_dim
+    return counts._replace(
+        pairs=pairs,
+        scores=pairs * heads,
+        list_elements=keys * 2 * sizes.heads.num_heads * dim,
+        partial_elements=num_partials * heads * dim,
+    )
+
+
+def _causal(query_len: int, query_slice: int, window: Window | None) -> tuple[int, int, int, int]:
+    """Pairs, keys of all slices, slices, and slices with sinks before them; see ``reference.causal``."""
+    pairs = keys = sinks = 0
+    begins = range(0, query_len, query_slice)
+    for begin in begins:
+        end = min(begin + query_slice, query_len)
+        first = 0 if window is None else max(0, begin - window.recent + 1)
+        met = end - first
+        if window is not None and window.sink > 0 and first > 0:
+            met += window.sink
+            sinks += 1
+        pairs += (end - begin) * met
+        keys += met
+    return pairs, keys, len(begins), sinks
