@@ -136,10 +136,9 @@ class Padding:
 
 
 def held_back(text: str, cost: StepCost) -> Steps:
-    """Steps of a generator of the load tests, served as fast as a card of half a petaflop would."""
+    """Steps of a generator of the load tests, which take as long as predicted."""
     sessions = make_workload(text, MEASURED_SEED).sessions(3000)
-    second = 0.5e15 / (4 * cost.hidden_size * cost.num_layers)
-    engine = SimulatedEngine(Scheduler(LIMITS), lambda bucket: cost(bucket) / second)
+    engine = SimulatedEngine(Scheduler(LIMITS), cost)
     arrivals = SessionArrivals(sessions, LIMITS.max_model_len, MEASURED_SEED)
     counts: Counter[BatchShape] = Counter()
     for number, step in enumerate(Simulation(engine, arrivals).steps()):

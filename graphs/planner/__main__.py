@@ -1,4 +1,4 @@
-"""A process that plans another table: reads a ``ReplanTask`` and writes a ``Replan``, as JSON.
+"""A process that plans another table: reads a pickled ``ReplanTask`` and writes a ``Replan`` as JSON.
 
     python -m graphs.planner < ARGUMENTS > RESULT
 
@@ -8,6 +8,7 @@ It is started by an engine, whose threads would wait for a search in the same pr
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 
 from graphs.planner.replan import ReplanTask, replan
@@ -18,7 +19,8 @@ _NICENESS = 10
 def main() -> None:
     """Plan, at a lower priority than the engine's."""
     os.nice(_NICENESS)
-    task = ReplanTask.from_json(sys.stdin.read())
+    task = pickle.load(sys.stdin.buffer)
+    assert isinstance(task, ReplanTask)
     print(replan(task.table, task.limits, task.traffic).to_json())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from graphs.limits import StepLimits
 from graphs.planner.cells import Bools, Floats, holds, price, to_levels, to_shapes
 from graphs.planner.evaluation import Traffic
 from graphs.planner.plan import plan_table
-from graphs.shape import BatchShape, Launches, StepCost
+from graphs.shape import BatchShape
 from graphs.table import BucketTable
 
 
@@ -57,10 +57,10 @@ class Replan:
 
 @dataclass(frozen=True)
 class ReplanTask:
-    """The arguments of ``replan``, for another process.
+    """The arguments of ``replan``, which are pickled for another process.
 
     Attributes:
-        table: the current table, by ``StepCost``.
+        table: the current table.
         limits: of the steps.
         traffic: recorded shapes and how often each occurs.
     """
@@ -68,31 +68,6 @@ class ReplanTask:
     table: BucketTable
     limits: StepLimits
     traffic: Traffic
-
-    def to_json(self) -> str:
-        """Return it as JSON.
-
-        Raises:
-            TypeError: the table ranks its buckets by another function than a ``StepCost``.
-        """
-        if not isinstance(self.table.cost, StepCost):
-            raise TypeError(f"expected a table with a StepCost, got {type(self.table.cost).__name__}")
-        fields = {
-            "buckets": list(map(str, self.table.buckets)),
-            "cost": asdict(self.table.cost),
-            "limits": asdict(self.limits),
-            "traffic": {str(shape): count for shape, count in self.traffic.items()},
-        }
-        return json.dumps(fields)
-
-    @classmethod
-    def from_json(cls, text: str) -> ReplanTask:
-        """Read what ``to_json`` returned."""
-        fields = json.loads(text)
-        cost = StepCost(**{**fields["cost"], "launches": Launches(**fields["cost"]["launches"])})
-        table = BucketTable.from_strings(fields["buckets"], cost)
-        traffic = {BatchShape.parse(shape): count for shape, count in fields["traffic"].items()}
-        return cls(table, StepLimits(**fields["limits"]), traffic)
 
 
 def replan(table: BucketTable, limits: StepLimits, traffic: Traffic) -> Replan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -189,7 +190,7 @@ class _Planning:
     def __init__(self, table: BucketTable, limits: StepLimits, traffic: dict[BatchShape, int]) -> None:
         self._result: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         with tempfile.TemporaryFile() as arguments:
-            arguments.write(ReplanTask(table, limits, traffic).to_json().encode())
+            pickle.dump(ReplanTask(table, limits, traffic), arguments)
             arguments.seek(0)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "graphs.planner"],

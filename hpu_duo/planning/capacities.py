@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from graphs import CARD_STEP_TOKENS, BatchShape, Phase, StepCost, StepLimits
+from graphs import CARD_STEP_TOKENS, BatchShape, Phase, StepLimits
 from graphs.planner import GraphBudget
 from hpu_duo.config.engine import ParallelConfig
 from hpu_duo.config.limits import (
@@ -19,15 +19,7 @@ from hpu_duo.config.limits import (
 )
 from hpu_duo.heads import HeadPattern
 from hpu_duo.kv.allocations import block_moves
-from hpu_duo.kv.plan import (
-    LayerKV,
-    MemoryPlan,
-    chunk_grid,
-    in_format,
-    last_chunk,
-    ring_slack,
-    widest_row,
-)
+from hpu_duo.kv.plan import LayerKV, MemoryPlan, chunk_grid, in_format, last_chunk, ring_slack
 from hpu_duo.kv.prefix import default_snapshots_within
 from hpu_duo.planning.engine_work import EngineWork, WarmUp
 from hpu_duo.planning.kept import KeptByHeads
@@ -40,7 +32,8 @@ from hpu_duo.planning.retrieval_choice import (
     choose_retrieval,
     obstacle_to_context,
 )
-from hpu_duo.planning.roofline import ERROR_FACTORS, FITTED, Prediction
+from hpu_duo.planning.roofline import ERROR_FACTORS, Prediction
+from hpu_duo.planning.step_seconds import StepSeconds
 from hpu_duo.planning.work import Formats, Step, kernels_of
 from kernels_ref import Implementation, KVFormat
 from kernels_ref.chunks import ChunkBounds
@@ -579,20 +572,9 @@ def step_limits(deployment: Deployment) -> StepLimits:
     )
 
 
-def step_cost(deployment: Deployment) -> StepCost:
-    """Return the relative cost of steps of the deployment, with the figures of its hardware."""
-    model, hardware = deployment.model, deployment.serving.hardware
-    return StepCost(
-        block_size=deployment.serving.engine_block_size,
-        ring_width=widest_row(group for layer in deployment.kv_layers for group in layer.groups),
-        hidden_size=model.hidden_size,
-        num_layers=len(model.layers),
-        vocab_size=model.vocab_size,
-        kv_ratio=model.layers[0].num_kv_heads / model.layers[0].num_heads,
-        operations_per_byte=hardware.nominal_bf16 / hardware.memory_bytes_per_s,
-        operations_per_launch=hardware.nominal_bf16 * FITTED.launch_s,
-        launches=deployment.engine_work.step_cost_launches(deployment.serving.max_num_seqs),
-    )
+def step_cost(deployment: Deployment) -> StepSeconds:
+    """Return the cost of steps of the deployment."""
+    return StepSeconds(deployment.engine_work, deployment.serving.hardware)
 
 
 def _warm_up(deployment: Deployment, num_graphs: int) -> WarmUp | None:

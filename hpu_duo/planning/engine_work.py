@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from graphs import BatchShape, Launches, Phase
+from graphs import BatchShape, Phase, StepLimits
 from hpu_duo.config.limits import CacheConfig, SchedulerConfig
 from hpu_duo.kv.plan import LayerKV
 from hpu_duo.modeling.experts import GROUP_BYTES, copies_weights, experts_at_a_time
@@ -37,12 +37,13 @@ from hpu_duo.planning.work import (
     ALL_REDUCES_PER_LAYER,
     FUSED,
     OPERATIONS_PER_SCORE,
+    PORTABLE,
     PUBLISHED_LAYER_LAUNCHES,
     Formats,
     KernelWork,
     Work,
 )
-from kernels_ref import Budget, HeadGroup, Owner
+from kernels_ref import Budget, HeadGroup, Implementation, LayerSpec, Owner
 from kernels_ref.chunks import (
     DEFAULT_BOUNDS,
     ChunkBounds,
@@ -209,6 +210,24 @@ class EngineWork:
     chunks: ChunkBounds = DEFAULT_BOUNDS
     on_chip_bytes: int | None = None
 
+    @classmethod
+    def of_specs(cls, model: ModelSize, specs: Sequence[LayerSpec], limits: StepLimits) -> EngineWork:
+        """Return the work of one device of an engine, by the kernels that it has chosen.
+
+        Args:
+            model: as it is on the device.
+            specs: of its layers there.
+        """
+        return cls(
+            model,
+            tuple(LayerKV(spec.groups, spec.head_dim, rows=spec.rows) for spec in specs),
+            kernels=FUSED if specs[0].impl is Implementation.HPU else PORTABLE,
+            block_size=limits.block_size,
+            max_chunk_rows=limits.max_chunk_rows,
+            decode_len=limits.decode_len,
+            chunks=specs[0].chunks,
+        )
+
     def __post_init__(self) -> None:
         if len(self.kv_layers) != len(self.model.layers):
             raise ValueError(f"expected {len(self.model.layers)} KV layers, got {len(self.kv_layers)}")
@@ -231,16 +250,6 @@ class EngineWork:
     def traced_launches(self, bucket: BatchShape) -> float:
         """Operators that are traced and compiled of a layer in ``bucket``, the mean of those that differ."""
         return mean_launches(self.kernels, [self._sizes(layer, kv) for layer, kv in self._layers], bucket)
-
-    def step_cost_launches(self, num_rows: int) -> Launches:
-        """Return the operators of a layer for ``graphs.StepCost``.
-
-        Args:
-            num_rows: decode rows, which bound the chunks of the unique part.
-        """
-        usual = Launches.unique_blocks
-        least = min((sizes.unique_chunk(num_rows) for sizes in self.block_groups()), default=usual)
-        return self.kernels.step_cost_launches(self.chunks, least)
 
     def block_groups(self) -> list[GroupSizes]:
         """Return the groups of heads that store blocks, of one device, in each distinct layer."""

@@ -11,20 +11,13 @@ from collections import Counter
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from graphs import Launches
-from hpu_duo.config.limits import CacheConfig
 from hpu_duo.kv.plan import LayerKV
 from hpu_duo.planning.attention_counts import AttentionCounts, AttentionRuns
 from hpu_duo.planning.model import Format, ModelSize
 from kernels_ref import Implementation
-from kernels_ref.chunks import DEFAULT_SLICES, ChunkBounds
 
 PUBLISHED_LAYER_LAUNCHES = 111
 """Assumed operators of a layer in published runs, as many as a decode of the portable kernels once had."""
-
-
-_MASK_BYTES_PER_SLOT = 3
-"""Of a mask in bfloat16, with the booleans that it is derived from."""
 
 
 @dataclass(frozen=True)
@@ -50,29 +43,6 @@ class KernelWork:
     hidden_bytes: float
     width_bytes: float
     ring_step_launches: float = 0.0
-
-    def step_cost_launches(self, chunks: ChunkBounds, unique_blocks: int) -> Launches:
-        """Return the same operators for ``graphs.StepCost``, which has blocks only.
-
-        Args:
-            chunks: bounds of chunks of context.
-            unique_blocks: blocks of one chunk of the unique part.
-        """
-        each, slices = self.launches, DEFAULT_SLICES
-        pairs = chunks.mask_bytes / _MASK_BYTES_PER_SLOT if self.is_fused else None
-        return Launches(
-            layer=self.layer_launches,
-            causal=each.causal,
-            causal_slice=each.causal_slices,
-            shared=each.shared,
-            shared_chunk=each.shared_chunks,
-            unique=each.unique_alone,
-            unique_chunk=each.unique_chunks,
-            query_slice=slices.masked_queries if self.is_fused else slices.queries,
-            shared_pairs=Launches.shared_pairs if pairs is None else round(pairs / CacheConfig.block_size),
-            shared_blocks=max(1, chunks.key_slots // CacheConfig.block_size),
-            unique_blocks=unique_blocks,
-        )
 
     def attention_launches(self, runs: AttentionRuns) -> Any:
         """Operators of the attention of a group."""

@@ -17,7 +17,6 @@ from graphs import (
     CaptureBackend,
     CostFunction,
     ExponentialRule,
-    Launches,
     SkippingCost,
     StepCost,
     StepLimits,
@@ -25,13 +24,17 @@ from graphs import (
 from graphs.buffers import pack
 from graphs.planner import Resolution
 from hpu_duo.config.engine import EngineConfig, SchedulerConfig
+from hpu_duo.device.habana_environment import card_type
 from hpu_duo.engine.batch import RowCounts, StepGeometry
 from hpu_duo.engine.step_input import message_fields
 from hpu_duo.kv.allocations import block_moves
 from hpu_duo.kv.plan import MemoryPlan, chunk_grid, last_chunk, widest_row
 from hpu_duo.modeling.experts import EXPERTS_PER_TOKEN, HELD, NUM_EXPERTS, copies_weights, experts_at_a_time
+from hpu_duo.planning.engine_work import EngineWork
+from hpu_duo.planning.model import GAUDI2, GAUDI3, AttentionSize, ModelSize
 from hpu_duo.planning.simulation import plan_buckets
-from kernels_ref import GroupKind, HeadGroup, Implementation, LayerSpec, Owner, StepParts
+from hpu_duo.planning.step_seconds import StepSeconds
+from kernels_ref import GroupKind, HeadGroup, Implementation, LayerSpec, StepParts
 from kernels_ref.chunks import DEFAULT_BOUNDS, ChunkBounds
 from kernels_ref.groups import HeadSizes, PartSizes
 
@@ -529,6 +532,9 @@ def model_cost(limits: StepLimits, specs: Sequence[LayerSpec], text_config: Any)
     first = specs[0]
     if first.impl is Implementation.SDPA:
         return SkippingCost(text_config.vocab_size / (12 * text_config.hidden_size * len(specs)))
+    if first.chunks.one_pass:
+        hardware = GAUDI2 if card_type().startswith(GAUDI2.name.upper()) else GAUDI3
+        return StepSeconds(EngineWork.of_specs(_size_of(text_config, specs), specs, limits), hardware)
     return StepCost(
         block_size=limits.block_size,
         ring_width=widest_row(group for spec in specs for group in spec.groups),
@@ -536,27 +542,29 @@ def model_cost(limits: StepLimits, specs: Sequence[LayerSpec], text_config: Any)
         num_layers=len(specs),
         vocab_size=text_config.vocab_size,
         kv_ratio=1 / first.group_size,
-        launches=_launches(limits, specs),
     )
 
 
-def _launches(limits: StepLimits, specs: Sequence[LayerSpec]) -> Launches:
-    """Operators of a layer, whose chunks depend on the device if the unique part is one pass."""
-    block_size, usual = limits.block_size, Launches()
-    rows, tokens = limits.max_num_seqs, limits.decode_len
-    chunks = [
-        # The size of keys does not bound one pass.
-        spec.chunks.unique(
-            rows, tokens * group.num_heads * spec.group_size, block_size, spec.head_dim, key_bytes=0
-        )
-        for spec in specs
-        for group in spec.groups
-        if spec.chunks.one_pass and group.num_heads and group.kind.owner is Owner.BLOCK
-    ]
-    if not chunks:
-        return usual
-    shared_blocks = max(1, specs[0].chunks.key_slots // block_size)
-    return replace(usual, unique_blocks=min(chunks), shared_blocks=shared_blocks)
+def _size_of(text_config: Any, specs: Sequence[LayerSpec]) -> ModelSize:
+    """The sizes of one rank's share of a model; weights of layers are estimated."""
+    layers = []
+    for spec in specs:
+        num_heads = max(1, sum(group.num_heads for group in spec.groups))
+        layers.append(AttentionSize(num_heads * spec.group_size, num_heads, spec.head_dim))
+    whole = getattr(text_config, "num_attention_heads", layers[0].num_heads)
+    num_ranks = max(1, whole // max(layer.num_heads for layer in layers))
+    hidden = text_config.hidden_size
+    inner = getattr(text_config, "intermediate_size", None) or 4 * hidden
+    heads = [2 * hidden * layer.head_dim * (layer.num_heads + layer.num_kv_heads) for layer in layers]
+    return ModelSize(
+        "",
+        tuple(layers),
+        hidden,
+        -(-text_config.vocab_size // num_ranks),
+        sum(heads) + 3 * hidden * inner * len(layers) // num_ranks,
+        other_params=0,
+        max_positions=1,
+    )
 
 
 def _held_len(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int) -> int:

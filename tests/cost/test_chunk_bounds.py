@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphs import Phase, StepCost, StepLimits
+from graphs import BatchShape, Phase, StepCost, StepLimits
 from hpu_duo.planning import GAUDI2, GAUDI3, Hardware
+from hpu_duo.planning.step_seconds import StepSeconds
 from hpu_duo.startup.blueprint import chunk_bounds
 from hpu_duo.startup.tables import model_cost
 from kernels_ref import Blocks, HeadGroup, Implementation, LayerSpec
@@ -122,9 +123,9 @@ def test_buckets_of_an_engine_are_ranked_by_the_passes_of_its_device() -> None:
     sizes = SimpleNamespace(hidden_size=4096, vocab_size=128_256)
     spec = LayerSpec((HeadGroup(8, Blocks()),), 4, 128, 1.0, None, Implementation.REFERENCE)
     on_hpu = replace(spec, chunks=ChunkBounds.of_hpu(GAUDI3.memory_bytes))
-    phase, added = Phase(unique=True), []
-    for each in (spec, on_hpu):
-        cost = model_cost(limits, [each], sizes)
-        assert isinstance(cost, StepCost)
-        added.append(cost.launches.at(phase, 64, 0, 5632) - cost.launches.at(phase, 64, 0, 1408))
-    assert added[0] > 0 == added[1]
+    assert isinstance(model_cost(limits, [spec], sizes), StepCost)
+    cost = model_cost(limits, [on_hpu], sizes)
+    assert isinstance(cost, StepSeconds)
+    fewer, more = (cost.work.of(BatchShape(Phase(unique=True), 64, 0, num, 64)) for num in (1408, 5632))
+    assert fewer.num_launches == more.num_launches
+    assert fewer.weight_bytes == more.weight_bytes > 2 * 4096 * 128_256

@@ -19,7 +19,6 @@ from hpu_duo.planning import (
     Step,
     busiest_rank,
     predict_seconds,
-    step_cost,
 )
 from kernels_ref import PLAIN
 from kernels_ref.chunks import DEFAULT_BOUNDS, MOST_INLINE
@@ -72,19 +71,6 @@ def test_what_is_compiled_of_a_layer_does_not_grow_with_the_context_and_what_is_
     assert work.traced_launches(long) <= work.traced_launches(short) + 100
     assert work.traced_launches(long) < 600
     assert (work.of(long).num_launches > work.of(short).num_launches) is (sparsity < 1.0)
-
-
-@given(st.sampled_from(("reference", "hpu")), st.integers(1, 64), st.integers(0, 4096))
-def test_buckets_are_ranked_by_about_as_many_operators_as_are_predicted(
-    attention: str, num_rows: int, num_blocks: int
-) -> None:
-    deployment = Deployment(LLAMA_3_8B, Serving(GAUDI3, attention=attention), 0.0, PLAIN, 262_144)
-    ranked = step_cost(deployment).launches
-    for text in (f"--u/q{num_rows}/s0/u{num_blocks}/l{num_rows}", f"cs-/q2048/s{num_blocks + 1}/u0/l1"):
-        bucket = BatchShape.parse(text)
-        counted = deployment.engine_work.of(bucket).num_launches / len(LLAMA_3_8B.layers)
-        sizes = bucket.query_len, bucket.num_shared_blocks, bucket.num_unique_blocks
-        assert 1 / 4 < ranked.at(bucket.phase, *sizes) / counted < 4
 
 
 def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:

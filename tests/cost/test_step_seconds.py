@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from graphs import BatchShape, Phase
 from graphs.planner.cells import price, to_levels
-from hpu_duo.planning import FITTED, GAUDI3, Deployment, Experts, Format, ModelSize, Serving, predict_seconds
+from hpu_duo.planning import FITTED, GAUDI3, Deployment, Experts, ModelSize, Serving, predict_seconds
 from hpu_duo.planning.step_seconds import StepSeconds
+from kernels_ref import PLAIN
 from tests.cost.test_capacity import LLAMA_3_8B
 
 EXPERTS = ModelSize(
@@ -44,7 +45,7 @@ def test_many_steps_are_predicted_as_each_by_itself(
 ) -> None:
     num, parallel = devices
     serving = Serving(GAUDI3, num, attention=attention, retrieval_parallel=parallel)
-    work = Deployment(model, serving, sparsity, Format.BF16, 131_072).engine_work
+    work = Deployment(model, serving, sparsity, PLAIN, 131_072).engine_work
     cost = StepSeconds(work, GAUDI3)
     each = [predict_seconds(work.of(step), GAUDI3, num, FITTED).total for step in steps]
     np.testing.assert_allclose(price(cost, to_levels(steps)), each, rtol=1e-12)

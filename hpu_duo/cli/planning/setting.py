@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from graphs import BatchShape, BucketTable, StepCost, StepLimits
+from graphs import BatchShape, BucketTable, CostFunction, StepCost, StepLimits
 from graphs.bucket_file import from_shape, write_gaudi_buckets, write_table
 from graphs.planner import (
     GraphBudget,
@@ -48,7 +48,7 @@ class Setting:
 
     size: ModelSize
     limits: StepLimits
-    cost: StepCost
+    cost: CostFunction
     serving: Serving | None = None
     found: tuple[Capacity, ...] = ()
     deployment: Deployment | None = None
@@ -145,7 +145,7 @@ _LONGEST_LIST = 20_000
 
 
 def choose(
-    name: str, limits: StepLimits, cost: StepCost, budget: GraphBudget, traffic: Traffic | None
+    name: str, limits: StepLimits, cost: CostFunction, budget: GraphBudget, traffic: Traffic | None
 ) -> tuple[BatchShape, ...] | Grid:
     """Return the table that a strategy gives; budget and traffic are for the planned one."""
     match name:
@@ -166,7 +166,7 @@ def choose(
 def measured_on(
     chosen: tuple[BatchShape, ...] | Grid,
     limits: StepLimits,
-    cost: StepCost,
+    cost: CostFunction,
     recorded: Traffic | None,
     trims_chunks: bool,
 ) -> Traffic:
@@ -218,7 +218,7 @@ def write(
         raise ValueError(f"cannot write {error.filename}: {error.strerror}") from error
 
 
-def bucket_table(shapes: tuple[BatchShape, ...], cost: StepCost) -> Table:
+def bucket_table(shapes: tuple[BatchShape, ...], cost: CostFunction) -> Table:
     """The shapes, cheapest first, with their costs relative to the first."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("phase", "query tokens", "shared blocks", "unique blocks", "logit rows", "cost"):

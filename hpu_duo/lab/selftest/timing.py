@@ -8,13 +8,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphs import BatchShape
-from hpu_duo.kv.plan import LayerKV
 from hpu_duo.lab.selftest.finding import Notes
 from hpu_duo.lab.selftest.subject import SIMULATED, Subject
 from hpu_duo.planning import (
     ERROR_FACTORS,
-    FUSED,
-    PORTABLE,
     EngineWork,
     Format,
     ModelSize,
@@ -23,7 +20,6 @@ from hpu_duo.planning import (
 )
 from hpu_duo.planning.fit import MeasuredRow
 from hpu_duo.planning.read_model import read_model
-from kernels_ref import Implementation
 
 if TYPE_CHECKING:
     from hpu_duo.llm import HPUDuoModel
@@ -91,17 +87,7 @@ def time_steps(subject: Subject, notes: Notes) -> None:
 def _work_of(model: HPUDuoModel, size: ModelSize) -> EngineWork:
     """The work of the engine's steps, by the kernels it has chosen."""
     engine = model.engine
-    limits, step_model = engine.scheduler.limits, engine.runner.model
-    fused = step_model.specs[0].impl is Implementation.HPU
-    return EngineWork(
-        size,
-        tuple(LayerKV(spec.groups, spec.head_dim, rows=spec.rows) for spec in step_model.specs),
-        kernels=FUSED if fused else PORTABLE,
-        block_size=limits.block_size,
-        max_chunk_rows=limits.max_chunk_rows,
-        decode_len=limits.decode_len,
-        chunks=step_model.specs[0].chunks,
-    )
+    return EngineWork.of_specs(size, engine.runner.model.specs, engine.scheduler.limits)
 
 
 def _spread(buckets: tuple[BatchShape, ...], num: int) -> list[BatchShape]:
