@@ -1,12 +1,15 @@
 """The adapter inside the real lm-evaluation-harness, on tasks written here, without a network."""
 
+from __future__ import annotations
+
 import json
 import math
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,14 +17,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
 from hpu_duo.heads import HeadPattern
+from hpu_duo.lab.eval import KVBytes
 from hpu_duo.lab.tasks.passkeys import document, question, token_counter
 
-lm_eval = pytest.importorskip("lm_eval")
-from lm_eval.api.instance import Instance  # noqa: E402
-from lm_eval.tasks import TaskManager  # noqa: E402
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+    from lm_eval.tasks import TaskManager
 
-from hpu_duo.lab.eval import KVBytes  # noqa: E402
-from hpu_duo.lab.eval.lm_eval_adapter import HPUDuoLM, register, run_harness  # noqa: E402
+    from hpu_duo.lab.eval.lm_eval_adapter import HPUDuoLM
+
+# The harness takes 2 s to import, in every worker that collects this file.
+pytestmark = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm-eval")
 
 CHOICES = """
 task: passkey_choice
@@ -60,6 +66,8 @@ metric_list: [{metric: word_perplexity}]
 
 
 def adapter(**options: Any) -> HPUDuoLM:
+    from hpu_duo.lab.eval.lm_eval_adapter import HPUDuoLM
+
     return HPUDuoLM(dtype="float32", batch_size=4, **options)
 
 
@@ -118,19 +126,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory, questions: list[dict[str, A
 
 @pytest.fixture(scope="module")
 def tasks(folder: Path) -> TaskManager:
+    from lm_eval.tasks import TaskManager
+
     return TaskManager(include_path=str(folder), include_defaults=False)
 
 
 def evaluate(model: Any, task: str, tasks: TaskManager, **arguments: Any) -> dict[str, float]:
+    import lm_eval
+
     done = lm_eval.simple_evaluate(model, tasks=[task], task_manager=tasks, bootstrap_iters=0, **arguments)
     return {name.partition(",")[0]: value for name, value in done["results"][task].items()}
 
 
 def instances(kind: str, arguments: Sequence[tuple[Any, ...]]) -> list[Instance]:
+    from lm_eval.api.instance import Instance
+
     return [Instance(kind, {}, each, index) for index, each in enumerate(arguments)]
 
 
 def test_the_harness_finds_the_name_and_the_model_answers_by_choice(tasks: TaskManager) -> None:
+    from hpu_duo.lab.eval.lm_eval_adapter import register
+
     register()
     found = evaluate("hpu-duo", "passkey_choice", tasks, model_args={"dtype": "float32", "sparsity": 0.5})
     assert found["acc"] == 1.0
@@ -152,6 +168,8 @@ def test_the_other_models_of_the_harness_are_found_beside_this_one() -> None:
 def test_bytes_of_each_task_are_in_the_report_of_the_harness(
     tasks: TaskManager, questions: list[dict[str, Any]]
 ) -> None:
+    import lm_eval
+
     done = lm_eval.simple_evaluate(
         "hpu-duo",
         model_args={"dtype": "float32", "sparsity": 0.5},
@@ -182,6 +200,8 @@ def test_bytes_of_each_task_are_in_the_report_of_the_harness(
 @pytest.mark.slow  # The harness reads all its own tasks first.
 def test_the_command_line_of_the_harness_gives_back_the_bytes(folder: Path) -> None:
     model = ("--model", "hpu-duo", "--model_args", "dtype=float32,sparsity=0.5")
+    from hpu_duo.lab.eval.lm_eval_adapter import run_harness
+
     (row,) = run_harness(["run", *model, "--tasks", "passkey_generation", "--include_path", str(folder)])
     assert (row["task"], row["num_requests"]) == ("passkey_generation", 4)
     assert 0 < row["held_bytes"] < row["full_bytes"]
@@ -274,6 +294,8 @@ def test_contexts_that_are_too_long_are_refused_or_cut_at_their_beginning(
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    from hpu_duo.lab.eval.lm_eval_adapter import HPUDuoLM
+
     with pytest.raises(ValueError, match=message):
         HPUDuoLM(**options)
 
