@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -34,6 +35,8 @@ if not HAS_GPU:
 
 
 torch.set_num_threads(1)
+# Tests make many objects and few cycles.
+gc.set_threshold(20_000, 20, 10)
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -45,6 +48,18 @@ def pytest_collection() -> Iterator[None]:
     with collector_paused():
         yield
     leave_out_what_is_there()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Leave out what the tests of a file leave behind, too: modules of transformers, code of Dynamo, graphs.
+
+    A worker has millions of objects in the end, and a test that begins with a collection would take half a
+    minute.
+    """
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        leave_out_what_is_there()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

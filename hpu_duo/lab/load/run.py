@@ -109,8 +109,10 @@ class LoadRun:
 @contextlib.contextmanager
 def _settled_memory() -> Iterator[None]:
     """Keep the garbage collector from visiting older objects while the clock runs."""
+    had_left_out = gc.get_freeze_count() > 0
     leave_out_what_is_there()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not had_left_out:
+            gc.unfreeze()
