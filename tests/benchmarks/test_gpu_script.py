@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -29,12 +30,17 @@ from tests.triton_interpreter import replacing_once
 TOY_RUN = ("--toy", "--device", "cpu", "--rounds", "1", "--date", "2001-02-03")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _quick_interpreter() -> Iterator[None]:
+    with replacing_once() if find_spec("triton") else nullcontext():
+        yield
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of a whole toy run."""
     out = tmp_path_factory.mktemp("gpu")
-    with replacing_once() if find_spec("triton") else nullcontext():
-        gpu.main([*TOY_RUN, "--out", str(out)])
+    gpu.main([*TOY_RUN, "--out", str(out)])
     return out
 
 
