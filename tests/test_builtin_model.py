@@ -170,5 +170,7 @@ def test_the_other_half_answers_nothing(share_answered: ShareAnswered, scores_LK
     assert share_answered(~_most_important(scores_LK, 8)) == 0.0
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_streaming_heads_alone_answer_nothing(share_answered: ShareAnswered) -> None:
     assert share_answered(np.zeros((4, 4), dtype=bool)) == 0.0

@@ -47,6 +47,7 @@ def test_a_document_is_read_once_and_its_questions_are_answered() -> None:
     assert re.fullmatch(r"loaded it in [\d.]+ s", loaded)
 
 
+@pytest.mark.slow
 def test_streaming_heads_halve_the_memory_before_they_cost_an_answer() -> None:
     lines = run("streaming_heads.py", "--num-tokens", "800", "--num-passkeys", "2").splitlines()[1:]
     table = {}

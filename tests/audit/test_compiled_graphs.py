@@ -43,10 +43,12 @@ def build(path: Path, attention: str, retrieval: list[list[bool]], rule: str | N
     [
         ("reference", ("cs-/q3000/s600/u0/l1",)),
         ("hpu", ("csu/q272/s64/u0/l17",)),
-        ("reference", BUCKETS[::2]),
-        ("hpu", BUCKETS[1::2]),
-        pytest.param("reference", BUCKETS[1::2], marks=pytest.mark.exhaustive),
-        pytest.param("hpu", BUCKETS[::2], marks=pytest.mark.exhaustive),
+        ("reference", BUCKETS[::3]),
+        ("hpu", BUCKETS[1::3]),
+        *(
+            pytest.param(attention, BUCKETS[first::3], marks=pytest.mark.exhaustive)
+            for attention, first in (("reference", 1), ("reference", 2), ("hpu", 0), ("hpu", 2))
+        ),
     ],
 )
 def test_as_many_graphs_are_counted_as_are_compiled(

@@ -19,6 +19,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str | Path
     return ("eval", "kvpress", "--out", tmp_path / "out", "--kvpress-python", sys.executable, *SMALL)
 
 
+@pytest.mark.slow
 def test_rows_of_both_systems_stand_side_by_side_and_are_not_measured_twice(
     hpu_duo: Run, command: tuple[str | Path, ...], tmp_path: Path
 ) -> None:

@@ -88,7 +88,7 @@ def test_arguments_that_cannot_be_sent_are_an_error_and_start_nothing() -> None:
         run_processes(work.look_around, (threading.Lock(),), [{}])
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_no_process_outlives_the_one_that_started_it(sent: signal.Signals, tmp_path: Path) -> None:
     """Ctrl-C, which is passed on, and a death that leaves no time to pass anything on."""
     command = [sys.executable, "-m", "tests.device.work", str(tmp_path)]

@@ -96,9 +96,10 @@ def test_ctrl_c_at_any_line_of_a_step_costs_nobody_a_token(tiny: Tiny, seed: int
     assert num_interrupts >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(cpu_compile_problem() is not None, reason="inductor finds no C++ compiler")
 @pytest.mark.parametrize(
-    "guards", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["replayed", "guards"]
+    "guards", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["replayed", "guards"]
 )
 def test_ctrl_c_in_compiled_steps_is_a_keyboard_interrupt_too(tiny: Tiny, guards: bool) -> None:
     table = BucketTable((BatchShape.parse("csu/q16/s16/u16/l4"),), StepCost())

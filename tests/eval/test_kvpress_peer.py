@@ -191,7 +191,7 @@ def test_a_model_that_the_other_transformers_does_not_know_is_told_with_its_vers
     ("press", "told"),
     [
         ("TOVAPress", "exit code 1; its last lines:\n(.*\n)*NotImplementedError: no such layers here"),
-        ("SnapKVPress", "exit code 9; its last lines"),
+        pytest.param("SnapKVPress", "exit code 9; its last lines", marks=pytest.mark.slow),
     ],
 )
 def test_a_process_that_ends_is_told_with_its_last_lines(

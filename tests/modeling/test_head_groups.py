@@ -90,7 +90,7 @@ def test_a_third_kind_follows_its_rule_in_batches_chunks_and_decodes(
     assert_follows_the_rules(zoo, served)
 
 
-@pytest.mark.parametrize("graphs", ["replay", CompileBackend("eager")])
+@pytest.mark.parametrize("graphs", ["replay", pytest.param(CompileBackend("eager"), marks=pytest.mark.slow)])
 def test_captured_layers_find_the_plan_of_their_kind(zoo: Zoo, graphs: str | CompileBackend) -> None:
     served = load(zoo, graphs=graphs, buckets=TABLE)
     assert_follows_the_rules(zoo, served)

@@ -44,9 +44,12 @@ def test_each_split_into_retrieval_and_streaming_heads_is_a_kind(zoo: Zoo) -> No
         lambda: SmolLM3Config(**{**BASE, "no_rope_layers": [1, 0, 1, 0]}),
         pytest.param(
             lambda: Qwen3MoeConfig(**{**BASE, **EXPERTS, "mlp_only_layers": [0, 2]}),
-            marks=pytest.mark.skipif(not IS_5, reason="before 5, only a loop over the chosen experts"),
+            marks=(
+                pytest.mark.slow,
+                pytest.mark.skipif(not IS_5, reason="before 5, only a loop over the chosen experts"),
+            ),
         ),
-        pytest.param(lambda: LlamaConfig(**BASE), marks=pytest.mark.slow),
+        pytest.param(lambda: LlamaConfig(**BASE), marks=(pytest.mark.slow, pytest.mark.exhaustive)),
     ],
     ids=["rope_or_not", "experts_or_not", "all_alike"],
 )

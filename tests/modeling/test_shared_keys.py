@@ -49,12 +49,19 @@ CAPTURE: dict[str, dict[str, Any]] = {
 }
 
 
+COMPILED = {
+    ("Gemma3nTextConfig", "compile"): pytest.mark.slow,
+    ("Gemma4TextConfig", "compile"): (pytest.mark.slow, pytest.mark.exhaustive),
+}
+
+
 def shared(tmp_path: Path, name: str) -> Any:
     if not is_known(name):
         pytest.skip("transformers has no such model yet")
     return save_random(make_config(name, **SHARED, **FAMILIES[name]), tmp_path)
 
 
+@pytest.mark.slow
 def test_gemma3n_is_an_error_on_an_hpu_whose_graphs_cannot_read_the_host(tmp_path: Path) -> None:
     """Its MLPs copy a tensor of the host in each step."""
     shared(tmp_path, "Gemma3nTextConfig")
@@ -66,7 +73,7 @@ def test_gemma3n_is_an_error_on_an_hpu_whose_graphs_cannot_read_the_host(tmp_pat
 @pytest.mark.parametrize(
     ("name", "capture"),
     [
-        pytest.param(*case, marks=pytest.mark.slow if case == ("Gemma3nTextConfig", "compile") else ())
+        pytest.param(*case, marks=COMPILED.get(case, ()))
         for case in product(FAMILIES, CAPTURE)
         if case != ("Gemma3nTextConfig", "hpu-sim")
     ],

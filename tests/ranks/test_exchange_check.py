@@ -73,6 +73,7 @@ def start_with(member: Member, case: Case, faults: list[Fault]) -> list[str]:
     return told
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_wrong_exchange_is_named_with_its_rank_before_weights_are_read(zoo: Zoo) -> None:
     case = Case(zoo.load("llama")[1], (), (), model={"dtype": "bfloat16"})
     types = (torch.float32, torch.bfloat16)

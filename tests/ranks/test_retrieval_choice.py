@@ -224,6 +224,7 @@ def test_what_cannot_be_dealt_is_refused_before_processes_start(zoo: Zoo) -> Non
         ParallelConfig(retrieval_parallel="context", retrieval_parallel_context=5)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_manifest_is_of_the_chosen_way_and_serves_without_naming_it(zoo: Zoo, tmp_path: Path) -> None:
     """Two KV heads on two ranks, one of them streaming: by heads it would be promoted."""
     path, file = zoo.load("llama")[1], tmp_path / "warm.json"

@@ -15,6 +15,8 @@ from hpu_duo.lab.selftest.stages import Stage, stages_of
 from hpu_duo.lab.selftest.subject import Subject
 from tests.selftest import misbehaving
 
+pytestmark = pytest.mark.slow
+
 SUBJECT = Subject("cpu")
 
 

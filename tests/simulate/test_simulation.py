@@ -119,7 +119,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
     }
 
 
-@pytest.mark.parametrize("name", ["exact", "trimmed", "verified", "cached"])
+@pytest.mark.parametrize(
+    "name", ["exact", pytest.param("trimmed", marks=pytest.mark.slow), "verified", "cached"]
+)
 @given(asked=drawn(48))
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_simulation_runs_the_steps_that_the_engine_runs(
