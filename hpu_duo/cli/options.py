@@ -250,6 +250,15 @@ def _typer_option(option: Option, unset: str | bool = "") -> Any:
     )
 
 
+def option_in(panel: str) -> Callable[..., Any]:
+    """Return ``typer.Option`` for the options of a panel; its first argument is the help, then come flags."""
+
+    def option(help: str, *flags: str, **options: Any) -> Any:
+        return typer.Option(*flags, help=help, rich_help_panel=panel, **options)
+
+    return option
+
+
 @dataclass(frozen=True)
 class _Group:
     make: Callable[..., Any]

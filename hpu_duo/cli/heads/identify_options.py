@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from hpu_duo.builtin import MODEL_DIR
+from hpu_duo.cli.options import option_in
 
 if TYPE_CHECKING:
     from hpu_duo.lab.identify import DatasetSettings, IdentifyRequest, TrainingSettings
 
-_DATA = "Documents"
-_HEADS = "Heads"
-_TRAINING = "Training (method optimise)"
-_RUN = "Run"
+_data_option = option_in("Documents")
+_heads_option = option_in("Heads")
+_training_option = option_in("Training (method optimise)")
+_run_option = option_in("Run")
 
 Choice = TypeVar("Choice", bound=Enum)
 Value = TypeVar("Value")
@@ -40,51 +41,29 @@ class DocumentOptions:
     """Documents that passkeys are hidden in."""
 
     haystack: Annotated[
-        Path | None,
-        typer.Option(
-            help="UTF-8 text that passkeys are hidden in.",
-            show_default="built-in text",
-            rich_help_panel=_DATA,
-        ),
+        Path | None, _data_option("UTF-8 text that passkeys are hidden in.", show_default="built-in text")
     ] = None
     form: Annotated[
         str | None,
-        typer.Option(
-            help="How passkeys are worded: ordinals, or names, which the built-in model knows.",
+        _data_option(
+            "How passkeys are worded: ordinals, or names, which the built-in model knows.",
             show_default="ordinals, or names with the built-in model",
-            rich_help_panel=_DATA,
         ),
     ] = None
     min_length: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of the shortest document.", show_default="1000, or 512", rich_help_panel=_DATA
-        ),
+        int | None, _data_option("Tokens of the shortest document.", show_default="1000, or 512")
     ] = None
     max_length: Annotated[
         int | None,
-        typer.Option(
-            help="Tokens of the longest document, without the questions.",
-            show_default="32000, or 1024",
-            rich_help_panel=_DATA,
-        ),
+        _data_option("Tokens of the longest document, without the questions.", show_default="32000, or 1024"),
     ] = None
-    num_lengths: Annotated[
-        int, typer.Option(help="Distinct lengths between the two.", rich_help_panel=_DATA)
-    ] = 50
-    num_passkeys: Annotated[
-        int | None,
-        typer.Option(help="Passkeys of a document.", show_default="10, or 8", rich_help_panel=_DATA),
-    ] = None
-    passkey_words: Annotated[
-        int | None, typer.Option(help="Words of a passkey.", show_default="32, or 8", rich_help_panel=_DATA)
-    ] = None
-    min_depth: Annotated[
-        float, typer.Option(help="Share of the text before the first passkey.", rich_help_panel=_DATA)
-    ] = 0.05
-    max_depth: Annotated[
-        float, typer.Option(help="Share of the text before the last one.", rich_help_panel=_DATA)
-    ] = 0.95
+    num_lengths: Annotated[int, _data_option("Distinct lengths between the two.")] = 50
+    num_passkeys: Annotated[int | None, _data_option("Passkeys of a document.", show_default="10, or 8")] = (
+        None
+    )
+    passkey_words: Annotated[int | None, _data_option("Words of a passkey.", show_default="32, or 8")] = None
+    min_depth: Annotated[float, _data_option("Share of the text before the first passkey.")] = 0.05
+    max_depth: Annotated[float, _data_option("Share of the text before the last one.")] = 0.95
     label_questions: Annotated[
         bool,
         typer.Option(
@@ -92,12 +71,7 @@ class DocumentOptions:
         ),
     ] = False
     samples: Annotated[
-        int | None,
-        typer.Option(
-            help="Documents of methods that do not train.",
-            show_default="50, or 16",
-            rich_help_panel=_DATA,
-        ),
+        int | None, _data_option("Documents of methods that do not train.", show_default="50, or 16")
     ] = None
 
     def settings(self, defaults: _Defaults, seed: int) -> DatasetSettings:
@@ -123,18 +97,10 @@ class WindowOptions:
     """Tokens that streaming heads keep."""
 
     sink: Annotated[
-        int | None,
-        typer.Option(
-            help="First tokens that streaming heads store.", show_default="128, or 16", rich_help_panel=_HEADS
-        ),
+        int | None, _heads_option("First tokens that streaming heads store.", show_default="128, or 16")
     ] = None
     recent: Annotated[
-        int | None,
-        typer.Option(
-            help="Newest tokens that streaming heads store.",
-            show_default="256, or 64",
-            rich_help_panel=_HEADS,
-        ),
+        int | None, _heads_option("Newest tokens that streaming heads store.", show_default="256, or 64")
     ] = None
 
 
@@ -142,33 +108,20 @@ class WindowOptions:
 class TrainingOptions:
     """Training of the gates, one for each head."""
 
-    steps: Annotated[
-        int | None,
-        typer.Option(help="Optimiser steps.", show_default="2000, or 100", rich_help_panel=_TRAINING),
-    ] = None
-    batch_size: Annotated[
-        int, typer.Option(help="Documents of a step, over all processes.", rich_help_panel=_TRAINING)
-    ] = 1
-    lr: Annotated[float, typer.Option(help="Peak learning rate.", rich_help_panel=_TRAINING)] = 0.02
-    reg_weight: Annotated[
-        float, typer.Option(help="Weight of the L1 of the gates.", rich_help_panel=_TRAINING)
-    ] = 0.05
+    steps: Annotated[int | None, _training_option("Optimiser steps.", show_default="2000, or 100")] = None
+    batch_size: Annotated[int, _training_option("Documents of a step, over all processes.")] = 1
+    lr: Annotated[float, _training_option("Peak learning rate.")] = 0.02
+    reg_weight: Annotated[float, _training_option("Weight of the L1 of the gates.")] = 0.05
     loss: Annotated[
-        str,
-        typer.Option(
-            help="mean: averages, as the published code; sum: sums, as the paper.", rich_help_panel=_TRAINING
-        ),
+        str, _training_option("mean: averages, as the published code; sum: sums, as the paper.")
     ] = "mean"
     full_from: Annotated[
         str,
-        typer.Option(
-            help="Full attention that gates mix in: teacher's, as the published code; own, as the paper.",
-            rich_help_panel=_TRAINING,
+        _training_option(
+            "Full attention that gates mix in: teacher's, as the published code; own, as the paper."
         ),
     ] = "teacher"
-    save_every: Annotated[
-        int, typer.Option(help="Steps between two saved states.", rich_help_panel=_TRAINING)
-    ] = 50
+    save_every: Annotated[int, _training_option("Steps between two saved states.")] = 50
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Resume from the state in the output directory, if there is one."),
@@ -192,26 +145,23 @@ class TrainingOptions:
 class RunOptions:
     """Device and processes of a run."""
 
-    seed: Annotated[int, typer.Option(help="Fixes the documents.", rich_help_panel=_RUN)] = 0
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or hpu.", rich_help_panel=_RUN)] = "auto"
+    seed: Annotated[int, _run_option("Fixes the documents.")] = 0
+    device: Annotated[str, _run_option("auto, cpu, cuda or hpu.")] = "auto"
     dtype: Annotated[
         str,
-        typer.Option(
-            help="auto (the checkpoint's), float32, bfloat16 or float16.",
+        _run_option(
+            "auto (the checkpoint's), float32, bfloat16 or float16.",
             show_default="auto, or float32 with the built-in model",
-            rich_help_panel=_RUN,
         ),
     ] = ""
     threads: Annotated[
-        int | None,
-        typer.Option(help="CPU threads of a process.", show_default="torch's choice", rich_help_panel=_RUN),
+        int | None, _run_option("CPU threads of a process.", show_default="torch's choice")
     ] = None
     num_processes: Annotated[
         int | None,
-        typer.Option(
-            help="Number of processes, each with a device of its own, that share the documents.",
+        _run_option(
+            "Number of processes, each with a device of its own, that share the documents.",
             show_default="this one alone",
-            rich_help_panel=_RUN,
         ),
     ] = None
 

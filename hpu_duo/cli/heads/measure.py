@@ -23,7 +23,7 @@ from hpu_duo.cli.heads.identify_options import (
     request_of,
 )
 from hpu_duo.cli.heads.views import heads_table, pattern_fields
-from hpu_duo.cli.options import Json, Model, Only, grouped
+from hpu_duo.cli.options import Json, Model, Only, grouped, option_in
 from hpu_duo.cli.terminal import INTERRUPTED, user_errors
 from hpu_duo.extras import install_command
 from hpu_duo.writable import check_file
@@ -106,8 +106,8 @@ def _show(request: IdentifyRequest, pattern: HeadPattern, as_json: bool) -> None
     console.print(f"\n{request.output}: {names}", highlight=False)
 
 
-_METHOD = "Method"
-_PROMPTS = "Prompts"
+_method_option = option_in("Method")
+_prompts_option = option_in("Prompts")
 
 
 class MethodName(str, Enum):
@@ -123,66 +123,46 @@ class MethodOptions:
 
     budget: Annotated[
         float | None,
-        typer.Option(
-            help="ada-kv: tokens that a head stores on average; up to 1, a share of the longest prompt.",
+        _method_option(
+            "ada-kv: tokens that a head stores on average; up to 1, a share of the longest prompt.",
             show_default="0.2",
-            rich_help_panel=_METHOD,
         ),
     ] = None
     kv_policy: Annotated[
         str | None,
-        typer.Option(
+        _method_option(
+            "ada-kv: eviction policy: snapkv, h2o, tova or expected-attention.",
             metavar="NAME[:OPTION=VALUE,...]",
-            help="ada-kv: eviction policy: snapkv, h2o, tova or expected-attention.",
             show_default="snapkv",
-            rich_help_panel=_METHOD,
         ),
     ] = None
     safeguard: Annotated[
         float | None,
-        typer.Option(
-            help="ada-kv: share of a layer's budget that its heads share equally.",
-            show_default="0.2",
-            rich_help_panel=_METHOD,
-        ),
+        _method_option("ada-kv: share of a layer's budget that its heads share equally.", show_default="0.2"),
     ] = None
     threshold: Annotated[
         float | None,
-        typer.Option(
-            help="fastgen: share of a head's attention that its set has to recover.",
-            show_default="0.95",
-            rich_help_panel=_METHOD,
+        _method_option(
+            "fastgen: share of a head's attention that its set has to recover.", show_default="0.95"
         ),
     ] = None
     window: Annotated[
         float | None,
-        typer.Option(
-            help="fastgen: share of a prompt's tokens that the window is.",
-            show_default="0.3",
-            rich_help_panel=_METHOD,
-        ),
+        _method_option("fastgen: share of a prompt's tokens that the window is.", show_default="0.3"),
     ] = None
     heavy: Annotated[
         float | None,
-        typer.Option(
-            help="fastgen: share of a prompt's tokens that are heavy hitters.",
-            show_default="0.3",
-            rich_help_panel=_METHOD,
-        ),
+        _method_option("fastgen: share of a prompt's tokens that are heavy hitters.", show_default="0.3"),
     ] = None
     num_queries: Annotated[
         int | None,
-        typer.Option(
-            help="Last tokens of a prompt whose attention is measured.",
+        _method_option(
+            "Last tokens of a prompt whose attention is measured.",
             show_default="all, or with ada-kv the window of snapkv, or 32",
-            rich_help_panel=_METHOD,
         ),
     ] = None
     num_sizes: Annotated[
-        int,
-        typer.Option(
-            help="Most different budgets; others are rounded up to one of them.", rich_help_panel=_METHOD
-        ),
+        int, _method_option("Most different budgets; others are rounded up to one of them.")
     ] = 4
 
     def method(self, name: MethodName) -> CalibrationMethod:
@@ -211,61 +191,47 @@ class PromptOptions:
 
     prompts: Annotated[
         Path | None,
-        typer.Option(
+        _prompts_option(
+            'Prompts, a line {"prompt": TEXT} for each.',
             metavar="FILE.jsonl",
-            help='Prompts, a line {"prompt": TEXT} for each.',
             show_default="documents that hide passkeys",
-            rich_help_panel=_PROMPTS,
         ),
     ] = None
     chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat", help="Wrap those of --prompts in the model's chat template.", rich_help_panel=_PROMPTS
-        ),
+        bool, _prompts_option("Wrap those of --prompts in the model's chat template.", "--chat")
     ] = False
     num_prompts: Annotated[
         int | None,
-        typer.Option(
-            help="Documents, or first prompts of the file.",
+        _prompts_option(
+            "Documents, or first prompts of the file.",
             show_default="16 documents, or all prompts of the file",
-            rich_help_panel=_PROMPTS,
         ),
     ] = None
     haystack: Annotated[
-        Path | None,
-        typer.Option(
-            help="UTF-8 text for the documents.",
-            show_default="built-in text",
-            rich_help_panel=_PROMPTS,
-        ),
+        Path | None, _prompts_option("UTF-8 text for the documents.", show_default="built-in text")
     ] = None
     num_tokens: Annotated[
         int | None,
-        typer.Option(
-            help="Tokens of a document, without the questions at its end.",
+        _prompts_option(
+            "Tokens of a document, without the questions at its end.",
             show_default="4000, or 1000 with the built-in model",
-            rich_help_panel=_PROMPTS,
         ),
     ] = None
     num_passkeys: Annotated[
         int | None,
-        typer.Option(
-            help="Passkeys that a document hides and asks for at its end; 0 for plain text.",
+        _prompts_option(
+            "Passkeys that a document hides and asks for at its end; 0 for plain text.",
             show_default="10, or 8",
-            rich_help_panel=_PROMPTS,
         ),
     ] = None
-    passkey_words: Annotated[
-        int | None,
-        typer.Option(help="Words of a passkey.", show_default="32, or 8", rich_help_panel=_PROMPTS),
-    ] = None
+    passkey_words: Annotated[int | None, _prompts_option("Words of a passkey.", show_default="32, or 8")] = (
+        None
+    )
     form: Annotated[
         str | None,
-        typer.Option(
-            help="How passkeys are worded: ordinals, or names, which the built-in model knows.",
+        _prompts_option(
+            "How passkeys are worded: ordinals, or names, which the built-in model knows.",
             show_default="ordinals, or names with the built-in model",
-            rich_help_panel=_PROMPTS,
         ),
     ] = None
 

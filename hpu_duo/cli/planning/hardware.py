@@ -8,9 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from hpu_duo.cli.options import changed, of_setting
+from hpu_duo.cli.options import changed, of_setting, option_in
 from hpu_duo.config.limits import GRAPH_MEMORY_SHARE, HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
 from hpu_duo.config.overrides import EngineOverrides
 
@@ -66,6 +64,7 @@ def report_fields(model: ModelSize, serving: Serving, found: list[Capacity]) -> 
 
 
 HARDWARE = "Hardware"
+_hardware_option = option_in(HARDWARE)
 """Name of a panel of the help."""
 SINK, RECENT = 128, 256
 """Window of streaming heads for which no pattern gives one."""
@@ -78,41 +77,35 @@ class HardwareOptions:
     Plans are for the first sparsity and the first format of keys and values.
     """
 
-    devices: Annotated[int, typer.Option(help="Devices that share the model.", rich_help_panel=HARDWARE)] = 1
-    dtype: Annotated[
-        str, typer.Option(help="Format of the weights of layers: bf16 or fp8.", rich_help_panel=HARDWARE)
-    ] = "bf16"
+    devices: Annotated[int, _hardware_option("Devices that share the model.")] = 1
+    dtype: Annotated[str, _hardware_option("Format of the weights of layers: bf16 or fp8.")] = "bf16"
     context: Annotated[
         list[int] | None,
-        typer.Option(
-            help="Lengths of context to compare, in tokens.",
+        _hardware_option(
+            "Lengths of context to compare, in tokens.",
             show_default="8192 32768 131072 524288, as the model allows",
-            rich_help_panel=HARDWARE,
         ),
     ] = None
     sparsity: Annotated[
         list[float] | None,
-        typer.Option(
-            help="Shares of KV heads that stream, 0 is full attention; a table is planned for the first.",
+        _hardware_option(
+            "Shares of KV heads that stream, 0 is full attention; a table is planned for the first.",
             show_default="0 0.5 0.75",
-            rich_help_panel=HARDWARE,
         ),
     ] = None
     kv_cache_dtype: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Formats of keys and values in blocks, by the names of hpu-duo serve, or bf16; a table is "
+        _hardware_option(
+            "Formats of keys and values in blocks, by the names of hpu-duo serve, or bf16; a table is "
             "planned for the first.",
             show_default="bf16 fp8",
-            rich_help_panel=HARDWARE,
         ),
     ] = None
     pattern: Annotated[
         Path | None,
-        typer.Option(
-            help="Directory of a head pattern: its heads stream by their scores, and its layers are counted.",
+        _hardware_option(
+            "Directory of a head pattern: its heads stream by their scores, and its layers are counted.",
             show_default="heads that stream are spread evenly over the layers",
-            rich_help_panel=HARDWARE,
         ),
     ] = None
     max_layer_kinds: Annotated[int, of_setting("max_layer_kinds", panel=HARDWARE, unset=True)] = (
@@ -124,25 +117,20 @@ class HardwareOptions:
     ] = None
     retrieval_parallel: Annotated[
         str,
-        typer.Option(
-            help="What devices share of retrieval heads: heads, or the tokens of each of them (context); "
+        _hardware_option(
+            "What devices share of retrieval heads: heads, or the tokens of each of them (context); "
             "auto is context where heads would have to be promoted, else what is predicted to be faster.",
             metavar="heads|context|auto",
-            rich_help_panel=HARDWARE,
         ),
     ] = "auto"
     attention: Annotated[
-        str,
-        typer.Option(
-            help="Attention kernels: hpu for Gaudi's fused operators, or reference.", rich_help_panel=HARDWARE
-        ),
+        str, _hardware_option("Attention kernels: hpu for Gaudi's fused operators, or reference.")
     ] = "hpu"
     device_memory_utilization: Annotated[float, of_setting("device_memory_utilization")] = (
         CacheConfig.device_memory_utilization
     )
     graph_memory: Annotated[
-        float,
-        typer.Option(help="Share of this memory without weights that graphs take.", rich_help_panel=HARDWARE),
+        float, _hardware_option("Share of this memory without weights that graphs take.")
     ] = GRAPH_MEMORY_SHARE
     enable_prefix_caching: Annotated[bool, of_setting("enable_prefix_caching")] = (
         CacheConfig.enable_prefix_caching

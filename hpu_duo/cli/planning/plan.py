@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from hpu_duo.cli.options import LIMITS, Json, Kept, Only, changed, grouped, model_option, of_setting
+from hpu_duo.cli.options import (
+    LIMITS,
+    Json,
+    Kept,
+    Only,
+    changed,
+    grouped,
+    model_option,
+    of_setting,
+    option_in,
+)
 from hpu_duo.cli.planning.hardware import (
     HARDWARE,
     HardwareOptions,
@@ -32,8 +42,11 @@ if TYPE_CHECKING:
     from hpu_duo.cli.planning.setting import Setting
     from hpu_duo.planning.model import TableMemory
 
-_BUDGET = "Budget"
-_OUTPUT = "Output"
+_hardware_option = option_in(HARDWARE)
+_limits_option = option_in(LIMITS)
+
+_budget_option = option_in("Budget")
+_output_option = option_in("Output")
 _GIB = 1 << 30
 STRATEGIES = ("planned", "thinned", "upstream-unified", "exponential", "linear", "padding-aware")
 
@@ -52,26 +65,18 @@ PlannedLimits = Annotated[
 class BudgetOptions:
     """Bounds on the cost of a table."""
 
-    graphs_budget: Annotated[
-        int, typer.Option(help="Most shapes to capture, when planned.", rich_help_panel=_BUDGET)
-    ] = 64
+    graphs_budget: Annotated[int, _budget_option("Most shapes to capture, when planned.")] = 64
     max_seconds: Annotated[
-        float | None,
-        typer.Option(help="Most time to capture them in.", show_default="no limit", rich_help_panel=_BUDGET),
+        float | None, _budget_option("Most time to capture them in.", show_default="no limit")
     ] = None
     seconds_per_graph: Annotated[
         float,
-        typer.Option(
-            help="Seconds of one graph, for --max-seconds; public figures for Gaudi are 0.7 to 14.",
-            rich_help_panel=_BUDGET,
-        ),
+        _budget_option("Seconds of one graph, for --max-seconds; public figures for Gaudi are 0.7 to 14."),
     ] = 14.0
     max_gib: Annotated[
         float | None,
-        typer.Option(
-            help="Most device memory for graphs, if each has intermediates of its own.",
-            show_default="no limit",
-            rich_help_panel=_BUDGET,
+        _budget_option(
+            "Most device memory for graphs, if each has intermediates of its own.", show_default="no limit"
         ),
     ] = None
 
@@ -106,21 +111,13 @@ class OutputOptions:
 
     png: Annotated[
         Path | None,
-        typer.Option(
-            help="Also draw what fits and how fast it would be; needs matplotlib.",
-            show_default="no picture",
-            rich_help_panel=_OUTPUT,
+        _output_option(
+            "Also draw what fits and how fast it would be; needs matplotlib.", show_default="no picture"
         ),
     ] = None
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the table, to load it with.", rich_help_panel=_OUTPUT),
-    ] = None
+    out: Annotated[Path | None, _output_option("Write the table, to load it with.", metavar="FILE")] = None
     gaudi_out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Write it as VLLM_BUCKETING_FROM_FILE too.", rich_help_panel=_OUTPUT
-        ),
+        Path | None, _output_option("Write it as VLLM_BUCKETING_FROM_FILE too.", metavar="FILE")
     ] = None
 
     @property
@@ -195,7 +192,7 @@ def capacity(
     kept: Kept,
     block_size: Annotated[int, of_setting("block_size")] = CacheConfig.block_size,
     max_num_seqs: Annotated[
-        int, typer.Option(help="Most running requests, even if more fit.", rich_help_panel=LIMITS)
+        int, _limits_option("Most running requests, even if more fit.")
     ] = CARD_LIMITS.max_num_seqs,
     max_num_batched_tokens: Annotated[
         int, of_setting("max_num_batched_tokens")
@@ -245,21 +242,15 @@ def plan(
     *,
     model: Annotated[Path, model_option("Directory with config.json, or the file.", needs_weights=False)],
     num_blocks: Annotated[
-        int | None,
-        typer.Option(
-            help="KV blocks that are allocated.",
-            show_default="what fits on --hardware",
-            rich_help_panel=LIMITS,
-        ),
+        int | None, _limits_option("KV blocks that are allocated.", show_default="what fits on --hardware")
     ] = None,
     asked: PlannedLimits,
     within: BudgetOptions,
     hardware: Annotated[
         str | None,
-        typer.Option(
-            help="gaudi2 or gaudi3: show what fits and how fast it would be, and plan for it.",
+        _hardware_option(
+            "gaudi2 or gaudi3: show what fits and how fast it would be, and plan for it.",
             show_default="plan for any device",
-            rich_help_panel=HARDWARE,
         ),
     ] = None,
     served: HardwareOptions,

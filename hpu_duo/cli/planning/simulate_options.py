@@ -6,9 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from hpu_duo.cli.options import LIMITS, model_option, of_setting
+from hpu_duo.cli.options import LIMITS, model_option, of_setting, option_in
 from hpu_duo.cli.planning.hardware import HARDWARE, HardwareOptions
 from hpu_duo.config.limits import CARD_LIMITS, CacheConfig, SchedulerConfig
 
@@ -18,6 +16,8 @@ if TYPE_CHECKING:
     from hpu_duo.lab.simulate.forecast import Forecast
     from hpu_duo.lab.simulate.server import SimulatedServer
     from hpu_duo.lab.traces import Session
+
+_hardware_option = option_in(HARDWARE)
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,13 @@ class MachineOptions:
             "Directory with config.json, or the file.", needs_weights=False, show_default="see --step-times"
         ),
     ] = None
-    hardware: Annotated[str, typer.Option(help="gaudi2 or gaudi3.", rich_help_panel=HARDWARE)] = "gaudi3"
+    hardware: Annotated[str, _hardware_option("gaudi2 or gaudi3.")] = "gaudi3"
     step_times: Annotated[
         Path | None,
-        typer.Option(
+        _hardware_option(
+            "Times of steps that hpu-duo bench steps measured, instead of a model on Gaudi.",
             metavar="FILE",
-            help="Times of steps that hpu-duo bench steps measured, instead of a model on Gaudi.",
             show_default="the cost model of Gaudi",
-            rich_help_panel=HARDWARE,
         ),
     ] = None
 
@@ -152,7 +151,7 @@ class ServedLimits:
         return replace(limits, **given)
 
 
-_REPLICAS = "Replicas"
+_replicas_option = option_in("Replicas")
 _DEFAULT = "e2"
 
 
@@ -162,42 +161,30 @@ class ReplicaOptions:
 
     replicas: Annotated[
         int | None,
-        typer.Option(
-            help="Engines behind a router, each on devices of its own.",
-            show_default="one engine, no router",
-            rich_help_panel=_REPLICAS,
+        _replicas_option(
+            "Engines behind a router, each on devices of its own.", show_default="one engine, no router"
         ),
     ] = None
     router: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME[:OPTION=VALUE,...]",
-            help="Routers to run side by side: e2, d2lpm, cache-aware, least-loaded or round-robin; "
+        _replicas_option(
+            "Routers to run side by side: e2, d2lpm, cache-aware, least-loaded or round-robin; "
             "docs/replicas.md has their options.",
+            metavar="NAME[:OPTION=VALUE,...]",
             show_default=_DEFAULT,
-            rich_help_panel=_REPLICAS,
         ),
     ] = None
     lose_replica: Annotated[
         list[str] | None,
-        typer.Option(
+        _replicas_option(
+            "Lose a replica at a time, numbered from 0; its requests are sent again.",
             metavar="NUMBER@SECONDS",
-            help="Lose a replica at a time, numbered from 0; its requests are sent again.",
             show_default="none is lost",
-            rich_help_panel=_REPLICAS,
         ),
     ] = None
-    restart_seconds: Annotated[
-        float,
-        typer.Option(help="Time until a lost replica serves again.", rich_help_panel=_REPLICAS),
-    ] = 60.0
+    restart_seconds: Annotated[float, _replicas_option("Time until a lost replica serves again.")] = 60.0
     stale_prefixes: Annotated[
-        bool,
-        typer.Option(
-            "--stale-prefixes",
-            help="Do not report the cached tokens of prompts to routers.",
-            rich_help_panel=_REPLICAS,
-        ),
+        bool, _replicas_option("Do not report the cached tokens of prompts to routers.", "--stale-prefixes")
     ] = False
 
     @property
@@ -231,7 +218,7 @@ class ReplicaOptions:
         return [Fleet(self.replicas, name, losses, not self.stale_prefixes) for name in routers]
 
 
-_REQUESTS = "Requests"
+_requests_option = option_in("Requests")
 _DEFAULT_NUM = 1000
 
 
@@ -256,83 +243,61 @@ class RequestOptions:
 
     workload: Annotated[
         str,
-        typer.Option(
-            metavar="NAME[:OPTION=VALUE,...]",
-            help="poisson, bursts, chats, agents, documents or flood, such as chats:turns=8,outputs=300~0.8; "
+        _requests_option(
+            "poisson, bursts, chats, agents, documents or flood, such as chats:turns=8,outputs=300~0.8; "
             "docs/simulate.md has the options.",
-            rich_help_panel=_REQUESTS,
+            metavar="NAME[:OPTION=VALUE,...]",
         ),
     ] = "poisson"
     trace: Annotated[
         Path | None,
-        typer.Option(
+        _requests_option(
+            "Requests of a trace: BurstGPT or Azure CSV, Mooncake JSON lines, ShareGPT JSON.",
             metavar="FILE",
-            help="Requests of a trace: BurstGPT or Azure CSV, Mooncake JSON lines, ShareGPT JSON.",
             show_default="drawn by --workload",
-            rich_help_panel=_REQUESTS,
         ),
     ] = None
     trace_format: Annotated[
-        str | None,
-        typer.Option(
-            help="burstgpt, azure, mooncake or sharegpt.", show_default="found out", rich_help_panel=_REQUESTS
-        ),
+        str | None, _requests_option("burstgpt, azure, mooncake or sharegpt.", show_default="found out")
     ] = None
     tokenizer: Annotated[
         Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="tokenizer.json or its directory, which counts the tokens of ShareGPT.",
-            rich_help_panel=_REQUESTS,
+        _requests_option(
+            "tokenizer.json or its directory, which counts the tokens of ShareGPT.", metavar="PATH"
         ),
     ] = None
     num_requests: Annotated[
-        int | None,
-        typer.Option(
-            help="Requests to serve.",
-            show_default=f"{_DEFAULT_NUM}, or the whole trace",
-            rich_help_panel=_REQUESTS,
-        ),
+        int | None, _requests_option("Requests to serve.", show_default=f"{_DEFAULT_NUM}, or the whole trace")
     ] = None
     request_rate: Annotated[
         float | None,
-        typer.Option(
-            help="Requests of a trace per second, at random times; inf for all at once.",
+        _requests_option(
+            "Requests of a trace per second, at random times; inf for all at once.",
             show_default="the times of the trace",
-            rich_help_panel=_REQUESTS,
         ),
     ] = None
     burstiness: Annotated[
         float,
-        typer.Option(
-            help="With --request-rate, the shape of the gamma distribution of gaps: 1 is Poisson, less comes "
-            "in bursts.",
-            rich_help_panel=_REQUESTS,
+        _requests_option(
+            "With --request-rate, the shape of the gamma distribution of gaps: 1 is Poisson, less comes "
+            "in bursts."
         ),
     ] = 1.0
-    speed: Annotated[
-        float, typer.Option(help="How many times as fast a trace is run.", rich_help_panel=_REQUESTS)
-    ] = 1.0
-    length_scale: Annotated[
-        float, typer.Option(help="Multiplies all lengths of a trace.", rich_help_panel=_REQUESTS)
-    ] = 1.0
+    speed: Annotated[float, _requests_option("How many times as fast a trace is run.")] = 1.0
+    length_scale: Annotated[float, _requests_option("Multiplies all lengths of a trace.")] = 1.0
     length_error: Annotated[
         float,
-        typer.Option(
-            help=(
-                "Spread of the error of expected output lengths, as the standard deviation of the "
-                "logarithm; 0 = exact lengths."
-            ),
-            rich_help_panel=_REQUESTS,
+        _requests_option(
+            "Spread of the error of expected output lengths, as the standard deviation of the "
+            "logarithm; 0 = exact lengths."
         ),
     ] = 0.0
     ranker: Annotated[
         Path | None,
-        typer.Option(
+        _requests_option(
+            "Ranker of hpu-duo train-ranker, for policies that need one.",
             metavar="DIR",
-            help="Ranker of hpu-duo train-ranker, for policies that need one.",
             show_default="the expected lengths of outputs",
-            rich_help_panel=_REQUESTS,
         ),
     ] = None
 

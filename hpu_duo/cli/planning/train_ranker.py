@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from hpu_duo.cli.options import Json, Seed, grouped
+from hpu_duo.cli.options import Json, Seed, grouped, option_in
 from hpu_duo.cli.terminal import user_errors
 
 if TYPE_CHECKING:
     from hpu_duo.lab.ranker_training import Examples, TrainingReport
     from hpu_duo.scheduling.ranker import Ranker
 
-_TRAFFIC, _MODEL, _TRAINING = "Traffic", "Model", "Training"
+
+_traffic_option = option_in("Traffic")
+_model_option = option_in("Model")
+_training_option = option_in("Training")
 _LINEAR_RATE, _ENCODER_RATE = 0.01, 2e-5
 
 
@@ -26,24 +29,17 @@ class TrafficOptions:
     """Options of what is learned from."""
 
     trace_format: Annotated[
-        str | None,
-        typer.Option(
-            help="burstgpt, azure, mooncake or sharegpt.",
-            show_default="found out",
-            rich_help_panel=_TRAFFIC,
-        ),
+        str | None, _traffic_option("burstgpt, azure, mooncake or sharegpt.", show_default="found out")
     ] = None
     tokenizer: Annotated[
         Path | None,
-        typer.Option(
-            help="tokenizer.json or its directory, of the model that will be served; for traces with texts.",
+        _traffic_option(
+            "tokenizer.json or its directory, of the model that will be served; for traces with texts.",
             show_default="none",
-            rich_help_panel=_TRAFFIC,
         ),
     ] = None
     num_requests: Annotated[
-        int | None,
-        typer.Option(help="Most requests to read.", show_default="the whole trace", rich_help_panel=_TRAFFIC),
+        int | None, _traffic_option("Most requests to read.", show_default="the whole trace")
     ] = None
 
     def examples(self, trace: Path) -> Examples:
@@ -69,21 +65,16 @@ class ModelOptions:
 
     model: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Directory with the config.json of an encoder or a decoder such as OPT, and its weights, if "
+        _model_option(
+            "Directory with the config.json of an encoder or a decoder such as OPT, and its weights, if "
             "there are any.",
+            metavar="DIR",
             show_default="a linear model",
-            rich_help_panel=_MODEL,
         ),
     ] = None
     max_tokens: Annotated[
         int | None,
-        typer.Option(
-            help="Tokens of a prompt to use.",
-            show_default="512 for a linear model, else 2048",
-            rich_help_panel=_MODEL,
-        ),
+        _model_option("Tokens of a prompt to use.", show_default="512 for a linear model, else 2048"),
     ] = None
 
     def ranker(self, seed: int) -> Ranker:
@@ -105,27 +96,16 @@ class ModelOptions:
 class TrainingOptions:
     """Options of how it learns."""
 
-    epochs: Annotated[
-        int, typer.Option(help="Times that every request is seen.", rich_help_panel=_TRAINING)
-    ] = 5
-    list_len: Annotated[
-        int, typer.Option(help="Requests that are ranked together.", rich_help_panel=_TRAINING)
-    ] = 32
+    epochs: Annotated[int, _training_option("Times that every request is seen.")] = 5
+    list_len: Annotated[int, _training_option("Requests that are ranked together.")] = 32
     learning_rate: Annotated[
         float | None,
-        typer.Option(
-            help="Learning rate of Adam.",
+        _training_option(
+            "Learning rate of Adam.",
             show_default=f"{_LINEAR_RATE:g} for a linear model, else {_ENCODER_RATE:g}",
-            rich_help_panel=_TRAINING,
         ),
     ] = None
-    held_out: Annotated[
-        float,
-        typer.Option(
-            help="Share of held-out requests, for the evaluation.",
-            rich_help_panel=_TRAINING,
-        ),
-    ] = 0.1
+    held_out: Annotated[float, _training_option("Share of held-out requests, for the evaluation.")] = 0.1
 
 
 @grouped

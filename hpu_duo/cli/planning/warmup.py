@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hpu_duo.cli import options as opt
-from hpu_duo.cli.options import Only, grouped, load_model
+from hpu_duo.cli.options import Only, grouped, load_model, option_in
 from hpu_duo.cli.terminal import show_bytes, user_errors
 from hpu_duo.config.overrides import EngineOverrides
 from hpu_duo.writable import check_file
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from hpu_duo.startup.warm_up import WarmUp, WarmUpReport
     from hpu_duo.startup.warm_up_estimate import Estimate, WarmUpBudget
 
-_TABLE = "Table"
-_BUDGET = "Budget"
-_OUTPUT = "Output"
+_table_option = option_in("Table")
+_budget_option = option_in("Budget")
+_output_option = option_in("Output")
 _Offered = Annotated[
     EngineOverrides,
     Only(
@@ -55,91 +55,65 @@ def warmup(
     model: opt.Model = None,
     graphs_budget: Annotated[
         int | None,
-        typer.Option(
-            help="Plan a table of at most this number of shapes for these limits.",
-            show_default="not planned",
-            rich_help_panel=_TABLE,
+        _table_option(
+            "Plan a table of at most this number of shapes for these limits.", show_default="not planned"
         ),
     ] = None,
     from_shapes: Annotated[
         list[Path] | None,
-        typer.Option(
+        _table_option(
+            "Plan for shapes that --record-shapes wrote; repeat for several.",
             metavar="FILE",
-            help="Plan for shapes that --record-shapes wrote; repeat for several.",
             show_default="a stated guess about traffic",
-            rich_help_panel=_TABLE,
         ),
     ] = None,
     replay: Annotated[
         Path | None,
-        typer.Option(
+        _table_option(
+            "Manifest whose table to warm up, exactly, if it is for this configuration.",
             metavar="FILE",
-            help="Manifest whose table to warm up, exactly, if it is for this configuration.",
             show_default="no manifest",
-            rich_help_panel=_TABLE,
         ),
     ] = None,
     phases: Annotated[
         str | None,
-        typer.Option(
-            metavar="LIST",
-            help="Only shapes of these phases, such as --u,cs- or u,cs.",
-            show_default="all",
-            rich_help_panel=_TABLE,
+        _table_option(
+            "Only shapes of these phases, such as --u,cs- or u,cs.", metavar="LIST", show_default="all"
         ),
     ] = None,
     max_graphs: Annotated[
-        int | None,
-        typer.Option(help="Refuse to capture more shapes.", show_default="no bound", rich_help_panel=_BUDGET),
+        int | None, _budget_option("Refuse to capture more shapes.", show_default="no bound")
     ] = None,
     max_seconds: Annotated[
-        float | None,
-        typer.Option(
-            help="Fail if it may take longer, and stop there.",
-            show_default="no bound",
-            rich_help_panel=_BUDGET,
-        ),
+        float | None, _budget_option("Fail if it may take longer, and stop there.", show_default="no bound")
     ] = None,
     max_gib: Annotated[
         float | None,
-        typer.Option(
-            help="Fail if it may need more memory, and stop there.",
-            show_default="no bound",
-            rich_help_panel=_BUDGET,
-        ),
+        _budget_option("Fail if it may need more memory, and stop there.", show_default="no bound"),
     ] = None,
     manifest: Annotated[
         Path | None,
-        typer.Option(
+        _output_option(
+            "Write the table and the cost of each graph, after each graph; costs of an existing "
+            "file improve the estimate.",
             metavar="FILE",
-            help=(
-                "Write the table and the cost of each graph, after each graph; costs of an existing "
-                "file improve the estimate."
-            ),
             show_default="not written",
-            rich_help_panel=_OUTPUT,
         ),
     ] = None,
     jobs: Annotated[
         int,
-        typer.Option(
+        _budget_option(
+            "Processes that compile side by side into the compiler's cache on disk, this one included: "
+            "each loads the model, and on HPU takes a card.",
             min=1,
-            help=(
-                "Processes that compile side by side into the compiler's cache on disk, this one included: "
-                "each loads the model, and on HPU takes a card."
-            ),
-            rich_help_panel=_BUDGET,
         ),
     ] = 1,
     resume: Annotated[
         bool,
-        typer.Option(
+        _output_option(
+            "Skip shapes that an earlier warm-up with the same --manifest or --replay has left in the "
+            "compiler's cache on disk, such as one that was killed.",
             "--resume/--no-resume",
-            help=(
-                "Skip shapes that an earlier warm-up with the same --manifest or --replay has left in the "
-                "compiler's cache on disk, such as one that was killed."
-            ),
-            rich_help_panel=_OUTPUT,
         ),
     ] = True,
     dry_run: Annotated[

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hpu_duo.cli.options import Json, ManyValues, Seed, grouped
+from hpu_duo.cli.options import Json, ManyValues, Seed, grouped, option_in
 from hpu_duo.cli.terminal import INTERRUPTED, user_errors
 from hpu_duo.extras import install_command
 from hpu_duo.writable import check_file
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hpu_duo.lab.load import LoadRun, Outcome, Summary
     from hpu_duo.lab.load.texts import Texts
     from hpu_duo.lab.traces import Arrival, PromptIds, Rate
+
 
 _NAMES = {
     "ttft": "time to first token",
@@ -138,7 +139,9 @@ def notes(run: LoadRun, summary: Summary, *, is_open: bool) -> list[str]:
 
 
 _DEFAULT_NUM = 1000
-_TARGET, _WORK, _PACE = "Server", "Requests", "Pace"
+_target_option = option_in("Server")
+_work_option = option_in("Requests")
+_pace_option = option_in("Pace")
 """Names of panels of the help."""
 
 
@@ -146,45 +149,26 @@ _TARGET, _WORK, _PACE = "Server", "Requests", "Pace"
 class TargetOptions:
     """Options of the server and of its requests."""
 
-    base_url: Annotated[str, typer.Option(help="Address of the server.", rich_help_panel=_TARGET)] = (
-        "http://127.0.0.1:8000"
-    )
-    endpoint: Annotated[
-        str, typer.Option(help="/v1/completions or /v1/chat/completions.", rich_help_panel=_TARGET)
-    ] = "/v1/completions"
+    base_url: Annotated[str, _target_option("Address of the server.")] = "http://127.0.0.1:8000"
+    endpoint: Annotated[str, _target_option("/v1/completions or /v1/chat/completions.")] = "/v1/completions"
     model: Annotated[
-        str | None,
-        typer.Option(
-            help="Model by the server's name.", show_default="its first one", rich_help_panel=_TARGET
-        ),
+        str | None, _target_option("Model by the server's name.", show_default="its first one")
     ] = None
     api_key: Annotated[
         str | None,
-        typer.Option(
+        _target_option(
+            "Key to send; better in the environment than on the command line.",
             envvar="OPENAI_API_KEY",
-            help="Key to send; better in the environment than on the command line.",
             show_default="none",
-            rich_help_panel=_TARGET,
         ),
     ] = None
     header: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE",
-            help="Further header; repeatable.",
-            show_default="none",
-            rich_help_panel=_TARGET,
-        ),
+        _target_option("Further header; repeatable.", metavar="NAME=VALUE", show_default="none"),
     ] = None
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Accept any TLS certificate.", rich_help_panel=_TARGET)
-    ] = False
-    request_timeout: Annotated[
-        float, typer.Option(help="Timeout of a request in seconds.", rich_help_panel=_TARGET)
-    ] = 21600.0
-    ready_timeout: Annotated[
-        float, typer.Option(help="Seconds to wait for a server that starts.", rich_help_panel=_TARGET)
-    ] = 0.0
+    insecure: Annotated[bool, _target_option("Accept any TLS certificate.", "--insecure")] = False
+    request_timeout: Annotated[float, _target_option("Timeout of a request in seconds.")] = 21600.0
+    ready_timeout: Annotated[float, _target_option("Seconds to wait for a server that starts.")] = 0.0
 
     def headers(self) -> dict[str, str]:
         """Headers of every request.
@@ -209,62 +193,39 @@ class WorkOptions:
 
     trace: Annotated[
         Path | None,
-        typer.Option(
+        _work_option(
+            "Requests of a trace: BurstGPT or Azure CSV, Mooncake JSON lines, ShareGPT JSON.",
             metavar="FILE",
-            help="Requests of a trace: BurstGPT or Azure CSV, Mooncake JSON lines, ShareGPT JSON.",
             show_default="random requests",
-            rich_help_panel=_WORK,
         ),
     ] = None
     trace_format: Annotated[
-        str | None,
-        typer.Option(
-            help="burstgpt, azure, mooncake or sharegpt.", show_default="found out", rich_help_panel=_WORK
-        ),
+        str | None, _work_option("burstgpt, azure, mooncake or sharegpt.", show_default="found out")
     ] = None
     num_prompts: Annotated[
-        int | None,
-        typer.Option(
-            help="Requests to send.",
-            show_default=f"{_DEFAULT_NUM}, or the whole trace",
-            rich_help_panel=_WORK,
-        ),
+        int | None, _work_option("Requests to send.", show_default=f"{_DEFAULT_NUM}, or the whole trace")
     ] = None
-    input_len: Annotated[int, typer.Option(help="Tokens of random prompts.", rich_help_panel=_WORK)] = 1024
-    output_len: Annotated[int, typer.Option(help="Tokens of their outputs.", rich_help_panel=_WORK)] = 128
-    range_ratio: Annotated[
-        float,
-        typer.Option(help="Lengths differ from these by up to this share.", rich_help_panel=_WORK),
-    ] = 0.0
-    prefix_len: Annotated[
-        int, typer.Option(help="Tokens that prompts share, in front of their own.", rich_help_panel=_WORK)
-    ] = 0
-    num_prefixes: Annotated[int, typer.Option(help="Different shared beginnings.", rich_help_panel=_WORK)] = 1
-    length_scale: Annotated[
-        float, typer.Option(help="Multiplies all lengths of a trace.", rich_help_panel=_WORK)
-    ] = 1.0
+    input_len: Annotated[int, _work_option("Tokens of random prompts.")] = 1024
+    output_len: Annotated[int, _work_option("Tokens of their outputs.")] = 128
+    range_ratio: Annotated[float, _work_option("Lengths differ from these by up to this share.")] = 0.0
+    prefix_len: Annotated[int, _work_option("Tokens that prompts share, in front of their own.")] = 0
+    num_prefixes: Annotated[int, _work_option("Different shared beginnings.")] = 1
+    length_scale: Annotated[float, _work_option("Multiplies all lengths of a trace.")] = 1.0
     max_total_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Leave out longer requests.", show_default="none is left out", rich_help_panel=_WORK
-        ),
+        int | None, _work_option("Leave out longer requests.", show_default="none is left out")
     ] = None
     tokenizer: Annotated[
         Path | None,
-        typer.Option(
+        _work_option(
+            "tokenizer.json or its directory: prompts are sent as texts.",
             metavar="PATH",
-            help="tokenizer.json or its directory: prompts are sent as texts.",
             show_default="prompts are sent as token ids",
-            rich_help_panel=_WORK,
         ),
     ] = None
     token_ids: Annotated[
         str,
-        typer.Option(
-            metavar="FIRST:END",
-            help="Ids of random prompts.",
-            show_default="300:1000, or those of --tokenizer",
-            rich_help_panel=_WORK,
+        _work_option(
+            "Ids of random prompts.", metavar="FIRST:END", show_default="300:1000, or those of --tokenizer"
         ),
     ] = ""
 
@@ -345,34 +306,21 @@ class PaceOptions:
 
     request_rate: Annotated[
         float | None,
-        typer.Option(
-            help="Requests per second, or inf for all at once.",
-            show_default="inf, or the times of the trace",
-            rich_help_panel=_PACE,
+        _pace_option(
+            "Requests per second, or inf for all at once.", show_default="inf, or the times of the trace"
         ),
     ] = None
     burstiness: Annotated[
-        float,
-        typer.Option(
-            help="Shape of the gamma distribution of gaps: 1 is Poisson, less comes in bursts.",
-            rich_help_panel=_PACE,
-        ),
+        float, _pace_option("Shape of the gamma distribution of gaps: 1 is Poisson, less comes in bursts.")
     ] = 1.0
-    speed: Annotated[
-        float, typer.Option(help="How many times as fast a trace is run.", rich_help_panel=_PACE)
-    ] = 1.0
+    speed: Annotated[float, _pace_option("How many times as fast a trace is run.")] = 1.0
     max_concurrency: Annotated[
         int | None,
-        typer.Option(
-            help="Most concurrent requests; others wait in the client.",
-            show_default="no limit: the loop is open",
-            rich_help_panel=_PACE,
+        _pace_option(
+            "Most concurrent requests; others wait in the client.", show_default="no limit: the loop is open"
         ),
     ] = None
-    num_warmups: Annotated[
-        int,
-        typer.Option(min=0, help="Requests sent before, that do not count.", rich_help_panel=_PACE),
-    ] = 1
+    num_warmups: Annotated[int, _pace_option("Requests sent before, that do not count.", min=0)] = 1
 
     def rate(self) -> Rate:
         """The rate at which requests come by themselves.

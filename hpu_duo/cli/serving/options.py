@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from hpu_duo.cli.options import SettingsOf
+from hpu_duo.cli.options import SettingsOf, option_in
 from hpu_duo.extras import install_command
 from hpu_duo.server.config import CALLS, LISTENING, OBSERVABILITY, ServerConfig
 from hpu_duo.writable import check_file
@@ -23,22 +23,23 @@ if TYPE_CHECKING:
     from hpu_duo.server.telemetry.request_log import RequestLog
     from hpu_duo.server.telemetry.tracing import Tracing
 
+_calls_option = option_in(CALLS)
+_listening_option = option_in(LISTENING)
+_observability_option = option_in(OBSERVABILITY)
+
 
 @dataclass(frozen=True)
 class ListeningOptions:
     """Options of where a server listens, and who may call."""
 
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 for all.", rich_help_panel=LISTENING)
-    ] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="Port; 0 = any free one.", rich_help_panel=LISTENING)] = 8000
+    host: Annotated[str, _listening_option("Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
+    port: Annotated[int, _listening_option("Port; 0 = any free one.")] = 8000
     fd: Annotated[
         int | None,
-        typer.Option(
+        _listening_option(
+            "Listen on this bound socket, which the parent process has bound, instead of --port.",
             metavar="NUMBER",
-            help="Listen on this bound socket, which the parent process has bound, instead of --port.",
             show_default="none",
-            rich_help_panel=LISTENING,
         ),
     ] = None
     ends_with_stdin: Annotated[
@@ -46,80 +47,58 @@ class ListeningOptions:
     ] = False
     api_key: Annotated[
         list[str] | None,
-        typer.Option(
+        _listening_option(
+            "Callers must have one of these keys; repeat for several.",
             envvar="HPU_DUO_API_KEY",
             metavar="KEY",
-            help="Callers must have one of these keys; repeat for several.",
             show_default="everybody may call",
-            rich_help_panel=LISTENING,
         ),
     ] = None
     api_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="File with one key in each line.",
-            show_default="none",
-            rich_help_panel=LISTENING,
-        ),
+        Path | None, _listening_option("File with one key in each line.", metavar="FILE", show_default="none")
     ] = None
     metrics_api_key: Annotated[
         list[str] | None,
-        typer.Option(
+        _listening_option(
+            "Who reads /metrics and /stats must have one of these keys; repeat for several.",
             envvar="HPU_DUO_METRICS_API_KEY",
             metavar="KEY",
-            help="Who reads /metrics and /stats must have one of these keys; repeat for several.",
             show_default="everybody may read them",
-            rich_help_panel=LISTENING,
         ),
     ] = None
     allowed_origin: Annotated[
         list[str] | None,
-        typer.Option(
+        _listening_option(
+            "Pages from there may call (CORS); repeat for several, * for all.",
             metavar="URL",
-            help="Pages from there may call (CORS); repeat for several, * for all.",
             show_default="none",
-            rich_help_panel=LISTENING,
         ),
     ] = None
     ssl_certfile: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Certificate, to be called by https.",
-            show_default="none",
-            rich_help_panel=LISTENING,
-        ),
+        _listening_option("Certificate, to be called by https.", metavar="FILE", show_default="none"),
     ] = None
     ssl_keyfile: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Its key.", show_default="none", rich_help_panel=LISTENING),
+        Path | None, _listening_option("Its key.", metavar="FILE", show_default="none")
     ] = None
     ssl_keyfile_password: Annotated[
         str | None,
-        typer.Option(
-            envvar="HPU_DUO_SSL_KEYFILE_PASSWORD",
-            help="The key's password.",
-            show_default="none",
-            rich_help_panel=LISTENING,
-        ),
+        _listening_option("The key's password.", envvar="HPU_DUO_SSL_KEYFILE_PASSWORD", show_default="none"),
     ] = None
     ssl_ca_certs: Annotated[
         Path | None,
-        typer.Option(
+        _listening_option(
+            "Callers must have a certificate of one of these authorities.",
             metavar="FILE",
-            help="Callers must have a certificate of one of these authorities.",
             show_default="none",
-            rich_help_panel=LISTENING,
         ),
     ] = None
 
     max_unauthenticated_connections: Annotated[
         int,
-        typer.Option(
-            help="Connections of one address without a call that has a key, or without keys without a call; "
-            "with more, the one that waits longest is closed.",
-            rich_help_panel=LISTENING,
+        _listening_option(
+            "Connections of one address without a call that has a key, or without keys without a call; "
+            "with more, the one that waits longest is closed."
         ),
     ] = 4096
 
@@ -185,25 +164,22 @@ class ObservabilityOptions:
 
     log_requests: Annotated[
         Path | None,
-        typer.Option(
+        _observability_option(
+            "Append a line of JSON for each call, without prompts and answers; - for standard output.",
             metavar="FILE",
-            help="Append a line of JSON for each call, without prompts and answers; - for standard output.",
             show_default="not logged",
-            rich_help_panel=OBSERVABILITY,
         ),
     ] = None
-    log_prompts: Annotated[
-        bool,
-        typer.Option("--log-prompts", help="Write prompts into it as well.", rich_help_panel=OBSERVABILITY),
-    ] = False
+    log_prompts: Annotated[bool, _observability_option("Write prompts into it as well.", "--log-prompts")] = (
+        False
+    )
     otlp_traces_endpoint: Annotated[
         str | None,
-        typer.Option(
+        _observability_option(
+            "Send a span for each call there, by OTLP over HTTP.",
             envvar="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
             metavar="URL",
-            help="Send a span for each call there, by OTLP over HTTP.",
             show_default="no traces",
-            rich_help_panel=OBSERVABILITY,
         ),
     ] = None
 
@@ -252,24 +228,17 @@ class CallOptions:
 
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(
+        _calls_option(
+            "Name of the model in the API; repeat for several.",
             metavar="NAME",
-            help="Name of the model in the API; repeat for several.",
             show_default="its id on the hub, or that of its directory",
-            rich_help_panel=CALLS,
         ),
     ] = None
     chat_template: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Chat template.", show_default="the checkpoint's", rich_help_panel=CALLS
-        ),
+        Path | None, _calls_option("Chat template.", metavar="FILE", show_default="the checkpoint's")
     ] = None
     generation_config: Annotated[
-        str,
-        typer.Option(
-            help="Defaults of sampling: auto (the checkpoint's) or none (the API's).", rich_help_panel=CALLS
-        ),
+        str, _calls_option("Defaults of sampling: auto (the checkpoint's) or none (the API's).")
     ] = "auto"
 
     def config(
@@ -311,7 +280,7 @@ def _read_template(file: Path) -> str:
         raise ValueError(f"cannot read --chat-template {file}: {error}") from error
 
 
-_REPLICAS = "Replicas"
+_replicas_option = option_in("Replicas")
 
 _OF_THE_FRONT = frozenset(
     (
@@ -332,30 +301,25 @@ class ServedReplicas:
 
     replicas: Annotated[
         int | None,
-        typer.Option(
-            help="Number of processes of this command, each with devices of its own, behind one address.",
+        _replicas_option(
+            "Number of processes of this command, each with devices of its own, behind one address.",
             show_default="one process",
-            rich_help_panel=_REPLICAS,
         ),
     ] = None
     router: Annotated[
         str | None,
-        typer.Option(
+        _replicas_option(
+            "With --replicas, the router of calls: e2, d2lpm, cache-aware, least-loaded or "
+            "round-robin; docs/replicas.md has the options.",
             metavar="NAME[:OPTION=VALUE,...]",
-            help=(
-                "With --replicas, the router of calls: e2, d2lpm, cache-aware, least-loaded or "
-                "round-robin; docs/replicas.md has the options."
-            ),
             show_default="e2",
-            rich_help_panel=_REPLICAS,
         ),
     ] = None
     replica_load_seconds: Annotated[
         float | None,
-        typer.Option(
-            help="Seconds in which a replica has to have read its model, before it is started again.",
+        _replicas_option(
+            "Seconds in which a replica has to have read its model, before it is started again.",
             show_default="3600",
-            rich_help_panel=_REPLICAS,
         ),
     ] = None
 
@@ -416,7 +380,7 @@ def replica_arguments(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-_PROFILE = "Profile"
+_profile_option = option_in("Profile")
 
 
 class StepProfiler(Protocol):
@@ -459,22 +423,16 @@ class ProfileOptions:
 
     profile_steps: Annotated[
         int | None,
-        typer.Option(
+        _profile_option(
+            "Profile this number of steps after the warm-up, and write one trace.",
             metavar="N",
-            help="Profile this number of steps after the warm-up, and write one trace.",
             show_default="none",
-            rich_help_panel=_PROFILE,
         ),
     ] = None
     profile_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Directory for the trace.", show_default="none", rich_help_panel=_PROFILE
-        ),
+        Path | None, _profile_option("Directory for the trace.", metavar="DIR", show_default="none")
     ] = None
-    profile_after: Annotated[
-        int, typer.Option(help="Steps that are left out before them.", rich_help_panel=_PROFILE)
-    ] = 1
+    profile_after: Annotated[int, _profile_option("Steps that are left out before them.")] = 1
 
     def check(self) -> None:
         """Refuse what does not fit together; needs no torch.

@@ -14,7 +14,16 @@ import typer
 from rich.console import Console
 
 from hpu_duo.cli import options as opt
-from hpu_duo.cli.options import STDIN, decoded, encode, grouped, load_model, read_prompts, tokenizer_of
+from hpu_duo.cli.options import (
+    STDIN,
+    decoded,
+    encode,
+    grouped,
+    load_model,
+    option_in,
+    read_prompts,
+    tokenizer_of,
+)
 from hpu_duo.cli.terminal import INTERRUPTED, user_errors
 from hpu_duo.cli.text.run import LiveView, Run, RunReport, run_fields, run_table
 from hpu_duo.writable import check_file
@@ -116,7 +125,7 @@ def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     return before, after
 
 
-_SAMPLING = "Sampling"
+_sampling_option = option_in("Sampling")
 
 
 @grouped
@@ -148,34 +157,17 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate for each prompt.")] = 128,
     as_json: opt.Json = False,
     seed: opt.Seed = 0,
-    temperature: Annotated[
-        float, typer.Option(help="0 = the likeliest token.", rich_help_panel=_SAMPLING)
-    ] = 0.0,
-    top_k: Annotated[
-        int | None, typer.Option(help="Draw from the k likeliest tokens.", rich_help_panel=_SAMPLING)
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Draw from the likeliest tokens of this mass.", rich_help_panel=_SAMPLING),
-    ] = None,
+    temperature: Annotated[float, _sampling_option("0 = the likeliest token.")] = 0.0,
+    top_k: Annotated[int | None, _sampling_option("Draw from the k likeliest tokens.")] = None,
+    top_p: Annotated[float | None, _sampling_option("Draw from the likeliest tokens of this mass.")] = None,
     min_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Drop tokens less likely than this times the likeliest.", rich_help_panel=_SAMPLING
-        ),
+        float | None, _sampling_option("Drop tokens less likely than this times the likeliest.")
     ] = None,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1 discourages repetition.", rich_help_panel=_SAMPLING)
-    ] = 1.0,
+    repetition_penalty: Annotated[float, _sampling_option("Above 1 discourages repetition.")] = 1.0,
     stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TEXT", help="Text that ends the output; repeatable.", rich_help_panel=_SAMPLING
-        ),
+        list[str] | None, _sampling_option("Text that ends the output; repeatable.", metavar="TEXT")
     ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Continue after an end token.", rich_help_panel=_SAMPLING)
-    ] = False,
+    ignore_eos: Annotated[bool, _sampling_option("Continue after an end token.", "--ignore-eos")] = False,
     engine: opt.Engine,
 ) -> None:
     """Continue one prompt, streaming its text, or several of them in one batch.
