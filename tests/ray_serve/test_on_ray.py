@@ -18,7 +18,6 @@ from hpu_duo import HPUDuoModel
 from hpu_duo.builtin import MODEL_DIR
 from tests.replicas.streams import texts_and_ends
 from tests.server.live import live
-from tests.tiers import every
 
 if TYPE_CHECKING:
     from tests.ray_serve.clusters import Cluster
@@ -105,9 +104,8 @@ def test_answers_are_those_of_a_server_alone_and_prefixes_stay_together(
     assert cluster.counted("router_broken_answers_total") == 0
 
 
-@pytest.mark.parametrize(
-    "router", every(2, ["d2lpm:quantum=1000000,min_cached=0", "cache-aware:min_cached=0"])
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("router", ["d2lpm:quantum=1000000,min_cached=0", "cache-aware:min_cached=0"])
 def test_other_routers_by_prefix_find_beginnings_again(router: str, cluster: Cluster, expected: str) -> None:
     # The replicas of the test before: only the ingress starts anew.
     cluster.deploy(num_replicas=2, router=router)

@@ -91,7 +91,13 @@ def two_replicas(options: str = "", *, tells_errors: bool = False) -> Iterator[S
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        pytest.param(signal.SIGKILL, id="killed", marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGSTOP, id="hung"),
+    ],
+)
 def test_a_replica_that_is_lost_takes_no_answer_for_complete_and_comes_back(harm: signal.Signals) -> None:
     with two_replicas() as served:
         whole = served.answer()
