@@ -1,6 +1,7 @@
 """The open loop: nobody waits for anybody, unless asked to, and an interrupted run keeps what it has."""
 
 import asyncio
+import gc
 import json
 import signal
 from collections.abc import Callable
@@ -109,6 +110,18 @@ def test_a_failure_is_an_outcome_among_others(serve: Serve) -> None:
     )
     run = measure(server.address, burst(6))
     assert [outcome.kind for outcome in run.outcomes] == ["whole", "status 503"] * 3
+
+
+def test_a_run_leaves_as_many_objects_out_of_collections_as_before(serve: Serve) -> None:
+    server = serve(one_token)
+    try:
+        gc.unfreeze()
+        measure(server.address, burst(1))
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()  # as conftest.py has left it
+    measure(server.address, burst(1))
+    assert gc.get_freeze_count() > 0
 
 
 def test_ctrl_c_ends_a_run_and_keeps_what_has_come(serve: Serve) -> None:
