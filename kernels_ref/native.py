@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import BoundedSemaphore, Lock
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -26,15 +27,23 @@ class BuildError(RuntimeError):
     """Sources could not be built; the message has the reason."""
 
 
+class Unit(NamedTuple):
+    """A source to compile, and options for the compiler beside those of its library."""
+
+    source: Path
+    options: tuple[str, ...] = ()
+
+
 def compiler() -> str | None:
     """The C++ compiler that would be used, or None when there is none on the path."""
     return next((found for found in map(shutil.which, COMPILERS) if found), None)
 
 
-def build(name: str, sources: Sequence[Path], options: Sequence[str] = ()) -> Path:
+def build(name: str, sources: Sequence[Path | Unit], options: Sequence[str] = ()) -> Path:
     """The shared library of some sources, in torch's folder for extensions; they are compiled side by side.
 
-    It is built again when a source, a header beside one, an option, the compiler's path or torch changes.
+    A source may be there several times, with different options. The library is built again when a source, a
+    header beside one, an option, the compiler's path or torch changes.
     Threads that build the same library wait for the first of them, and at most as many compilers run at a
     time as the machine has cores.
 
@@ -54,9 +63,11 @@ def build(name: str, sources: Sequence[Path], options: Sequence[str] = ()) -> Pa
         raise BuildError(f"no C++ compiler is on the path ({', '.join(COMPILERS)})")
     abi = int(torch.compiled_with_cxx11_abi())
     command = [program, "-fPIC", "-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *options]
-    headers = {path for source in sources for path in source.parent.glob("*.h")}
-    key = hashlib.sha256(repr((torch.__version__, command)).encode())
-    for path in (*sources, *sorted(headers)):
+    units = [source if isinstance(source, Unit) else Unit(source) for source in sources]
+    headers = {path for unit in units for path in unit.source.parent.glob("*.h")}
+    added = [unit.options for unit in units if unit.options]
+    key = hashlib.sha256(repr((torch.__version__, command, *added)).encode())
+    for path in (*(unit.source for unit in units), *sorted(headers)):
         key.update(path.read_bytes())
     folder = Path(cpp_extension.get_default_build_root()) / "hpu_duo"
     library = folder / f"{name}-{key.hexdigest()[:16]}.so"
@@ -64,11 +75,11 @@ def build(name: str, sources: Sequence[Path], options: Sequence[str] = ()) -> Pa
         lock = _locks.setdefault(library, Lock())
     with lock:
         if not library.is_file():
-            _compile(library, name, sources, command)
+            _compile(library, name, units, command)
     return library
 
 
-def _compile(library: Path, name: str, sources: Sequence[Path], command: Sequence[str]) -> None:
+def _compile(library: Path, name: str, units: Sequence[Unit], command: Sequence[str]) -> None:
     from torch.utils import cpp_extension
 
     headers_of_torch = [f"-isystem{path}" for path in cpp_extension.include_paths()]
@@ -87,11 +98,13 @@ def _compile(library: Path, name: str, sources: Sequence[Path], command: Sequenc
         folder.mkdir(parents=True, exist_ok=True)
         # Other processes may build it too: each does so in a folder of its own, and moves the result.
         with TemporaryDirectory(prefix=f".{name}-", dir=folder) as own:
-            objects = {source: str(Path(own) / f"{number}.o") for number, source in enumerate(sources)}
+            objects = [str(Path(own) / f"{number}.o") for number in range(len(units))]
             with ThreadPoolExecutor(os.cpu_count()) as threads:
                 compiling = [
-                    threads.submit(run, ["-c", str(source), "-o", output, *headers_of_torch])
-                    for source, output in objects.items()
+                    threads.submit(
+                        run, [*unit.options, "-c", str(unit.source), "-o", output, *headers_of_torch]
+                    )
+                    for unit, output in zip(units, objects, strict=True)
                 ]
                 bar = tqdm(
                     as_completed(compiling),
@@ -103,7 +116,7 @@ def _compile(library: Path, name: str, sources: Sequence[Path], command: Sequenc
                 for each in bar:
                     each.result()
             built = Path(own) / library.name
-            run(["-shared", *objects.values(), "-o", str(built), *libraries])
+            run(["-shared", *objects, "-o", str(built), *libraries])
             built.replace(library)
     except OSError as error:
         raise BuildError(f"{name} cannot be built in {folder}: {error}") from error

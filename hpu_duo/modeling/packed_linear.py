@@ -1,4 +1,4 @@
-"""Linear layers for decoding on CPU in bfloat16: packed once, or read in place, and joined.
+"""Linear layers for decoding on CPU: packed once, or read in place, and joined.
 
 Norms and rotary embeddings by the fused operators of Gaudi's software are here too.
 """
@@ -19,7 +19,7 @@ from torch import nn
 
 from graphs.backends.trace import Call, Value
 from hpu_duo.modeling.attention import LiveRows
-from kernels_ref.x86 import linear
+from kernels_ref.x86 import library, linear
 from kernels_ref.x86 import linear as panels
 
 _ALIGNMENT = 64
@@ -94,8 +94,14 @@ _library.impl("packed_linear", _packed_linear, "MkldnnCPU")
 torch.library.register_fake("hpu_duo::packed_linear", _packed_linear_fake, lib=_library)
 
 
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this machine's oneDNN multiplies packed weights of ``dtype``."""
+def can_pack(dtype: torch.dtype, arithmetic: torch.dtype | None = None) -> bool:
+    """Whether weights of ``dtype`` can be packed on this machine, for our kernels or in bfloat16 for oneDNN.
+
+    Args:
+        arithmetic: dtype of the inputs of linears; None = ``dtype``, and float32 weights stay plain.
+    """
+    if arithmetic == torch.float32:
+        return library.serves(dtype, arithmetic)
     mkldnn = torch.backends.mkldnn.is_available()
     return mkldnn and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
@@ -120,7 +126,8 @@ class PanelLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         weight = linear.weight.detach()
-        packed = panels.pack(weight, memory.take(panels.packed_shape(*weight.shape), weight.dtype))
+        shape = panels.packed_shape(self.out_features, self.in_features, weight.dtype)
+        packed = panels.pack(weight, memory.take(shape, weight.dtype))
         bias = None if linear.bias is None else panels.pack_bias(linear.bias.detach())
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
@@ -129,9 +136,13 @@ class PanelLinear(nn.Module):
     @staticmethod
     def num_bytes(linear: nn.Linear) -> int:
         """Bytes of the packed weight."""
-        return HugePages.rounded(
-            math.prod(panels.packed_shape(*linear.weight.shape)) * linear.weight.dtype.itemsize
-        )
+        shape = panels.packed_shape(linear.out_features, linear.in_features, linear.weight.dtype)
+        return HugePages.rounded(math.prod(shape) * linear.weight.dtype.itemsize)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PanelLinear:
+        """Leave the buffers as they are: panels are stored in the dtype of the checkpoint, whatever their
+        inputs are."""
+        return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Only [1, tokens, features] has the tokens of the step in their order.
@@ -191,8 +202,9 @@ def pack_linears(
     vector: Collection[nn.Module] = (),
     head: nn.Module | None = None,
     live: LiveRows | None = None,
+    arithmetic: torch.dtype | None = None,
 ) -> int:
-    """Replace every bfloat16 ``nn.Linear`` of the model in place; returns their number.
+    """Replace every ``nn.Linear`` that ``can_pack`` allows in place; returns their number.
 
     A weight shared with the embedding table is packed in addition.
 
@@ -200,6 +212,7 @@ def pack_linears(
         vector: modules with linears to replace by ``VectorLinear`` instead of packing for oneDNN.
         head: the linear with rows of logits as input; all others have query tokens.
         live: numbers of rows that are not padding.
+        arithmetic: dtype of the inputs of linears; None = that of their weights.
     """
     as_vectors = {id(module) for parent in vector for module in parent.modules()}
     # Names only: a list of the layers themselves would keep all plain weights alive until the end.
@@ -207,14 +220,16 @@ def pack_linears(
         (module, name)
         for module in model.modules()
         for name, child in module.named_children()
-        if type(child) is nn.Linear and can_pack(child.weight.dtype)
+        if type(child) is nn.Linear and can_pack(child.weight.dtype, arithmetic)
     ]
+    if arithmetic == torch.float32 and not library.is_available(arithmetic):
+        return 0
     linears = (getattr(module, name) for module, name in targets)
-    memory = HugePages(sum(PanelLinear.num_bytes(x) for x in linears if panels.fits(x.weight)))
+    memory = HugePages(sum(PanelLinear.num_bytes(x) for x in linears if panels.fits(x.weight, arithmetic)))
     for module, name in targets:
         child = getattr(module, name)
         packed: nn.Module
-        if panels.fits(child.weight):
+        if panels.fits(child.weight, arithmetic):
             rows = None if live is None else live.logits if child is head else live.tokens
             packed = PanelLinear(child, memory, rows)
         else:

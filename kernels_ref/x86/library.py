@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -21,38 +22,70 @@ from typing import Literal
 import torch
 
 from bias_builders import Window
-from kernels_ref.native import BuildError, build
+from kernels_ref.native import BuildError, Unit, build
 from kernels_ref.partial import Partial
 
-Instructions = Literal["best", "vectors", "tiles", "model"]
-"""Instructions for products: the best for the work, AVX512-BF16, AMX, or a slow model of AMX for tests."""
+Instructions = Literal["best", "vectors", "tiles", "model", "avx2", "avx512"]
+"""Instructions for products: the best for the work, or slow models for tests. Of bfloat16: AVX512-BF16, AMX,
+or a model of AMX. Of float32: eight lanes of AVX2, sixteen of AVX512, or a model of eight."""
 
 SWITCH = "HPU_DUO_X86_KERNELS"
-"""Environment variable: 0 = compute as on a CPU without AVX512-BF16."""
+"""Environment variable: 0 = compute by torch's operators; avx2 or avx512 = as on a CPU with AVX2, or with
+AVX512 but not AVX512-BF16; 1 = the best of this CPU."""
 
-_VECTORS = ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16")
+_EIGHT_LANES = ("avx2", "fma", "f16c")
+_SIXTEEN_LANES = (*_EIGHT_LANES, "avx512f", "avx512bw", "avx512dq", "avx512vl")
+_VECTORS = (*_SIXTEEN_LANES, "avx512bf16")
 _TILES = ("amx-tile", "amx-bf16")
+_LANES_OF = {"0": 0, "avx2": 8, "avx512": 16, "1": 16}
+"""Most lanes of float32 by the value of the variable."""
+_FLOAT_STORES = (torch.bfloat16, torch.float16, torch.float32)
+_FLOAT_SOURCES = ("floats.cpp", "float_linear.cpp")
+_ONE_OF_BOTH = "no_pairs.cpp"
+"""Stands for the sources of bfloat16 where the CPU does not run them."""
 _Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _PAIRS, _LANES, _MAX_DIM = 32, 16, 256
 """Head sizes are multiples of the first two numbers, for rows and for tiles, and at most the third one."""
 _lock = Lock()
 
 
-def is_switched_off() -> bool:
-    """Whether ``HPU_DUO_X86_KERNELS=0`` selects torch's operators instead of these kernels.
+def switch() -> str:
+    """Value of ``HPU_DUO_X86_KERNELS``; 1 where it is not set.
 
     Raises:
-        ValueError: the variable is neither 0 nor 1.
+        ValueError: the variable has another value than 0, 1, avx2 and avx512.
     """
     found = os.environ.get(SWITCH) or "1"
-    if found not in ("0", "1"):
-        raise ValueError(f"{SWITCH}: expected 0 or 1, got {found!r}")
-    return found == "0"
+    if found not in _LANES_OF:
+        raise ValueError(f"{SWITCH}: expected 0, 1, avx2 or avx512, got {found!r}")
+    return found
 
 
 def is_supported() -> bool:
-    """Whether this CPU multiplies pairs of bfloat16 in vectors, and ``is_switched_off`` is False."""
-    return torch.cpu._is_avx512_bf16_supported() and not is_switched_off()
+    """Whether this CPU multiplies pairs of bfloat16 in vectors, and ``HPU_DUO_X86_KERNELS`` permits it."""
+    return torch.cpu._is_avx512_bf16_supported() and switch() == "1"
+
+
+def lanes() -> tuple[int, ...]:
+    """Numbers of float32 lanes in which this CPU computes here, the best one last; empty for none."""
+    most, flags = _LANES_OF[switch()], cpu_flags()
+    found = [
+        number for number, needed in ((8, _EIGHT_LANES), (16, _SIXTEEN_LANES)) if flags.issuperset(needed)
+    ]
+    return tuple(number for number in found if number <= most)
+
+
+def serves(store: torch.dtype, arithmetic: torch.dtype) -> bool:
+    """Whether this CPU runs our kernels, once they are built, on weights, keys and values of a dtype.
+
+    Args:
+        store: dtype of weights, keys and values in memory.
+        arithmetic: dtype of inputs and queries: bfloat16 with a store of bfloat16, or float32 with one of
+            bfloat16, float16 or float32.
+    """
+    if arithmetic == torch.float32:
+        return store in _FLOAT_STORES and bool(lanes())
+    return arithmetic == store == torch.bfloat16 and is_supported()
 
 
 @cache
@@ -71,50 +104,64 @@ def has_tiles() -> bool:
     return is_supported() and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
 
 
-def variants() -> tuple[Instructions, ...]:
+def variants(arithmetic: torch.dtype = torch.bfloat16) -> tuple[Instructions, ...]:
     """All instructions for products of this machine, if the operators can be built."""
+    if arithmetic == torch.float32:
+        names: dict[int, Instructions] = {8: "avx2", 16: "avx512"}
+        return (*(names[number] for number in lanes()), "model")
     return ("vectors", "tiles", "model") if has_tiles() else ("vectors", "model")
 
 
-def description() -> str:
-    """Description of the kernels and their instructions, on a CPU that ``is_supported``."""
+def description(arithmetic: torch.dtype = torch.bfloat16) -> str:
+    """Description of the kernels and their instructions, on a CPU that ``serves`` the arithmetic."""
+    if arithmetic == torch.float32:
+        return f"our kernels ({'AVX512' if 16 in lanes() else 'AVX2'}, float32)"
     return f"our kernels ({'AVX512-BF16 and AMX' if has_tiles() else 'AVX512-BF16'})"
 
 
-def is_available() -> bool:
+def is_available(arithmetic: torch.dtype = torch.bfloat16, store: torch.dtype | None = None) -> bool:
     """Whether the operators are available; a constant for compiled code.
 
     False, with one warning, where they cannot be built; without one where the CPU is another one.
+
+    Args:
+        arithmetic: see ``serves``.
+        store: None = ``arithmetic``.
     """
     with _lock:
-        return _load()
+        return _load(arithmetic, store)
 
 
 # torch.compiler.assume_constant_result does this, and imports all of Dynamo first.
 is_available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def require() -> None:
+def require(arithmetic: torch.dtype | None = torch.bfloat16) -> None:
     """Load the operators.
+
+    Args:
+        arithmetic: None = any.
 
     Raises:
         ValueError: they are not available.
     """
-    if not is_available():
+    if arithmetic not in (torch.bfloat16, torch.float32):
+        arithmetic = torch.bfloat16 if is_supported() else torch.float32
+    if not is_available(arithmetic):
         raise ValueError("expected a CPU and a compiler that this kernel can use; call fits() first")
 
 
 @cache
-def _load() -> bool:
-    if not is_supported():
-        return False
-    tiles = _TILES if has_tiles() else ()
-    bytes_in_tables = ("avx512vbmi",) if "avx512_vbmi" in cpu_flags() else ()
-    options = ("-O3", "-fopenmp", *(f"-m{name}" for name in (*_VECTORS, *bytes_in_tables, *tiles)))
+def _load(arithmetic: torch.dtype, store: torch.dtype | None = None) -> bool:
+    return serves(store or arithmetic, arithmetic) and _load_operators()
+
+
+@cache
+def _load_operators() -> bool:
     try:
-        torch.ops.load_library(build("x86", sorted(Path(__file__).parent.glob("*.cpp")), options))
+        torch.ops.load_library(build("x86", _units(), ("-O3", "-fopenmp")))
     except (BuildError, OSError) as error:
-        warnings.warn(f"bfloat16 runs slower than it could on this CPU: {error}", stacklevel=2)
+        warnings.warn(f"the model runs slower than it could on this CPU: {error}", stacklevel=2)
         return False
     attention = (("attend_blocks", _triple), ("attend_rings", _triple), ("attend_held", _triple))
     for name, shapes in (("linear", _linear), ("linears", _linears), *attention):
@@ -124,6 +171,28 @@ def _load() -> bool:
     torch.library.register_fake("hpu_duo_x86::column_sums", _sums)
     torch.library.register_fake("hpu_duo_x86::place_of_largest", _places)
     return True
+
+
+def _units() -> list[Unit]:
+    """Return the sources that this CPU runs: those of float32 once for each number of lanes and the model."""
+    folder, pairs = Path(__file__).parent, is_supported()
+    tiles = _TILES if has_tiles() else ()
+    bytes_in_tables = ("avx512vbmi",) if "avx512_vbmi" in cpu_flags() else ()
+    options = _machine((*_VECTORS, *bytes_in_tables, *tiles)) if pairs else ()
+    present = tuple(f"-DHPU_DUO_LANES_{number}" for number in lanes())
+    units = [Unit(folder / "operators.cpp", present)]
+    for path in sorted(folder.glob("*.cpp")):
+        if path.name in _FLOAT_SOURCES:
+            # The model is for tests.
+            needed = {0: ("-O1",), 8: _machine(_EIGHT_LANES), 16: _machine(_SIXTEEN_LANES)}
+            units += [Unit(path, (f"-DHPU_DUO_LANES={n}", *needed[n])) for n in (0, *lanes())]
+        elif path.name != "operators.cpp" and pairs == (path.name != _ONE_OF_BOTH):
+            units.append(Unit(path, options))
+    return units
+
+
+def _machine(instruction_sets: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"-m{name}" for name in instruction_sets)
 
 
 def _sums(q: torch.Tensor, k: torch.Tensor, *_: object) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""Linear layers of bfloat16 whose weight is packed once: fast for one row, for a batch and for a prompt.
+"""Linear layers whose weight is packed once: fast for one row, for a batch and for a prompt.
 
-Products are summed in float32 and rounded once.
+Products are summed in float32. Inputs are bfloat16 with a weight of bfloat16, and results rounded once; or
+float32 with a weight of bfloat16, float16 or float32, and results float32.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from kernels_ref.x86.library import Instructions, is_available, require
+from kernels_ref.x86.library import Instructions, is_available, require, serves
 
 NAME = "hpu_duo_x86.linear.default"
 """The operator of ``multiply``, as torch calls it."""
@@ -18,18 +19,27 @@ PANEL = 32
 """Outputs that are packed together, as well as inputs; the last ones are filled up with zeros."""
 
 
-def fits(weight_NK: torch.Tensor) -> bool:
-    """Whether a weight ``[outputs, inputs]`` can be packed for this machine."""
-    return weight_NK.dtype == torch.bfloat16 and weight_NK.device.type == "cpu" and is_available()
+def fits(weight_NK: torch.Tensor, arithmetic: torch.dtype | None = None) -> bool:
+    """Whether a weight ``[outputs, inputs]`` can be packed for this machine.
+
+    Args:
+        arithmetic: dtype of the inputs that it will be multiplied with; None = that of the weight.
+    """
+    dtype = arithmetic or weight_NK.dtype
+    return weight_NK.device.type == "cpu" and serves(weight_NK.dtype, dtype) and is_available(dtype)
 
 
-def packed_shape(num_outputs: int, num_inputs: int) -> tuple[int, int, int, int, int, int]:
+def packed_shape(
+    num_outputs: int, num_inputs: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[int, int, int, int, int, int]:
     """Shape of a packed weight: panels, steps over the inputs, halves, rows, outputs, inputs.
 
-    A half of a step is a tile: 16 rows with a pair of inputs for each of 16 outputs.
+    A half of a step is a tile: of bfloat16, 16 rows with a pair of inputs for each of 16 outputs; of another
+    ``dtype``, 32 rows with one input.
     """
     half = PANEL // 2
-    return -(-num_outputs // PANEL), -(-num_inputs // PANEL), 2, half, half, 2
+    pair = 2 if dtype == torch.bfloat16 else 1
+    return -(-num_outputs // PANEL), -(-num_inputs // PANEL), 2, PANEL // pair, half, pair
 
 
 def pack(weight_NK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -41,13 +51,14 @@ def pack(weight_NK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tens
     num_outputs, num_inputs = weight_NK.shape
     missing = (0, -num_inputs % PANEL, 0, -num_outputs % PANEL)
     padded = torch.nn.functional.pad(weight_NK, missing) if any(missing) else weight_NK
-    shape = packed_shape(num_outputs, num_inputs)
+    shape = packed_shape(num_outputs, num_inputs, weight_NK.dtype)
     out = padded.new_empty(shape) if out is None else out
-    panels, steps, halves, rows, outputs, _ = shape
+    panels, steps, halves, rows, outputs, pair = shape
     # Pairs of inputs stay together: as one number each they are copied faster.
-    padded = padded.clone() if padded.storage_offset() % 2 else padded.contiguous()
-    pairs = padded.view(torch.int32).view(panels, halves, outputs, steps, rows)
-    out.view(torch.int32).squeeze(-1).copy_(pairs.permute(0, 3, 1, 4, 2))
+    item = torch.int32 if pair == 2 else padded.dtype
+    padded = padded.clone() if padded.storage_offset() % pair else padded.contiguous()
+    pairs = padded.view(item).view(panels, halves, outputs, steps, rows)
+    out.view(item).squeeze(-1).copy_(pairs.permute(0, 3, 1, 4, 2))
     return out
 
 
@@ -69,12 +80,13 @@ def multiply(
     Args:
         live: int32 ``[2]``. If the number of rows of ``x`` is the first number, only the second number of
             rows are multiplied, and the results of the others are 0.
-        instructions: "best" is vectors for one row, and tiles, where there are any, for more.
+        instructions: "best" is vectors for one row, and tiles, where there are any, for more; for float32
+            the most lanes.
 
     Raises:
-        ValueError: ``x`` is not bfloat16 or has another number of inputs, or there is no such kernel here.
+        ValueError: ``x`` has another dtype or number of inputs, or there is no such kernel here.
     """
-    require()
+    require(x.dtype)
     return torch.ops.hpu_duo_x86.linear.default(x, packed, bias, out_features, live, instructions)
 
 
@@ -88,6 +100,6 @@ def each_operator() -> Callable[..., list[torch.Tensor]]:
     Raises:
         ValueError: there is no such kernel here.
     """
-    require()
+    require(None)
     operator: Callable[..., list[torch.Tensor]] = torch.ops.hpu_duo_x86.linears.default
     return operator

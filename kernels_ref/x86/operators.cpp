@@ -16,6 +16,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "floats.h"
 #include "kernels.h"
 
 namespace {
@@ -48,6 +49,51 @@ hpu_duo::Instructions instructions_of(std::string_view name) {
   return Instructions::kBest;
 }
 
+// The kernels of float32 arithmetic that this library has.
+const hpu_duo::FloatKernels &float_kernels(std::string_view name) {
+#ifdef HPU_DUO_LANES_16
+  if (name == "best" || name == "avx512") return hpu_duo::kSixteenLanes;
+#endif
+#ifdef HPU_DUO_LANES_8
+  if (name == "best" || name == "avx2") return hpu_duo::kEightLanes;
+#endif
+  TORCH_CHECK_VALUE(name == "model", "expected best, model, or avx2 or avx512 where the CPU has it, got ", name);
+  return hpu_duo::kModelOfLanes;
+}
+
+hpu_duo::Store store_of(const Tensor &x) {
+  switch (x.scalar_type()) {
+    case at::kBFloat16: return hpu_duo::Store::kBfloat16;
+    case at::kHalf: return hpu_duo::Store::kFloat16;
+    default: TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat, "expected 16 bits or float32, got ", x.scalar_type());
+  }
+  return hpu_duo::Store::kFloat32;
+}
+
+void multiply(const Tensor &rows, at::TensorList packed, const c10::List<std::optional<Tensor>> &biases,
+              const std::vector<Tensor> &results, const int *live, int64_t inputs, std::string_view instructions) {
+  const int64_t count = (int64_t)packed.size(), num_rows = rows.numel() / inputs;
+  const int num_threads = at::get_num_threads();
+  c10::SmallVector<hpu_duo::Weight, 4> weights;
+  c10::SmallVector<hpu_duo::FloatWeight, 4> float_weights;
+  const bool is_float = rows.scalar_type() == at::kFloat;
+  for (int64_t n = 0; n < count; ++n) {
+    const std::optional<Tensor> bias = biases[n];
+    const float *terms = bias ? data<float>(*bias) : nullptr;
+    const int64_t outputs = results[n].size(-1);
+    if (is_float)
+      float_weights.push_back({packed[n].data_ptr(), store_of(packed[n]), terms, data<float>(results[n]), outputs});
+    else
+      weights.push_back({data<bf16>(packed[n]), terms, data<bf16>(results[n]), outputs});
+  }
+  if (is_float)
+    float_kernels(instructions)
+        .linear(data<float>(rows), float_weights.data(), count, live, num_rows, inputs, num_threads);
+  else
+    hpu_duo::linear(data<bf16>(rows), weights.data(), count, live, num_rows, inputs, instructions_of(instructions),
+                    num_threads);
+}
+
 std::vector<Tensor> linears(const Tensor &x, at::TensorList packed, const c10::List<std::optional<Tensor>> &biases,
                             at::IntArrayRef out_features, const std::optional<Tensor> &live,
                             std::string_view instructions) {
@@ -55,14 +101,14 @@ std::vector<Tensor> linears(const Tensor &x, at::TensorList packed, const c10::L
                     "expected a bias or None and a number of outputs for each weight, got ", packed.size(),
                     " weights, ", biases.size(), " biases and ", out_features.size(), " numbers");
   const int64_t packed_inputs = kPanel * packed[0].size(1), inputs = x.size(-1);
-  TORCH_CHECK_VALUE(x.scalar_type() == at::kBFloat16 && inputs <= packed_inputs && inputs > packed_inputs - kPanel,
-                    "expected bfloat16 [..., ", packed_inputs - kPanel + 1, " to ", packed_inputs, "], got ",
+  const bool is_known = x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat;
+  TORCH_CHECK_VALUE(is_known && inputs <= packed_inputs && inputs > packed_inputs - kPanel,
+                    "expected bfloat16 or float32 [..., ", packed_inputs - kPanel + 1, " to ", packed_inputs, "], got ",
                     x.scalar_type(), " ", x.sizes());
   const Tensor rows =
       inputs == packed_inputs ? x.contiguous() : at::constant_pad_nd(x, {0, packed_inputs - inputs}).contiguous();
   std::vector<int64_t> shape = x.sizes().vec();
   std::vector<Tensor> results;
-  c10::SmallVector<hpu_duo::Weight, 4> weights;
   for (size_t n = 0; n < packed.size(); ++n) {
     const int64_t packed_features = kPanel * packed[n].size(0);
     const std::optional<Tensor> bias = biases[n];
@@ -72,11 +118,8 @@ std::vector<Tensor> linears(const Tensor &x, at::TensorList packed, const c10::L
                       " packed inputs, got one of ", kPanel * packed[n].size(1));
     shape.back() = out_features[n];
     results.push_back(at::empty(shape, x.options()));
-    weights.push_back({data<bf16>(packed[n]), bias ? data<float>(*bias) : nullptr, data<bf16>(results.back()),
-                       out_features[n]});
   }
-  hpu_duo::linear(data<bf16>(rows), weights.data(), (int64_t)weights.size(), live ? data<int>(*live) : nullptr,
-                  rows.numel() / packed_inputs, packed_inputs, instructions_of(instructions), at::get_num_threads());
+  multiply(rows, packed, biases, results, live ? data<int>(*live) : nullptr, packed_inputs, instructions);
   return results;
 }
 

@@ -8,11 +8,9 @@
 
 #include <immintrin.h>
 
-#include <algorithm>
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
 
+#include "blocks.h"
 #include "kernels.h"
 #include "vectors.h"
 
@@ -22,36 +20,6 @@ namespace {
 constexpr int kPanel = 32;  // outputs of a panel
 constexpr int kDepth = 32;  // inputs of a tile
 constexpr int kStepItems = kPanel * kDepth;  // of the weight, that one step over the inputs takes
-
-inline int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
-
-// The largest step up to `most` that cuts `total` into nearly equal parts, as a multiple of `unit`.
-inline int64_t even_step(int64_t total, int64_t most, int64_t unit) {
-  const int64_t parts = divide_up(total, std::max(most / unit * unit, unit));
-  return divide_up(divide_up(total, std::max<int64_t>(parts, 1)), unit) * unit;
-}
-
-// Memory of a thread that grows to what was asked for, aligned to cache lines.
-template <typename T>
-class Buffer {
- public:
-  T *reserve(int64_t count) {
-    if (count > count_) {
-      const int64_t bytes = (count * (int64_t)sizeof(T) + 63) / 64 * 64;
-      items_.reset((T *)std::aligned_alloc(64, bytes));
-      if (!items_) std::abort();
-      count_ = count;
-    }
-    return items_.get();
-  }
-
- private:
-  struct Free {
-    void operator()(T *items) const { std::free(items); }
-  };
-  std::unique_ptr<T, Free> items_;
-  int64_t count_ = 0;
-};
 
 // Products of some rows with neighbouring panels, in float32 while inputs are missing, then rounded.
 struct Outputs {

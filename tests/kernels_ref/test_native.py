@@ -15,7 +15,7 @@ import torch
 from torch.utils import cpp_extension
 
 import kernels_ref
-from kernels_ref.native import BuildError, build
+from kernels_ref.native import BuildError, Unit, build
 from kernels_ref.x86 import library, linear
 
 pytestmark = pytest.mark.instruction_set
@@ -103,12 +103,31 @@ def test_torch_without_its_tools_for_extensions_is_told_of(monkeypatch: pytest.M
         build("nothing", [])
 
 
+def forget() -> None:
+    """Load the operators anew."""
+    library._load.cache_clear()
+    library._load_operators.cache_clear()
+
+
+@pytest.mark.usefixtures("_own_folder")
+def test_a_source_may_be_compiled_several_times_with_options_of_its_own(tmp_path: Path) -> None:
+    source, sum_ = tmp_path / "number.cpp", tmp_path / "sum.cpp"
+    source.write_text('extern "C" int NAME() { return VALUE; }\n')
+    sum_.write_text(
+        'extern "C" int one(); extern "C" int two();\nextern "C" int sum() { return one() + two(); }\n'
+    )
+    units = [Unit(source, ("-DNAME=one", "-DVALUE=1")), Unit(source, ("-DNAME=two", "-DVALUE=2")), sum_]
+    built = build("numbers", units)
+    assert ctypes.CDLL(str(built)).sum() == 3
+    assert build("numbers", [units[0], Unit(source, ("-DNAME=two", "-DVALUE=3")), sum_]) != built
+
+
 @pytest.mark.skipif(not library.is_supported(), reason="needs a CPU with AVX512-BF16")
 def test_without_a_compiler_there_are_no_operators_and_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    library._load.cache_clear()
+    forget()
     weight = torch.zeros(64, 64, dtype=torch.bfloat16)
     try:
         with pytest.warns(UserWarning, match=r"slower than it could on this CPU: no C\+\+ compiler"):
@@ -117,7 +136,7 @@ def test_without_a_compiler_there_are_no_operators_and_one_warning(
         with pytest.raises(ValueError, match="expected a CPU and a compiler"):
             linear.multiply(weight[:1], linear.pack(weight), None, 64)
     finally:
-        library._load.cache_clear()
+        forget()
 
 
 def test_every_source_and_header_is_installed_with_the_package() -> None:
@@ -131,9 +150,21 @@ def test_every_source_and_header_is_installed_with_the_package() -> None:
                 assert any(path.match(pattern) for pattern in patterns), f"{path} is left out of the package"
 
 
-def test_a_variable_switches_our_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(library.SWITCH, "0")
-    assert not library.is_supported()
+def test_a_variable_switches_our_kernels_off_or_to_fewer_instructions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags = frozenset(("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"))
+    monkeypatch.setattr(library, "cpu_flags", lambda: flags)
+    found = {}
+    for value in ("0", "avx2", "avx512", "1"):
+        monkeypatch.setenv(library.SWITCH, value)
+        found[value] = library.lanes()
+        assert library.serves(torch.float16, torch.float32) == (value != "0")
+        assert value == "1" or not library.is_supported()
+    assert found == {"0": (), "avx2": (8,), "avx512": (8, 16), "1": (8, 16)}
+    monkeypatch.setattr(library, "cpu_flags", lambda: flags - {"f16c"})
+    assert not library.serves(torch.bfloat16, torch.float32)
+    assert not library.serves(torch.float16, torch.float16)
     monkeypatch.setenv(library.SWITCH, "off")
-    with pytest.raises(ValueError, match="HPU_DUO_X86_KERNELS: expected 0 or 1, got 'off'"):
+    with pytest.raises(ValueError, match="HPU_DUO_X86_KERNELS: expected 0, 1, avx2 or avx512, got 'off'"):
         library.is_supported()

@@ -9,7 +9,7 @@ from torch import nn
 from graphs import BatchShape
 from hpu_duo.modeling.attention import LiveRows
 from hpu_duo.modeling.packed_linear import PanelLinear, pack_linears
-from kernels_ref.x86.library import is_supported
+from kernels_ref.x86.library import is_supported, lanes
 
 here = pytest.mark.skipif(not is_supported(), reason="needs a CPU with AVX512-BF16")
 BUCKET, SHAPE = BatchShape.parse("c--/q16/s0/u0/l8"), BatchShape.parse("c--/q10/s0/u0/l3")
@@ -78,3 +78,15 @@ def test_a_compiled_layer_reads_the_numbers_as_it_runs(live: LiveRows, packed: P
         live.set(BatchShape(BUCKET.phase, query_len, 0, 0, 1), BUCKET)
         counts.append(int(compiled(x)[0].any(dim=1).sum()))
     assert counts == [16, 5, 11]
+
+
+@pytest.mark.skipif(not lanes(), reason="needs a CPU with AVX2, FMA and F16C")
+@pytest.mark.parametrize("store", [torch.bfloat16, torch.float16, torch.float32])
+def test_weights_stay_in_their_dtype_for_float32_inputs(live: LiveRows, store: torch.dtype) -> None:
+    pair = Pair().to(store)
+    weight, bias = pair.head.weight.detach().float(), pair.head.bias.detach().float()
+    assert pack_linears(pair, head=pair.head, live=live, arithmetic=torch.float32) == 2
+    pair.float()
+    assert pair.head.packed.dtype == store
+    x = torch.randn(1, 5, 32)
+    torch.testing.assert_close(pair.head(x), nn.functional.linear(x, weight, bias))

@@ -1,0 +1,302 @@
+// Products of float32 rows with a weight that is packed once, in 16 or 32 bits, and widened as it is read.
+//
+// Panels are those of panels.h for bfloat16. For other numbers, tiles have a row of 16 outputs for each input:
+// [outputs / 32][inputs / 32][2][32][16]. Few rows read the weight from where it lies, and are as fast as memory. For
+// more rows some inputs of a panel are widened at a time, and multiplied with a block of rows from the second-level
+// cache. Whatever the number of rows and lanes, inputs are added one by one in their order.
+
+#include <algorithm>
+#include <cstdint>
+
+#include "blocks.h"
+#include "float_kernels.h"
+#include "float_tile.h"
+
+namespace hpu_duo {
+namespace HPU_DUO_VARIANT {
+namespace {
+
+constexpr int kPanel = 32, kDepth = 32, kHalf = 16;  // outputs and inputs of a step of a panel; outputs of a tile
+constexpr int kTileItems = kDepth * kHalf, kStepItems = 2 * kTileItems;
+constexpr int kTileVectors = kHalf / kLanes;    // of an input, or of a pair
+constexpr int kLine = 64;                       // bytes
+constexpr int64_t kMostDirect = 6 * kTileRows;  // rows that read the weight as it lies
+constexpr int64_t kMaxRows = 240;               // of a block
+constexpr int64_t kPart = 512;                  // inputs of a panel that stay in a cache
+constexpr int64_t kDirectInputs = 2048;         // of a part of a panel, times the passes over it
+constexpr int64_t kAhead = 8;                   // steps between what a single pass reads and what it fetches
+
+// Where sums of some rows and neighbouring outputs go; they continue what is there unless inputs are the first.
+struct Sums {
+  float *y;  // of the first row and output
+  int64_t stride, columns;
+  const float *bias;  // of the first output, or null
+  bool is_first, is_last;
+
+  F begin(int64_t row, int64_t column) const {
+    if (is_first || column >= columns) return Lanes::set(0.0f);
+    const float *from = y + row * stride + column;
+    return column + kLanes <= columns ? Lanes::load(from) : Lanes::load(from, Lanes::first((int)(columns - column)));
+  }
+  void end(int64_t row, int64_t column, F sum) const {
+    if (column >= columns) return;
+    if (is_last && bias) sum = Lanes::add(sum, Lanes::load(bias + column));
+    float *to = y + row * stride + column;
+    if (column + kLanes <= columns)
+      Lanes::store(to, sum);
+    else
+      Lanes::store(to, sum, Lanes::first((int)(columns - column)));
+  }
+};
+
+// The first or second input of a pair, of the vector of a tile from `column` on.
+template <class Stored, int ODD>
+inline F widened(const typename Stored::Item *tile, int pair, int column) {
+  if constexpr (Stored::kPair == 1) return Stored::load(tile + (2 * pair + ODD) * kHalf + column);
+  else if constexpr (ODD) return Lanes::odd(tile + (pair * kHalf + column) * 2);
+  else return Lanes::even(tile + (pair * kHalf + column) * 2);
+}
+
+inline void prefetch(const void *from) { __builtin_prefetch(from, 0, 2); }
+
+// Some inputs of neighbouring tiles, and what is fetched meanwhile: of each tile that is read, lines [fetch, stop) of
+// the tile that lies `ahead` items behind it.
+template <class Stored>
+struct Part {
+  const float *x;
+  int64_t x_stride;
+  const typename Stored::Item *weight;  // the panel of the first tile
+  int64_t panel_items, ahead;
+  int inputs, first_tile, fetch, stop;
+};
+
+// Adds one input of all rows and tiles.
+template <class Stored, int ODD, int ROWS, int TILES>
+inline __attribute__((always_inline)) void add_input(const typename Stored::Item *const (&tiles)[TILES], int pair,
+                                                     const float *x, int64_t x_stride,
+                                                     F (&sum)[ROWS][TILES * kTileVectors]) {
+  constexpr int kVectors = TILES * kTileVectors;
+  F right[kVectors];
+#pragma GCC unroll 8
+  for (int n = 0; n < kVectors; ++n)
+    right[n] = widened<Stored, ODD>(tiles[n / kTileVectors], pair, n % kTileVectors * kLanes);
+#pragma GCC unroll 12
+  for (int m = 0; m < ROWS; ++m) {
+    const F left = Lanes::set(x[m * x_stride + 2 * pair + ODD]);
+#pragma GCC unroll 8
+    for (int n = 0; n < kVectors; ++n) sum[m][n] = Lanes::fma(left, right[n], sum[m][n]);
+  }
+}
+
+// ROWS rows with TILES tiles, two of each panel.
+template <class Stored, int ROWS, int TILES>
+void multiply_tiles(const Part<Stored> &part, int64_t row, const Sums &out) {
+  constexpr int kVectors = TILES * kTileVectors;
+  const float *x = part.x + row * part.x_stride;
+  const typename Stored::Item *tiles[TILES];
+#pragma GCC unroll 8
+  for (int t = 0; t < TILES; ++t) {
+    const int tile = part.first_tile + t;
+    tiles[t] = part.weight + tile / 2 * part.panel_items + tile % 2 * kTileItems;
+  }
+  F sum[ROWS][kVectors];
+#pragma GCC unroll 12
+  for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 8
+    for (int n = 0; n < kVectors; ++n) sum[m][n] = out.begin(row + m, part.first_tile * kHalf + n * kLanes);
+  for (int i = 0; i < part.inputs; i += kDepth, x += kDepth) {
+    for (int line = part.fetch; line < part.stop; ++line)
+#pragma GCC unroll 8
+      for (int t = 0; t < TILES; ++t) prefetch((const char *)(tiles[t] + part.ahead) + line * kLine);
+    for (int pair = 0; pair < kDepth / 2; ++pair) {
+      add_input<Stored, 0>(tiles, pair, x, part.x_stride, sum);
+      add_input<Stored, 1>(tiles, pair, x, part.x_stride, sum);
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < TILES; ++t) tiles[t] += kStepItems;
+  }
+#pragma GCC unroll 12
+  for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 8
+    for (int n = 0; n < kVectors; ++n) out.end(row + m, part.first_tile * kHalf + n * kLanes, sum[m][n]);
+}
+
+// How many tiles a pass takes: a panel, if there are registers for it, and four sums at least.
+constexpr int tiles_of(int rows) {
+  return rows == 1 ? 4 / kTileVectors : std::clamp(kTileRows * kWide / (rows * kTileVectors), 1, 2);
+}
+
+template <class Stored>
+class DirectProduct {
+ public:
+  // Rows with the panels [begin, end) of a weight of `inputs` inputs.
+  static void multiply(const float *x, int64_t rows, int64_t inputs, const typename Stored::Item *weight,
+                       int64_t panels, Sums out) {
+    const int64_t passes = divide_up(rows, kTileRows), step = even_step(rows, kTileRows, 1);
+    const int64_t depth = passes == 1 ? inputs : even_step(inputs, std::max(kPart, kDirectInputs / passes), kDepth);
+    const int lines = kTileItems * (int)sizeof(*weight) / kLine;
+    const int64_t tiles = 2 * panels, together = tiles_of((int)step);
+    for (int64_t tile = 0; tile < tiles; tile += together) {
+      const int64_t count = std::min(together, tiles - tile);
+      for (int64_t input = 0; input < inputs; input += depth) {
+        Part<Stored> part{x + input, inputs, weight + input * kPanel, inputs * kPanel, 0, 0, (int)tile, 0, 0};
+        part.inputs = (int)std::min(depth, inputs - input);
+        out.is_first = !input, out.is_last = input + part.inputs == inputs;
+        // Passes share what is read next: the following inputs of the same tiles, or the first ones of others.
+        part.ahead = passes == 1   ? kAhead * kStepItems
+                     : out.is_last ? next_tiles(tile, count, inputs) - input * kPanel
+                                   : depth * kPanel;
+        for (int64_t pass = 0, row = 0; row < rows; ++pass, row += step) {
+          part.fetch = (int)(lines * pass / passes), part.stop = (int)(lines * (pass + 1) / passes);
+          multiply_rows(part, row, std::min(step, rows - row), count, out);
+        }
+      }
+    }
+  }
+
+ private:
+  static int64_t next_tiles(int64_t tile, int64_t count, int64_t inputs) {
+    const auto place = [&](int64_t t) { return t / 2 * inputs * kPanel + t % 2 * kTileItems; };
+    return place(tile + count) - place(tile);
+  }
+
+  static void multiply_rows(Part<Stored> part, int64_t row, int64_t rows, int64_t tiles, const Sums &out) {
+    with_rows<kTileRows>((int)rows, [&](auto most) {
+      constexpr int kRows = decltype(most)::value, kTiles = tiles_of(kRows);
+      for (; tiles >= kTiles; tiles -= kTiles, part.first_tile += kTiles)
+        multiply_tiles<Stored, kRows, kTiles>(part, row, out);
+      for (; tiles; --tiles, ++part.first_tile) multiply_tiles<Stored, kRows, 1>(part, row, out);
+    });
+  }
+};
+
+// Many rows with panels of which some inputs at a time are widened.
+template <class Stored>
+class WidenedProduct {
+ public:
+  static void multiply(const float *x, int64_t rows, int64_t inputs, const typename Stored::Item *weight,
+                       int64_t panels, Sums out) {
+    static thread_local Buffer<float> left_buffer, right_buffer;
+    const int64_t depth = even_step(inputs, kPart, kDepth), step = even_step(rows, kTileRows, 1);
+    float *left = left_buffer.reserve(rows * depth), *right = right_buffer.reserve(depth * kPanel);
+    for (int64_t input = 0; input < inputs; input += depth) {
+      const int count = (int)std::min(depth, inputs - input);
+      out.is_first = !input, out.is_last = input + count == inputs;
+      for (int64_t row = 0; row < rows; row += step)
+        lay_out(x + row * inputs + input, inputs, (int)std::min(step, rows - row), count, left + row * depth);
+      for (int64_t panel = 0; panel < panels; ++panel) {
+        widen_panel(weight + (panel * inputs + input) * kPanel, count, right);
+        for (int column = 0; column < kPanel; column += kTileColumns)
+          for (int64_t row = 0; row < rows; row += step)
+            with_rows<kTileRows>((int)std::min(step, rows - row), [&](auto number) {
+              multiply_tile<decltype(number)::value>(left + row * depth, right + column * count, count, row,
+                                                     panel * kPanel + column, out);
+            });
+      }
+    }
+  }
+
+ private:
+  // [inputs][rows]
+  static void lay_out(const float *x, int64_t stride, int rows, int inputs, float *to) {
+    for (int row = 0; row < rows; ++row)
+      for (int i = 0; i < inputs; ++i) to[(int64_t)i * rows + row] = x[row * stride + i];
+  }
+
+  // [outputs / kTileColumns][inputs][kTileColumns]
+  static void widen_panel(const typename Stored::Item *weight, int inputs, float *to) {
+    for (int i = 0; i < inputs; i += kDepth, weight += kStepItems)
+      for (int column = 0; column < kPanel; column += kLanes) {
+        const typename Stored::Item *tile = weight + column / kHalf * kTileItems;
+        float *out = to + column / kTileColumns * inputs * kTileColumns + i * kTileColumns + column % kTileColumns;
+#pragma GCC unroll 4
+        for (int pair = 0; pair < kDepth / 2; ++pair, out += 2 * kTileColumns) {
+          Lanes::store(out, widened<Stored, 0>(tile, pair, column % kHalf));
+          Lanes::store(out + kTileColumns, widened<Stored, 1>(tile, pair, column % kHalf));
+        }
+      }
+  }
+
+  template <int ROWS>
+  static void multiply_tile(const float *left, const float *right, int inputs, int64_t row, int64_t column,
+                            const Sums &out) {
+    F sum[ROWS][kWide];
+#pragma GCC unroll 12
+    for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 2
+      for (int n = 0; n < kWide; ++n) sum[m][n] = out.begin(row + m, column + n * kLanes);
+    add_products<ROWS>(left, 1, ROWS, right, kTileColumns, inputs, sum);
+#pragma GCC unroll 12
+    for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 2
+      for (int n = 0; n < kWide; ++n) out.end(row + m, column + n * kLanes, sum[m][n]);
+  }
+};
+
+struct Job {
+  const float *x;
+  const FloatWeight *weights;
+  int64_t num_weights, rows, inputs;
+};
+
+// `rows` rows from `row` on with the panels [begin, end) of a weight.
+template <class Stored>
+void multiply_weight(const Job &job, const FloatWeight &weight, int64_t row, int64_t rows, int64_t begin,
+                     int64_t end) {
+  using Item = typename Stored::Item;
+  const float *x = job.x + row * job.inputs;
+  const Item *packed = (const Item *)weight.packed + begin * job.inputs * kPanel;
+  const Sums out{weight.y + row * weight.outputs + begin * kPanel,
+                 weight.outputs,
+                 weight.outputs - begin * kPanel,
+                 weight.bias ? weight.bias + begin * kPanel : nullptr,
+                 true,
+                 true};
+  if (rows <= kMostDirect)
+    DirectProduct<Stored>::multiply(x, rows, job.inputs, packed, end - begin, out);
+  else
+    WidenedProduct<Stored>::multiply(x, rows, job.inputs, packed, end - begin, out);
+}
+
+// `rows` rows from `row` on with the panels [begin, end) of all weights, counted one weight after the other.
+void multiply_block(const Job &job, int64_t row, int64_t rows, int64_t begin, int64_t end) {
+  int64_t first = 0;
+  for (const FloatWeight *weight = job.weights; weight < job.weights + job.num_weights; ++weight) {
+    const int64_t panels = divide_up(weight->outputs, kPanel);
+    const int64_t from = std::clamp<int64_t>(begin - first, 0, panels), to = std::clamp<int64_t>(end - first, 0, panels);
+    first += panels;
+    if (from == to) continue;
+    switch (weight->store) {
+      case Store::kBfloat16: multiply_weight<Bfloat16>(job, *weight, row, rows, from, to); break;
+      case Store::kFloat16: multiply_weight<Float16>(job, *weight, row, rows, from, to); break;
+      default: multiply_weight<Float32>(job, *weight, row, rows, from, to);
+    }
+  }
+}
+
+}  // namespace
+
+// As `linear` of linear.cpp.
+void linear(const float *x, const FloatWeight *weights, int64_t num_weights, const int *live, int64_t rows,
+            int64_t inputs, int num_threads) {
+  Job job{x, weights, num_weights, rows, inputs};
+  int64_t panels = 0;
+  for (const FloatWeight *weight = weights; weight < weights + num_weights; ++weight) {
+    panels += divide_up(weight->outputs, kPanel);
+    if (!live || rows != live[0] || live[1] >= rows) continue;
+    job.rows = live[1];
+    std::fill(weight->y + job.rows * weight->outputs, weight->y + rows * weight->outputs, 0.0f);
+  }
+  if (!job.rows) return;
+  const int64_t step = even_step(job.rows, kMaxRows, kTileRows), blocks = divide_up(job.rows, step);
+  // Blocks are shared out whole if that is fair, else each is cut by outputs.
+  const int64_t cuts = blocks % num_threads ? std::min<int64_t>(num_threads, panels) : 1;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+  for (int64_t item = 0; item < blocks * cuts; ++item) {
+    const int64_t row = item / cuts * step, cut = item % cuts;
+    multiply_block(job, row, std::min(step, job.rows - row), cut * panels / cuts, (cut + 1) * panels / cuts);
+  }
+}
+
+}  // namespace HPU_DUO_VARIANT
+}  // namespace hpu_duo

@@ -1,0 +1,279 @@
+// Vectors of float32 as the sources of float32 arithmetic take them: eight lanes (AVX2, FMA, F16C), sixteen (AVX512),
+// or a model of eight in plain C++. A source is compiled once for each, with HPU_DUO_LANES as the number, 0 = model.
+//
+// All of them round alike: products are fused with sums, and sums over the lanes of a vector halve it until one lane is
+// left. Where lanes are not summed, results do not depend on their number.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if HPU_DUO_LANES
+#include <immintrin.h>
+#endif
+
+namespace hpu_duo {
+namespace {
+
+#if HPU_DUO_LANES == 16
+
+struct Lanes {
+  static constexpr int kCount = 16, kRegisters = 32;
+  using F = __m512;
+  using I = __m512i;
+  using M = __mmask16;
+
+  static F set(float x) { return _mm512_set1_ps(x); }
+  static F load(const float *from) { return _mm512_loadu_ps(from); }
+  static void store(float *to, F x) { _mm512_storeu_ps(to, x); }
+  static F load(const float *from, M m) { return _mm512_maskz_loadu_ps(m, from); }
+  static void store(float *to, F x, M m) { _mm512_mask_storeu_ps(to, m, x); }
+  static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  // The second one if either is not a number.
+  static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static F nearest(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  // 2^x of whole numbers from -127, which gives 0, to 127.
+  static F power(F x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(x), _mm512_set1_epi32(127)), 23));
+  }
+
+  static I set(int x) { return _mm512_set1_epi32(x); }
+  static I load(const int *from, M m) { return _mm512_maskz_loadu_epi32(m, from); }
+  static void store(int *to, I x) { _mm512_storeu_si512(to, x); }
+  static I add(I a, I b) { return _mm512_add_epi32(a, b); }
+  static I index() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+
+  static M first(int count) { return count >= 16 ? 0xFFFF : (M)((1u << (count < 0 ? 0 : count)) - 1); }
+  static M less(I a, I b) { return _mm512_cmplt_epi32_mask(a, b); }
+  static M less(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+  static M equal(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+  static M is_nan(F a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
+  static M both(M a, M b) { return a & b; }
+  static M either(M a, M b) { return a | b; }
+  static bool any(M m) { return m; }
+  static F select(M m, F a, F b) { return _mm512_mask_mov_ps(b, m, a); }
+  static I select(M m, I a, I b) { return _mm512_mask_mov_epi32(b, m, a); }
+
+  static F even(const uint16_t *pairs) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(pairs), 16));
+  }
+  static F odd(const uint16_t *pairs) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(pairs), _mm512_set1_epi32((int)0xFFFF0000)));
+  }
+  static F of_bfloat16(const uint16_t *from) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16));
+  }
+  static F of_float16(const uint16_t *from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)); }
+
+  static __m256 halved(F x) { return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)); }
+  static float sum(F x) {
+    const __m256 y = halved(x);
+    __m128 z = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+    z = _mm_add_ps(z, _mm_movehl_ps(z, z));
+    return _mm_cvtss_f32(_mm_add_ss(z, _mm_shuffle_ps(z, z, 1)));
+  }
+  static float most(F x) { return _mm512_reduce_max_ps(x); }
+};
+
+#elif HPU_DUO_LANES == 8
+
+struct Lanes {
+  static constexpr int kCount = 8, kRegisters = 16;
+  using F = __m256;
+  using I = __m256i;
+  using M = __m256i;
+
+  static F set(float x) { return _mm256_set1_ps(x); }
+  static F load(const float *from) { return _mm256_loadu_ps(from); }
+  static void store(float *to, F x) { _mm256_storeu_ps(to, x); }
+  static F load(const float *from, M m) { return _mm256_maskload_ps(from, m); }
+  static void store(float *to, F x, M m) { _mm256_maskstore_ps(to, m, x); }
+  static F add(F a, F b) { return _mm256_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+  static F max(F a, F b) { return _mm256_max_ps(a, b); }
+  static F nearest(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static F power(F x) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(x), _mm256_set1_epi32(127)), 23));
+  }
+
+  static I set(int x) { return _mm256_set1_epi32(x); }
+  static I load(const int *from, M m) { return _mm256_maskload_epi32(from, m); }
+  static void store(int *to, I x) { _mm256_storeu_si256((__m256i *)to, x); }
+  static I add(I a, I b) { return _mm256_add_epi32(a, b); }
+  static I index() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+
+  static M first(int count) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), index()); }
+  static M less(I a, I b) { return _mm256_cmpgt_epi32(b, a); }
+  static M less(F a, F b) { return _mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
+  static M equal(F a, F b) { return _mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_EQ_OQ)); }
+  static M is_nan(F a) { return _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)); }
+  static M both(M a, M b) { return _mm256_and_si256(a, b); }
+  static M either(M a, M b) { return _mm256_or_si256(a, b); }
+  static bool any(M m) { return !_mm256_testz_si256(m, m); }
+  static F select(M m, F a, F b) { return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(m)); }
+  static I select(M m, I a, I b) { return _mm256_blendv_epi8(b, a, m); }
+
+  static F even(const uint16_t *pairs) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i *)pairs), 16));
+  }
+  static F odd(const uint16_t *pairs) {
+    return _mm256_castsi256_ps(
+        _mm256_and_si256(_mm256_loadu_si256((const __m256i *)pairs), _mm256_set1_epi32((int)0xFFFF0000)));
+  }
+  static F of_bfloat16(const uint16_t *from) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16));
+  }
+  static F of_float16(const uint16_t *from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)); }
+
+  static float sum(F x) {
+    __m128 z = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    z = _mm_add_ps(z, _mm_movehl_ps(z, z));
+    return _mm_cvtss_f32(_mm_add_ss(z, _mm_shuffle_ps(z, z, 1)));
+  }
+  static float most(F x) {
+    __m128 z = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    z = _mm_max_ps(z, _mm_movehl_ps(z, z));
+    return _mm_cvtss_f32(_mm_max_ss(z, _mm_shuffle_ps(z, z, 1)));
+  }
+};
+
+#else
+
+inline float float_of_bits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+struct Lanes {
+  static constexpr int kCount = 8, kRegisters = 16;
+  template <typename T>
+  struct Vector {
+    T lane[kCount];
+  };
+  using F = Vector<float>;
+  using I = Vector<int>;
+  using M = Vector<bool>;
+
+  // One result for each lane.
+  template <typename Function>
+  static auto map(Function function) {
+    Vector<decltype(function(0))> result;
+    for (int i = 0; i < kCount; ++i) result.lane[i] = function(i);
+    return result;
+  }
+
+  static F set(float x) { return map([&](int) { return x; }); }
+  static F load(const float *from) { return map([&](int i) { return from[i]; }); }
+  static void store(float *to, F x) { std::memcpy(to, x.lane, sizeof(x)); }
+  static F load(const float *from, M m) { return map([&](int i) { return m.lane[i] ? from[i] : 0.0f; }); }
+  static void store(float *to, F x, M m) {
+    for (int i = 0; i < kCount; ++i)
+      if (m.lane[i]) to[i] = x.lane[i];
+  }
+  static F add(F a, F b) { return map([&](int i) { return a.lane[i] + b.lane[i]; }); }
+  static F sub(F a, F b) { return map([&](int i) { return a.lane[i] - b.lane[i]; }); }
+  static F mul(F a, F b) { return map([&](int i) { return a.lane[i] * b.lane[i]; }); }
+  static F fma(F a, F b, F c) { return map([&](int i) { return std::fma(a.lane[i], b.lane[i], c.lane[i]); }); }
+  static F max(F a, F b) { return map([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; }); }
+  static F nearest(F x) { return map([&](int i) { return std::nearbyint(x.lane[i]); }); }
+  static F power(F x) {
+    return map([&](int i) {
+      return std::isnan(x.lane[i]) ? x.lane[i] : float_of_bits((uint32_t)((int)x.lane[i] + 127) << 23);
+    });
+  }
+
+  static I set(int x) { return map([&](int) { return x; }); }
+  static I load(const int *from, M m) { return map([&](int i) { return m.lane[i] ? from[i] : 0; }); }
+  static void store(int *to, I x) { std::memcpy(to, x.lane, sizeof(x)); }
+  static I add(I a, I b) { return map([&](int i) { return a.lane[i] + b.lane[i]; }); }
+  static I index() { return map([](int i) { return i; }); }
+
+  static M first(int count) { return map([&](int i) { return i < count; }); }
+  static M less(I a, I b) { return map([&](int i) { return a.lane[i] < b.lane[i]; }); }
+  static M less(F a, F b) { return map([&](int i) { return a.lane[i] < b.lane[i]; }); }
+  static M equal(F a, F b) { return map([&](int i) { return a.lane[i] == b.lane[i]; }); }
+  static M is_nan(F a) { return map([&](int i) { return (bool)std::isnan(a.lane[i]); }); }
+  static M both(M a, M b) { return map([&](int i) { return a.lane[i] && b.lane[i]; }); }
+  static M either(M a, M b) { return map([&](int i) { return a.lane[i] || b.lane[i]; }); }
+  static bool any(M m) {
+    bool found = false;
+    for (bool x : m.lane) found |= x;
+    return found;
+  }
+  static F select(M m, F a, F b) { return map([&](int i) { return m.lane[i] ? a.lane[i] : b.lane[i]; }); }
+  static I select(M m, I a, I b) { return map([&](int i) { return m.lane[i] ? a.lane[i] : b.lane[i]; }); }
+
+  static F even(const uint16_t *pairs) { return map([&](int i) { return float_of_bits((uint32_t)pairs[2 * i] << 16); }); }
+  static F odd(const uint16_t *pairs) { return even(pairs + 1); }
+  static F of_bfloat16(const uint16_t *from) { return map([&](int i) { return float_of_bits((uint32_t)from[i] << 16); }); }
+  static F of_float16(const uint16_t *from) { return map([&](int i) { return float_of_half(from[i]); }); }
+
+  static float sum(F x) {
+    for (int half = kCount / 2; half; half /= 2)
+      for (int i = 0; i < half; ++i) x.lane[i] += x.lane[i + half];
+    return x.lane[0];
+  }
+  static float most(F x) {
+    for (int half = kCount / 2; half; half /= 2)
+      for (int i = 0; i < half; ++i) x.lane[i] = x.lane[i] > x.lane[i + half] ? x.lane[i] : x.lane[i + half];
+    return x.lane[0];
+  }
+
+ private:
+  static float float_of_half(uint16_t bits) {
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    float size = std::ldexp((float)(exponent ? fraction + 1024 : fraction), (exponent ? exponent : 1) - 25);
+    if (exponent == 31) size = fraction ? NAN : INFINITY;
+    return bits >> 15 ? -size : size;
+  }
+};
+
+#endif
+
+using F = Lanes::F;
+using I = Lanes::I;
+using M = Lanes::M;
+
+constexpr int kLanes = Lanes::kCount;
+constexpr float kLog2e = 1.44269504f;
+
+// 2^x for x <= 0, within 2e-7 of it; 0 below 2^-126.
+inline F exp2_of(F x) {
+  x = Lanes::max(Lanes::set(-127.0f), x);
+  const F whole = Lanes::nearest(x), f = Lanes::sub(x, whole);
+  F y = Lanes::set(1.535336188319500e-4f);
+  for (float c : {1.339887440266574e-3f, 9.618437357674640e-3f, 5.550332471162809e-2f, 2.402264791363012e-1f,
+                  6.931472028550421e-1f, 1.0f})
+    y = Lanes::fma(y, f, Lanes::set(c));
+  return Lanes::mul(y, Lanes::power(whole));
+}
+
+// How weights, keys and values are stored: each vector is widened as it is read.
+struct Bfloat16 {
+  using Item = uint16_t;
+  static constexpr int kPair = 2;  // inputs of an output that lie side by side in packed weights
+  static F load(const Item *from) { return Lanes::of_bfloat16(from); }
+};
+
+struct Float16 {
+  using Item = uint16_t;
+  static constexpr int kPair = 1;
+  static F load(const Item *from) { return Lanes::of_float16(from); }
+};
+
+struct Float32 {
+  using Item = float;
+  static constexpr int kPair = 1;
+  static F load(const Item *from) { return Lanes::load(from); }
+};
+
+}  // namespace
+}  // namespace hpu_duo
