@@ -287,7 +287,8 @@ def floats(units: KVUnits) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if not units.encoding.format.is_plain:
         check_plain(units)
-    return stored_floats(units)
+    k, v = units.views
+    return k, v
 
 
 def stored_floats(units: KVUnits) -> tuple[torch.Tensor, torch.Tensor]:
@@ -296,7 +297,8 @@ def stored_floats(units: KVUnits) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         ValueError: the units have another format.
     """
-    if not units.encoding.format.is_floats:
+    kv_format = units.encoding.format
+    if not (kv_format.is_plain or kv_format.is_floats):
         check_plain(units)
     k, v = units.views
     return k, v

@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
 from graphs import StepLimits
+from hpu_duo.engine import kernels
 from hpu_duo.engine.telemetry import BudgetStats, RuleStats, held_bytes
 from hpu_duo.kv.plan import ring_slack
+from hpu_duo.modeling.precision import name_of
 from hpu_duo.parallel import ContextParallelBlocks
 from kernels_ref import LayerSpec
 
@@ -29,9 +31,12 @@ class Resolved:
     """The resolved settings of an engine: each "auto" and each None is replaced by the value in use.
 
     Attributes:
-        device, dtype: of weights.
+        device: where steps run.
+        dtype: of arithmetic.
+        weight_dtype: of linear weights in memory.
         kv_cache_dtype: how each kind of heads stores keys and values.
-        attention: implementation of the kernels.
+        kernels: on a CPU their instructions, elsewhere the implementation of attention.
+        attention: implementation of the attention kernels.
         softmax: precision of its scores and exponentials.
         graphs: capture backend.
         num_buckets: current shapes of the table; 0 where steps run at their exact shapes.
@@ -51,7 +56,9 @@ class Resolved:
 
     device: str
     dtype: str
+    weight_dtype: str
     kv_cache_dtype: str
+    kernels: str
     attention: str
     softmax: str
     graphs: str
@@ -80,10 +87,13 @@ class Resolved:
             patterns: heads that retrieve, of the whole model and of this rank; None if all do.
         """
         graphs, specs = runner.graphs, runner.model.specs
+        dtype = name_of(runner.model.model.dtype)
         return cls(
             device=str(runner.device),
-            dtype=str(runner.model.model.dtype).removeprefix("torch."),
-            kv_cache_dtype=_formats(specs, str(runner.model.model.dtype).removeprefix("torch.")),
+            dtype=dtype,
+            weight_dtype=name_of(kernels.weight_dtype(runner)),
+            kv_cache_dtype=_formats(specs, dtype),
+            kernels=kernels.describe(runner),
             attention=specs[0].impl.value,
             softmax=specs[0].softmax.value,
             graphs=graphs.backend.name,
@@ -107,6 +117,12 @@ class Resolved:
         """Return all settings by name, limits included, as values for JSON and tables."""
         plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "limits"}
         return {**plain, **asdict(self.limits)}
+
+    @property
+    def computation(self) -> str:
+        """Device, kernels and dtypes in one line."""
+        dtypes = f"weights {self.weight_dtype}, KV {self.kv_cache_dtype}, arithmetic {self.dtype}"
+        return f"{self.device}, {self.kernels}; {dtypes}"
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.items().items())

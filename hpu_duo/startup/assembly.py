@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hpu_duo.config.engine import EngineConfig
 from hpu_duo.config.limits import SchedulerConfig
 from hpu_duo.engine.engine import Engine
+from hpu_duo.engine.kernels import faster
 from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
 from hpu_duo.engine.stats import Resolved
 from hpu_duo.engine.step_plan import StepPlan
@@ -189,7 +190,7 @@ def engine_around(
     if config.graph.replan is not None:
         engine.replan(config.graph.replan)
     resolved = engine.stats().resolved
-    engine.notes = (*engine.notes, *_promotion_note(resolved))
+    engine.notes = (*engine.notes, *_promotion_note(resolved), *faster(runner))
     _log.info("engine of %s: %s", type(runner.model.model).__name__, resolved)
     return engine
 

@@ -239,7 +239,9 @@ def unique_blocks(inputs: PartInputs, blocks: BlockStep) -> Partial:
     if t.owner.shape[0] <= scoring.slices.short_blocks:
         return reference.unique_blocks(inputs, blocks)
     bounds = scoring.softcap or 0.0, scoring.slices.decode_slots
-    return Partial(*_unique_blocks(q_NKHD, *decoded_units(units), *plan, *bounds))
+    if not units.encoding.format.is_plain:
+        k, v = decoded_units(units)
+    return Partial(*_unique_blocks(q_NKHD, k, v, *plan, *bounds))
 
 
 def unique_rings(inputs: PartInputs, ring: RingStep) -> Partial:
@@ -247,7 +249,7 @@ def unique_rings(inputs: PartInputs, ring: RingStep) -> Partial:
     q_NKHD, units, scoring = inputs.q, inputs.units, inputs.scoring
     k, v = stored_floats(units)
     seen, is_ours = ring.seen, scoring.softcap is None and x86.fits_rows(q_NKHD, k)
-    if not is_ours:
+    if not (is_ours or units.encoding.format.is_plain):
         k, v = decoded_units(units)
     if isinstance(seen, Held):
         run = x86.attend_held if is_ours else _held_rings

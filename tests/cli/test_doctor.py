@@ -44,6 +44,8 @@ def test_a_model_is_told_with_what_its_engine_made_of_the_options(hpu_duo: Run, 
     assert result.exit_code == 0, result.stderr
     found = {one["name"]: one["detail"] for one in json.loads(result.stdout) if one["topic"] == "model"}
     assert (found["device"], found["dtype"], found["attention"]) == ("cpu", "float32", "sdpa")
+    assert (found["weight_dtype"], found["kv_cache_dtype"]) == ("float32", "float32")
+    assert found["kernels"]
     assert (found["max_num_seqs"], found["num_blocks"], found["max_model_len"]) == ("3", "8", "129")
     shown = hpu_duo("doctor", *options)
     assert "max_num_batched_tokens" in shown.stdout

@@ -36,6 +36,8 @@ def test_one_prompt_streams_its_text_to_stdout_and_the_table_to_stderr(
     assert result.stdout.rstrip("\n") == expected.rstrip("\n")
     for row in ("prefill", "decode", "steps", "padding", "KV at peak"):
         assert row in result.stderr
+    assert result.stderr.startswith("hpu-duo: cpu, ")
+    assert "; weights float32, KV float32, arithmetic float32\n" in result.stderr
     assert "c-- x 1" in result.stderr
     assert "in whole blocks and rings" in result.stderr, "no percentage of so few tokens"
 

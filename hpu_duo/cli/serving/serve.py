@@ -167,6 +167,7 @@ def serve(
         if log is not None:
             log.on_lost = service.metrics.lost_line
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    typer.echo(f"hpu-duo: {loaded.stats().resolved.computation}", err=True)
     for note in loaded.engine.notes:
         typer.echo(f"note: {note}", err=True)
     captures = warm_up and loaded.engine.runner.executor.uses_table

@@ -197,6 +197,7 @@ def generate(
             ids = [opened.prompt(text) for text in prompts]
         hold = None if opened is None else opened.context.hold()
         run = Run(loaded.engine, ids, [_params(sampling)] * len(ids), hold)
+    typer.echo(f"hpu-duo: {loaded.stats().resolved.computation}", err=True)
     console = Console(stderr=True)
     is_streamed = len(prompts) == 1 and not as_json
     from graphs import GraphMissError, RecompileError

@@ -1,0 +1,31 @@
+"""The kernels that an engine runs, in its statistics and notes."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpu_duo.engine import kernels
+from kernels_ref.x86 import library
+from tests.engine.tiny import Tiny, make_tiny
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def test_a_switch_that_costs_speed_is_a_note(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    library.is_available()  # its result stays
+    assert tiny.load(dtype="float32").stats().resolved.computation.endswith("arithmetic float32")
+    monkeypatch.setenv(library.SWITCH, "0")
+    monkeypatch.setattr(library, "is_available", lambda: False)
+    stats = tiny.load(dtype="bfloat16").stats()
+    assert stats.resolved.kernels.startswith("torch's (")
+    assert any(library.SWITCH in note for note in stats.notes)
+
+
+def test_a_missing_compiler_is_a_note(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "is_available", lambda: False)
+    monkeypatch.setattr(library, "is_supported", lambda: True)
+    monkeypatch.setattr(kernels, "compiler", lambda: None)
+    assert any("need a C++ compiler" in note for note in tiny.load(dtype="bfloat16").stats().notes)
