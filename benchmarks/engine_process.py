@@ -17,13 +17,24 @@ SCRIPTS = {
     STREAMING: "hpu_duo_replayed.py",
     "vllm": "vllm_cpu.py",
     "openvino": "openvino_genai_paged.py",
+    "llama.cpp": "llama_cpp_f16.py",
 }
+HAS_DTYPES = (BASELINE, OURS, "vllm")
+"""Engines that compute in a dtype that is asked for."""
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
 """Variables that name the folders in which engines keep what they compile."""
 
 
+def in_dtype(engine: str, dtype: str) -> str:
+    """Name of the column of an engine in a dtype of its own."""
+    return f"{engine}, {dtype}"
+
+
 class Worker:
     """An engine in its own process.
+
+    Args:
+        dtype: to compute in; auto = what the engine chooses.
 
     Attributes:
         engine: its name and version.
@@ -33,10 +44,17 @@ class Worker:
         ValueError: the worker ended instead of answering.
     """
 
-    def __init__(self, name: str, python: Path, model: Path, options: dict[str, int], cache: Path) -> None:
+    def __init__(
+        self, name: str, python: Path, model: Path, options: dict[str, int], cache: Path, dtype: str = "auto"
+    ) -> None:
         own = cache / f"compiled-{name.split(',')[0]}"
-        model = exported(python, model, cache) if name == "openvino" else model
-        given = {**options, "--cache": cache, "--streaming": 0.5 if name == STREAMING else 0.0}
+        model = EXPORTS[name](python, model, cache) if name in EXPORTS else model
+        given = {
+            **options,
+            "--dtype": dtype,
+            "--cache": cache,
+            "--streaming": 0.5 if name == STREAMING else 0.0,
+        }
         self._log = (cache / f"{name}.log").open("a")
         began = time.perf_counter()
         self._process = subprocess.Popen(
@@ -81,3 +99,14 @@ def exported(python: Path, model: Path, cache: Path) -> Path:
     if not (target / "openvino_detokenizer.xml").is_file():
         subprocess.run([python, WORKERS / "openvino_export.py", model, target], check=True)
     return target
+
+
+def in_gguf(python: Path, model: Path, cache: Path) -> Path:
+    """The checkpoint as a GGUF file in float16, written at the first call."""
+    target = cache / f"{model.name}-f16.gguf"
+    if not target.is_file():
+        subprocess.run([python, WORKERS / "llama_cpp_export.py", model, target], check=True)
+    return target
+
+
+EXPORTS = {"openvino": exported, "llama.cpp": in_gguf}

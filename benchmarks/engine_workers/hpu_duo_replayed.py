@@ -28,6 +28,7 @@ class Replayed(protocol.SteppedEngine):
             limits.model,
             enable_prefix_caching=limits.prefix_caching,
             device="cpu",
+            dtype=limits.dtype,
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
             max_num_batched_tokens=limits.max_tokens,
@@ -35,6 +36,7 @@ class Replayed(protocol.SteppedEngine):
             pattern=pattern,
             sparsity=limits.streaming if pattern else None,
         )
+        self.name += f" ({self._model.stats().resolved.computation})"
         self._model.warmup()
         self._keys: dict[str, int] = {}
 

@@ -31,6 +31,7 @@ class Limits:
         cache: folder for what an engine converts or compiles.
         streaming: share of the KV heads that stream, for this engine alone.
         prefix_caching: whether later prompts take up what earlier ones have computed.
+        dtype: name of the dtype to compute in; auto = what the engine chooses.
     """
 
     model: Path
@@ -40,6 +41,7 @@ class Limits:
     cache: Path
     streaming: float
     prefix_caching: bool
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,7 @@ def main(start: Callable[[Limits], Engine]) -> None:
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--streaming", type=float, default=0.0)
     parser.add_argument("--prefix-caching", type=lambda text: bool(int(text)), default=False)
+    parser.add_argument("--dtype", default="auto")
     limits = Limits(**vars(parser.parse_args()))
     replies = private_output()
     engine = start(limits)

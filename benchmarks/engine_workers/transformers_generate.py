@@ -21,12 +21,11 @@ class _First(transformers.StoppingCriteria):
 class Generate(protocol.Engine):
     """The checkpoint as transformers loads it."""
 
-    name = f"transformers {transformers.__version__}"
-
     def __init__(self, limits: protocol.Limits) -> None:
+        self.name = f"transformers {transformers.__version__}, {limits.dtype}"
         torch.set_num_threads(1)
         self._model = transformers.LlamaForCausalLM.from_pretrained(
-            limits.model, attn_implementation="sdpa"
+            limits.model, attn_implementation="sdpa", dtype=limits.dtype
         ).eval()
 
     def serve(self, prompts: list[list[int]], new: list[int], late: protocol.Late | None) -> protocol.Reply:

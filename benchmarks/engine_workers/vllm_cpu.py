@@ -26,7 +26,7 @@ class VLLM(protocol.SteppedEngine):
     def __init__(self, limits: protocol.Limits) -> None:
         llm = vllm.LLM(
             str(limits.model),
-            dtype="bfloat16",
+            dtype="bfloat16" if limits.dtype == "auto" else limits.dtype,
             skip_tokenizer_init=True,
             enable_prefix_caching=limits.prefix_caching,
             max_model_len=limits.max_model_len,
