@@ -10,24 +10,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bias_builders import TopBlocks
+from bias_builders import Leading, TopBlocks
 from kernels_ref import reference
 from kernels_ref import units as portable
-from kernels_ref.partial import Partial
+from kernels_ref.chunks import even_size
+from kernels_ref.partial import Partial, merge
 from kernels_ref.sparse import TileStep
 from kernels_ref.step import BlockStep, PartInputs, RingStep
-from kernels_ref.units import KVRecord, KVUnits
+from kernels_ref.units import KVRecord, KVUnits, of_stores
 
 if TYPE_CHECKING:
     from kernels_ref.impl import Implementation, Kernels
 
+_CHUNK_BYTES, _CACHE_BYTES = 16 << 20, 1 << 20
+"""Most bytes of the decoded keys of a chunk, and of one of decode rows on a CPU: what a core caches."""
+_MOST_CHUNKS = 16
+"""Most chunks of the unique part, whose loop a compiler unrolls."""
+
 
 @dataclass(frozen=True)
 class DecodingKernels:
-    """Kernels whose parts that read or write a store are portable where they do not read its format.
+    """Kernels that attend to decoded chunks of blocks where they do not read the format of a store.
 
-    Chunks of units are decoded and attended to. New keys and values, copies of rings and partials are plain
-    floats in any case.
+    Rings and heads with a budget run by the portable parts then. New keys and values, copies of rings and
+    partials are floats in any case.
 
     Args:
         inner: kernels that read floats by pointer.
@@ -39,15 +45,57 @@ class DecodingKernels:
 
     def shared_blocks(self, inputs: PartInputs) -> Partial:
         """Every query against the blocks that several rows read, or a prompt row."""
-        return self._reading(inputs.units).shared_blocks(inputs)
+        units, t = inputs.units, inputs.tensors
+        num_blocks = t.shared_block.shape[0]
+        if self._reads(units) or not num_blocks:
+            return self.inner.shared_blocks(inputs)
+        total, size = None, even_size(num_blocks, max(1, _CHUNK_BYTES // units.key_bytes))
+        for begin in range(0, num_blocks, size):
+            some = slice(begin, begin + size)
+            block = t.shared_block[some]
+            of_chunk = t._replace(
+                shared_block=_numbers(block, len(block)),
+                shared_start=t.shared_start[some],
+                shared_reads=t.shared_reads[:, some].contiguous(),
+            )
+            decoded = _dense(*units.tile(block))
+            partial = self.inner.shared_blocks(inputs._replace(units=decoded, tensors=of_chunk))
+            total = partial if total is None else merge(total, partial)
+        assert total is not None, "there are blocks"
+        return total
 
     def chosen_blocks(self, inputs: PartInputs, tiles: TileStep, choice: TopBlocks) -> Partial:
         """Tokens of prompt rows against the blocks that are chosen for them."""
         return self._reading(inputs.units).chosen_blocks(inputs, tiles, choice)
 
     def unique_blocks(self, inputs: PartInputs, blocks: BlockStep) -> Partial:
-        """Decode rows against the blocks that only they read."""
-        return self._reading(inputs.units).unique_blocks(inputs, blocks)
+        """Decode rows against the blocks that only they read.
+
+        The first chunk has the tails of rows behind its blocks, others have no slots of tails.
+        """
+        units, t = inputs.units, inputs.tensors
+        if self._reads(units):
+            return self.inner.unique_blocks(inputs, blocks)
+        num_blocks, tails = t.owner.shape[0], blocks.tails
+        num_bytes = _CACHE_BYTES if inputs.q.device.type == "cpu" else _CHUNK_BYTES
+        most = max(num_bytes // units.key_bytes, -(-num_blocks // _MOST_CHUNKS), 1)
+        size, total = even_size(max(1, num_blocks), most), None
+        for begin in range(0, max(1, num_blocks), size):
+            some = slice(begin, begin + size)
+            owner = t.owner[some]
+            k, v = units.tile(slice(begin, begin + len(owner)))
+            tail = torch.zeros_like(t.tail_block)
+            if total is None:
+                tail = _numbers(t.tail_block, t.tail_block.numel(), len(owner)).view(t.tail_block.shape)
+                more_k, more_v = units.tile(t.tail_block.view(-1))
+                k, v = torch.cat([k, more_k]), torch.cat([v, more_v])
+            of_chunk = t._replace(owner=owner, owner_start=t.owner_start[some], tail_block=tail)
+            decoded = inputs._replace(units=_dense(k, v), tensors=of_chunk)
+            partial = self.inner.unique_blocks(decoded, blocks._replace(tails=tails))
+            total = partial if total is None else merge(total, partial)
+            tails = Leading(torch.zeros_like(tails.visible))
+        assert total is not None, "there is a chunk"
+        return total
 
     def unique_rings(self, inputs: PartInputs, ring: RingStep) -> Partial:
         """Decode rows against their own ring."""
@@ -59,12 +107,24 @@ class DecodingKernels:
 
     def write_kv(self, units: KVUnits, index: torch.Tensor, record: KVRecord) -> None:
         """Write the keys and values of new tokens."""
-        write = self.inner.write_kv if self.impl.serves(units.encoding.format) else portable.write_kv
+        write = self.inner.write_kv if self._reads(units) else portable.write_kv
         write(units, index, record)
 
+    def _reads(self, units: KVUnits) -> bool:
+        return self.impl.serves(units.encoding.format)
+
     def _reading(self, units: KVUnits) -> Kernels:
-        return self.inner if self.impl.serves(units.encoding.format) else reference
+        return self.inner if self._reads(units) else reference
 
     def __getattr__(self, name: str) -> Any:
         """Return a kernel of ``inner``."""
         return getattr(self.inner, name)
+
+
+def _dense(k: torch.Tensor, v: torch.Tensor) -> KVUnits:
+    return of_stores(k.contiguous(), v.contiguous())
+
+
+def _numbers(like: torch.Tensor, num: int, first: int = 0) -> torch.Tensor:
+    """Ids of units ``first`` and after it."""
+    return torch.arange(first, first + num, dtype=like.dtype, device=like.device)

@@ -51,6 +51,7 @@ class Resolved:
         num_promoted_heads: streaming heads of the pattern that are served as retrieval heads on this rank,
             because of ``max_layer_kinds`` or to shard heads evenly.
         promoted_bytes: bytes of the blocks of these heads, beyond those of their rings.
+        token_bytes: bytes of one more token in the blocks of all layers, scales included; 0 without blocks.
         kv_bytes, graph_bytes: memory of the stores, and memory set aside for graphs.
     """
 
@@ -74,6 +75,7 @@ class Resolved:
     num_layer_kinds: int
     num_promoted_heads: int
     promoted_bytes: int
+    token_bytes: int
     kv_bytes: int
     graph_bytes: int
 
@@ -109,6 +111,7 @@ class Resolved:
             num_layer_kinds=len(runner.model.kinds),
             num_promoted_heads=0 if patterns is None else patterns[1].num_promoted,
             promoted_bytes=_promoted_bytes(runner, scheduler.limits, patterns),
+            token_bytes=runner.store.plan.block_bytes // runner.store.plan.block_size,
             kv_bytes=runner.store.num_bytes,
             graph_bytes=runner.store.plan.graph_bytes,
         )

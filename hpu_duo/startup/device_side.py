@@ -31,6 +31,7 @@ from hpu_duo.startup.blueprint import Blueprint, choose_kernels
 from hpu_duo.startup.heads import ChosenHeads
 from hpu_duo.startup.tables import StepTables, plan_with_graphs
 from kernels_ref import Implementation, Owner, Softmax
+from kernels_ref.formats.trial import format_problem
 
 
 @dataclass(frozen=True)
@@ -194,12 +195,23 @@ class DeviceSide:
             connect(model, layers, shared.sums, shared.membership.ranks, shared.membership.group)
         _pack(config, model, layers, place, live)
         runtime.place(model)
+        _try_formats(blueprint)
         store, step_model = blueprint.build(model, memory, live)
         executor = _make_executor(config, step_model, store, tables, runtime, shared)
         limits = tables.limits(memory)
         hf_config = model.config if shared is None else shared.hf_config
         runner = Runner(executor, hf_config.get_text_config().vocab_size, limits.max_model_len)
         return cls(runner, blueprint, limits, hf_config)
+
+
+def _try_formats(blueprint: Blueprint) -> None:
+    """Raise ValueError unless the device stores keys and values in the formats of the model."""
+    device, dtype = blueprint.device, blueprint.dtype
+    stored = {(group.format, spec.head_dim) for spec in blueprint.specs for group in spec.groups}
+    for kv_format, dim in stored:
+        problem = format_problem(kv_format, dim, dtype, device)
+        if problem is not None:
+            raise ValueError(f"kv_cache_dtype {kv_format.name!r} is not available on {device}: {problem}")
 
 
 def _agreed(memory: MemoryPlan, blueprint: Blueprint, tables: StepTables, shared: Shared) -> MemoryPlan:

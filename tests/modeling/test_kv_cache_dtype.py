@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from graphs import BucketTable
+from graphs.backends.compile import CompileBackend
 from hpu_duo import HPUDuoModel, SamplingParams
 from hpu_duo.kv import store
 from hpu_duo.kv.plan import MemoryPlan
+from kernels_ref import decoding
 from kernels_ref.formats import PAIR, PLAIN, names_of_formats
+from kernels_ref.formats.int4 import Int4
 from tests.engine.tiny import PATTERN, Tiny, make_tiny, serve, tokens_of
 from tests.modeling.families import BLOCK, prompts_of
 
@@ -50,7 +55,32 @@ def test_scores_depend_on_no_division_into_chunks_and_on_no_reuse(
     cold, warm = scored(served), scored(served)
     assert cold == pytest.approx(whole, abs=1e-4)
     assert warm == pytest.approx(whole, abs=1e-4)
-    assert served.stats().prefixes.num_hit_tokens > 0 or "pattern" in options
+    prefixes = served.stats().prefixes
+    assert prefixes is not None
+    assert prefixes.num_hit_tokens > 0 or "pattern" in options
+
+
+TABLE = BucketTable.from_strings(["csu/q16/s48/u48/l4"])
+CPU: dict[str, dict[str, Any]] = {
+    "several tokens": {"decode_len": 4},
+    "rule": {"attention_rule": "sink_band:sink=2,band=9", "decode_len": 3},
+    "chosen blocks": {"attention_rule": "top_blocks:blocks=3"},
+    "compiled": {"graphs": CompileBackend("eager"), "buckets": TABLE},
+}
+
+
+@pytest.mark.parametrize("kind", CPU)
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_of_a_cpu_get_decoded_chunks(
+    tiny: Tiny, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"kv_cache_dtype": name, **CPU[kind]}
+    portable = {key: value for key, value in options.items() if key not in ("graphs", "buckets")}
+    expected = scored(tiny.load(**portable))
+    # As in long contexts: several chunks of two blocks or of one.
+    monkeypatch.setattr(decoding, "_CHUNK_BYTES", 2 * BLOCK * 2 * 8 * 4)
+    monkeypatch.setattr(decoding, "_CACHE_BYTES", 1)
+    assert scored(tiny.load(attention="sdpa", **options)) == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
@@ -103,6 +133,7 @@ def test_stores_take_what_the_memory_plan_says(tiny: Tiny, name: str, kind: str)
     held, plan = served.engine.runner.store, served.engine.runner.store.plan
     assert held.num_bytes == plan.total_bytes == served.stats().kv_bytes
     assert plan.full_attention_bytes(1) == len(plan.layers) * 2 * 2 * plan.layers[0].head_dim * 4
+    assert served.stats().resolved.token_bytes * BLOCK == plan.block_bytes
     resolved = served.stats().resolved.kv_cache_dtype
     shown = "float32" if name == PLAIN.name else name.replace("_e4m3", "")
     assert shown in resolved
@@ -171,3 +202,28 @@ def _as_version_1(path: Path) -> None:
     about |= {"version": "1", "fingerprint": json.dumps(fingerprint)}
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+
+
+def test_a_device_that_reads_codes_differently_is_found_at_load(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"attention": "auto", "device": "hpu-sim", "kv_cache_dtype": "k8v4"}
+    decode, encode = Int4.decode, Int4.encode
+
+    def other(self: Int4, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        found = decode(self, parts, dtype)
+        return found if found.device.type == "cpu" else found.flip(-1)
+
+    def coarse(self: Int4, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return encode(self, x if x.device.type == "cpu" else x.abs())
+
+    for name, function, problem in (
+        ("decode", other, "it decodes other"),
+        ("encode", coarse, "it encodes other"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(Int4, name, function)
+            with pytest.raises(
+                ValueError, match=f"kv_cache_dtype 'k8v4' is not available on hpu.*: {problem}"
+            ):
+                tiny.load(**options)
