@@ -293,14 +293,23 @@ class Request:
         return max(0, len(self.params.forced_token_ids) - self.num_output_tokens - 1)
 
     @property
+    def takes_drafts(self) -> bool:
+        """Whether a drafter may ever propose tokens for it."""
+        params = self.params
+        num_left = len(self.tokens) - self.num_prompt_tokens - len(params.forced_token_ids)
+        return bool(params.speculate) and params.host_sampler is None and num_left > 1
+
+    @property
     def most_drafts(self) -> int:
         """Most drafts of a drafter behind the known tokens: none while forced tokens are left.
 
         The last token that a request may sample is sampled behind the last draft.
         """
-        if self.params.host_sampler is not None or self.num_output_tokens < len(self.params.forced_token_ids):
+        params = self.params
+        if params.host_sampler is not None or self.num_output_tokens < len(params.forced_token_ids):
             return 0
-        return len(self.tokens) - self.num_tokens - 1
+        most = len(self.tokens) - self.num_tokens - 1
+        return most if params.speculate is True else min(most, int(params.speculate))
 
     @property
     def num_prefilled_tokens(self) -> int:

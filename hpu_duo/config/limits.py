@@ -6,11 +6,13 @@ one ``graphs.StepLimits``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpu_duo.config.option import ENGINE, HEADS, LIMITS, NAME_AND_OPTIONS, check_choices, option
+from hpu_duo.config.speculation import SpeculativeConfig
 
 if TYPE_CHECKING:
     from hpu_duo.config.kv_plan import KVPlan
@@ -279,7 +281,8 @@ class SchedulerConfig:
         max_chunk_rows: prompts that read the same blocks count once where no head has a ring.
         decode_len: most tokens that a request decodes in a step. It decodes more than 1 if they are known
             beforehand, as those of a score are, and verifies them together. Rings have ``decode_len - 1``
-            slots of slack.
+            slots of slack. With ``speculative_config`` it is at least ``num_speculative_tokens + 1``.
+        speculative_config: fields of ``SpeculativeConfig``, as a mapping or JSON; stored as JSON.
         trim_chunks: needs a table of buckets; see ``hpu_duo.engine.scheduler``.
         scheduling_policy: order of admission and preemption, a name of ``hpu_duo.scheduling.POLICIES``, with
             options: ``priority:patience=100``.
@@ -300,6 +303,13 @@ class SchedulerConfig:
         "Tokens of a request that are decoded together where they are known beforehand; 1 with --kv-policy "
         "or top_blocks.",
         ENGINE,
+    )
+    speculative_config: Mapping[str, Any] | str | None = option(
+        None,
+        'Verify drafts of the next tokens, such as {"num_speculative_tokens": 8}; see docs/speculation.md.',
+        ENGINE,
+        metavar="JSON",
+        unset="no drafts",
     )
     trim_chunks: bool = option(
         False,
@@ -324,12 +334,20 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         check_at_least("max_num_seqs", self.max_num_seqs, 1)
         check_at_least("decode_len", self.decode_len, 1)
+        if (speculation := self.speculation) is not None:
+            object.__setattr__(self, "speculative_config", speculation.text)
+            object.__setattr__(self, "decode_len", max(self.decode_len, speculation.lens[-1]))
         decoded = self.max_num_seqs * self.decode_len
         check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, decoded)
         check_at_least("max_chunk_rows", self.max_chunk_rows, 1)
         if self.max_model_len is not None:
             check_at_least("max_model_len", self.max_model_len, 2)
         check_bool("trim_chunks", self.trim_chunks)
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """How drafts are made; None = there are none."""
+        return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
 
 
 def check_at_least(name: str, value: int, minimum: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -55,6 +56,7 @@ class EngineOverrides(TypedDict, total=False):
     max_num_batched_tokens: int
     max_chunk_rows: int
     decode_len: int
+    speculative_config: Mapping[str, Any] | str | None
     trim_chunks: bool
     scheduling_policy: str
     ranker: str | Path | None

@@ -4,15 +4,17 @@ back."""
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpu_duo.drafting import Drafter, PredictedOutput
 from hpu_duo.engine.samples import LiveSamples
 from hpu_duo.engine.step_plan import StepPlan
-from hpu_duo.engine.telemetry import StepCounters
 from hpu_duo.request import Request
 
 _log = logging.getLogger(__name__)
@@ -20,37 +22,94 @@ _log = logging.getLogger(__name__)
 Propose: TypeAlias = Callable[[Request, int], Sequence[int]]
 """Returns the drafts of a decode, at most so many."""
 
+_TOKENS_A_STEP = 4096
+"""Tokens of prompts that a drafter gets in a step: further ones follow in the next steps."""
 
-class Drafter(Protocol):
-    """Guesses the next tokens of requests that decode.
+ON_THE_HOST = (
+    "requests whose tokens are sampled on the host (logits processors, scores, functions of the caller) take "
+    "no drafts"
+)
 
-    Outputs do not depend on it: a draft is accepted only if it is the token that is sampled there anyway.
+
+@dataclass(frozen=True)
+class SpeculationStats:
+    """Statistics of drafts; forced tokens are none.
+
+    Attributes:
+        num_drafts: rows of steps that verified drafts.
+        num_draft_tokens, num_accepted_tokens: their draft tokens, and those that were sampled too.
+        num_accepted_tokens_per_pos: accepted tokens by their place in the draft.
+        num_steps: steps with decodes that verified drafts.
+        num_steps_without: the other steps with decodes, by reason: "prompts" (the step has prompts too), "few
+            expected" (drafts had been rejected too often), "none proposed", "no room" (of tokens or blocks).
     """
 
-    def propose(self, request: Request, most: int) -> Sequence[int] | NDArray[np.integer]:
-        """Return the likely next tokens of a request, at most ``most`` of them, or none.
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    num_steps: int = 0
+    num_steps_without: Mapping[str, int] = field(default_factory=dict)
 
-        Called between steps, for each decode that a step has room for. ``request.tokens`` up to
-        ``request.num_tokens`` are its prompt and output; nothing of the request may be changed.
-        """
-        ...
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Mean tokens of a verified row: ``1 + num_accepted_tokens / num_drafts``."""
+        return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
+
+
+class SpeculationCounters:
+    """Running totals of drafts."""
+
+    def __init__(self) -> None:
+        self.num_drafts = self.num_draft_tokens = self.num_steps = 0
+        self._accepted: Counter[int] = Counter()
+        self.without: Counter[str] = Counter()
+
+    def count(self, num_drafts: int, num_accepted: int) -> None:
+        """Count a verified row."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafts
+        self._accepted.update(range(num_accepted))
+
+    def stats(self) -> SpeculationStats:
+        """Return a snapshot."""
+        per_place = tuple(self._accepted[place] for place in range(max(self._accepted, default=-1) + 1))
+        return SpeculationStats(
+            self.num_drafts,
+            self.num_draft_tokens,
+            sum(per_place),
+            per_place,
+            self.num_steps,
+            dict(self.without),
+        )
 
 
 class Drafting:
     """Drafts of a drafter, as far as the outputs of requests may go on with them.
 
+    A request with a predicted output takes its drafts from that while the output follows it.
+
     Args:
         drafter: proposes tokens; one that raises an error is not called again.
         samples: the samples of all requests.
         vocab_size: tokens lie below it.
+        counters: of verified drafts.
 
     Attributes:
-        drafter: as given.
+        drafter, counters: as given.
+        has_host_rows: whether a request took no drafts because its tokens were sampled on the host.
     """
 
-    def __init__(self, drafter: Drafter, samples: LiveSamples, vocab_size: int) -> None:
+    def __init__(
+        self, drafter: Drafter, samples: LiveSamples, vocab_size: int, counters: SpeculationCounters
+    ) -> None:
         self.drafter, self._samples, self._vocab_size = drafter, samples, vocab_size
-        self._has_failed = False
+        self.counters = counters
+        self._has_failed = self.has_host_rows = False
+        self._num_known: dict[Request, int] = {}
+        self._predicted: dict[Request, PredictedOutput] = {}
+        self._follows: set[Request] = set()
+        self._num_left = _TOKENS_A_STEP
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """Return drafts of a request that its output may begin with and that do not end it."""
@@ -58,10 +117,11 @@ class Drafting:
         if self._has_failed or state is None:
             return ()
         try:
-            drafts = np.asarray(self.drafter.propose(request, most), np.int64)[:most].tolist()
+            if not self._extend(request, request.num_tokens):
+                return ()
+            drafts = np.asarray(self._guess(request, most), np.int64)[:most].tolist()
         except Exception:  # of a user's code
-            self._has_failed = True
-            _log.exception("the drafter has failed: tokens are decoded one by one from now on")
+            self._fail()
             return ()
         is_token = [0 <= token < self._vocab_size for token in drafts]
         try:
@@ -71,12 +131,81 @@ class Drafting:
             # token, the same error ends it by name.
             return ()
 
+    def _guess(self, request: Request, most: int) -> Sequence[int] | NDArray[np.integer]:
+        if (predicted := self._predicted.get(request)) is not None:
+            drafts = predicted.propose(request.output_token_ids, most)
+            if drafts:
+                self._follows.add(request)
+                return drafts
+            self._follows.discard(request)
+        return self.drafter.propose(request, most)
+
+    def _extend(self, request: Request, num_tokens: int) -> bool:
+        """Let the drafter have the first tokens of a request; False if that takes further steps."""
+        known = self._num_known.get(request)
+        if known is None:
+            self.drafter.begin(request)
+            known = 0
+            if request.params.prediction_token_ids:
+                self._predicted[request] = PredictedOutput(request.params.prediction_token_ids)
+        new = min(num_tokens - known, max(self._num_left, 0))
+        if new > 0:
+            self.drafter.extend(request, request.tokens[known : known + new])
+            if known + new > request.num_prompt_tokens:
+                self._num_left -= max(0, request.num_prompt_tokens - known)
+            else:
+                self._num_left -= new
+        self._num_known[request] = known + max(new, 0)
+        return self._num_known[request] == num_tokens
+
+    def follow(self, plan: StepPlan) -> None:
+        """Let the drafter have what a step has computed of prompts."""
+        self._num_left = _TOKENS_A_STEP
+        for row in reversed(plan.rows):
+            if row.num_new_tokens <= plan.decode_len:
+                return  # decodes come first
+            request = row.request
+            if request.is_finished or not request.takes_drafts or self._has_failed:
+                continue
+            try:
+                self._extend(request, max(request.num_computed_tokens, self._num_known.get(request, 0)))
+            except Exception:
+                self._fail()
+
+    def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Count the drafts of a row that were verified."""
+        self.counters.count(num_drafts, num_accepted)
+        if request in self._follows:
+            predicted = self._predicted[request]
+            predicted.num_accepted += num_accepted
+            predicted.num_rejected += num_drafts - num_accepted
+
+    def predicted_of(self, request: Request) -> tuple[int, int]:
+        """Return how many tokens of a predicted output were accepted and rejected."""
+        predicted = self._predicted.get(request)
+        return (0, 0) if predicted is None else (predicted.num_accepted, predicted.num_rejected)
+
+    def end(self, request: Request) -> None:
+        """Free what belongs to a request that has ended."""
+        self.has_host_rows |= request.params.host_sampler is not None
+        self._predicted.pop(request, None)
+        self._follows.discard(request)
+        if self._num_known.pop(request, None) is not None and not self._has_failed:
+            try:
+                self.drafter.end(request)
+            except Exception:
+                self._fail()
+
+    def _fail(self) -> None:
+        self._has_failed = True
+        _log.exception("the drafter has failed: tokens are decoded one by one from now on")
+
 
 def num_verified(
     plan: StepPlan,
     token_ids: NDArray[np.int32],
     errors: Mapping[int, tuple[int, Exception]],
-    counters: StepCounters,
+    drafting: Drafting | None,
 ) -> list[int]:
     """Return the number of accepted tokens of each of ``plan.sampled_rows``.
 
@@ -86,7 +215,7 @@ def num_verified(
     Args:
         token_ids: ``num_samples`` for each of these rows, row after row.
         errors: first of these that is undefined, by ring row.
-        counters: counts drafts, but for forced tokens.
+        drafting: counts drafts, but for forced tokens.
     """
     accepted, end = [], 0
     for row in plan.sampled_rows:
@@ -97,8 +226,27 @@ def num_verified(
             num_taken += int(differs.argmax()) if differs.any() else num_drafts
             if row.ring_row in errors:
                 num_taken = max(1, min(num_taken, errors[row.ring_row][0]))
-            if request.num_output_tokens >= len(request.params.forced_token_ids):
-                counters.num_drafted_tokens += num_drafts
-                counters.num_accepted_tokens += num_taken - 1
+            if drafting is not None and request.num_output_tokens >= len(request.params.forced_token_ids):
+                drafting.verified(request, num_drafts, num_taken - 1)
         accepted.append(num_taken)
     return accepted
+
+
+def without_rejected(plan: StepPlan, num_accepted: Sequence[int]) -> StepPlan:
+    """Return a plan without the drafts that were rejected.
+
+    Args:
+        num_accepted: accepted tokens of each of ``plan.sampled_rows``.
+    """
+    accepted = iter(num_accepted)
+    rows = []
+    for row in plan.rows:
+        num_rejected = row.num_samples - next(accepted) if row.num_samples else 0
+        rows.append(
+            row
+            if not num_rejected
+            else row._replace(
+                num_new_tokens=row.num_new_tokens - num_rejected, num_samples=row.num_samples - num_rejected
+            )
+        )
+    return replace(plan, rows=tuple(rows))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from graphs.bucket_file import ShapeRecorder
     from hpu_duo.device.ranks import RankError
-    from hpu_duo.engine.drafts import Drafter
+    from hpu_duo.drafting import Drafter
     from hpu_duo.engine.telemetry import StepListener, StepSink
     from hpu_duo.heads import HeadPattern
     from hpu_duo.request import PrefixHold

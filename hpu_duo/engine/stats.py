@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from graphs import StepLimits
 from hpu_duo.engine import kernels
+from hpu_duo.engine.drafts import SpeculationStats
 from hpu_duo.engine.telemetry import BudgetStats, RuleStats, held_bytes
 from hpu_duo.kv.plan import ring_slack
 from hpu_duo.modeling.precision import name_of
@@ -260,6 +261,7 @@ class EngineStats:
         num_prompt_tokens, num_output_tokens: tokens computed for prompts (again after a preemption), and
             tokens sampled, without rejected drafts.
         num_drafted_tokens, num_accepted_tokens: verified and accepted draft tokens.
+        speculation: of drafts; None without a drafter.
         num_padded_tokens, num_query_tokens: query tokens that were padding, and all that ran.
         num_preemptions: preemptions of requests for lack of blocks.
         num_graph_misses: steps with a shape that fits no bucket.
@@ -321,6 +323,7 @@ class EngineStats:
     budgets: tuple[BudgetStats, ...] = ()
     attention_rules: tuple[RuleStats, ...] = ()
     ranks: RankStats | None = None
+    speculation: SpeculationStats | None = None
 
     @classmethod
     def of(
@@ -334,13 +337,14 @@ class EngineStats:
         """Collect the counters and current allocations."""
         telemetry, replanner = stepper.telemetry, stepper.replanner
         counters = telemetry.counters
+        drafts = stepper.speculation.stats()
         allocations, memory, graphs = scheduler.allocations, runner.store.plan, runner.graphs.counters
         return cls(
             steps=dict(counters.steps),
             num_prompt_tokens=counters.num_prompt_tokens,
             num_output_tokens=counters.num_output_tokens,
-            num_drafted_tokens=counters.num_drafted_tokens,
-            num_accepted_tokens=counters.num_accepted_tokens,
+            num_drafted_tokens=drafts.num_draft_tokens,
+            num_accepted_tokens=drafts.num_accepted_tokens,
             num_padded_tokens=counters.num_padded_tokens,
             num_query_tokens=counters.num_query_tokens,
             num_preemptions=counters.num_preemptions,
@@ -365,7 +369,8 @@ class EngineStats:
             device_s=counters.device_s,
             bytes_copied=runner.executor.bytes_copied,
             resolved=Resolved.of(runner, scheduler, patterns),
-            notes=notes,
+            notes=(*notes, *stepper.notes),
+            speculation=None if stepper.drafter is None else drafts,
             drift=telemetry.shapes.drift,
             replanned=None if replanner is None else replanner.stats,
             prefixes=PrefixStats.of(allocations, memory),

@@ -16,8 +16,9 @@ from graphs import BatchShape, BucketTable, GraphCache, GraphMissError, MissPoli
 from graphs.interrupts import Deferral
 from hpu_duo.device import DeviceRuntime
 from hpu_duo.device.ranks import RankError
+from hpu_duo.drafting import Drafter
 from hpu_duo.engine.compile_watch import CompileWatch
-from hpu_duo.engine.drafts import Drafter, Drafting, num_verified
+from hpu_duo.engine.drafts import ON_THE_HOST, Drafting, SpeculationCounters, num_verified, without_rejected
 from hpu_duo.engine.executor import Executor, LaunchedStep, StepWarmUp
 from hpu_duo.engine.outputs import OutputQueue, TokenLogprob, logprobs_of
 from hpu_duo.engine.replanning import Replanner
@@ -249,6 +250,7 @@ class Stepper:
         samples: the samples that have not ended.
         output_queue: receives the outputs.
         telemetry: recorders of steps and their shapes.
+        speculation: counts of drafts.
         replanner: plans the bucket table again while serving; None = it stays as it is.
 
     Args:
@@ -265,6 +267,7 @@ class Stepper:
         self._isolation = FailureIsolation()
         self._uncollected: deque[tuple[CommittedToken, TokenLogprob | None]] = deque()
         self._drafting: Drafting | None = None
+        self.speculation = SpeculationCounters()
         self._is_stepping = False
         self._aborted_meanwhile: list[str] = []
 
@@ -286,8 +289,15 @@ class Stepper:
                 "expected decode_len of 2 or more to verify drafts of a drafter, got decode_len=1: a step "
                 "verifies decode_len - 1 drafts of a request"
             )
-        self._drafting = None if drafter is None else Drafting(drafter, self.samples, vocab_size)
+        self._drafting = (
+            None if drafter is None else Drafting(drafter, self.samples, vocab_size, self.speculation)
+        )
         self._scheduler.propose = None if self._drafting is None else self._drafting.propose
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Remarks for the user on what is served."""
+        return (ON_THE_HOST,) if self._drafting is not None and self._drafting.has_host_rows else ()
 
     @property
     def has_uncollected(self) -> bool:
@@ -401,16 +411,19 @@ class Stepper:
         if self._isolation.num_failures:
             self._isolation.clear(plan)
         logprobs = {} if result.logprobs is None else logprobs_of(plan, result.token_ids, result.logprobs)
-        self.telemetry.note(plan, result, self._scheduler.allocations, self._runner.executor.store.plan)
+        accepted, taken = None, plan
+        if plan.num_samples > len(plan.sampled_rows):
+            accepted = num_verified(plan, result.token_ids, result.errors, self._drafting)
+            taken = without_rejected(plan, accepted)
+        self.telemetry.note(taken, result, self._scheduler.allocations, self._runner.executor.store.plan)
         if result.errors:
             for row in plan.sampled_rows:
                 first, failure = result.errors.get(row.ring_row, (1, None))
                 if failure is not None and not first:
                     self._fail(row.request, failure)
-        accepted = None
-        if plan.num_samples > len(plan.sampled_rows):
-            accepted = num_verified(plan, result.token_ids, result.errors, self.telemetry.counters)
         committed = self._scheduler.commit(plan, result.token_ids, accepted)
+        if self._drafting is not None:
+            self._drafting.follow(plan)
         self.telemetry.counters.num_output_tokens += len(committed)
         self._uncollected.extend((each, logprobs.get(each.sample)) for each in committed)
         return committed
@@ -452,4 +465,6 @@ class Stepper:
         if not request.is_finished:
             self._scheduler.finish(request, reason)
         self._isolation.forget(request)
+        if self._drafting is not None:
+            self._drafting.end(request)
         self.samples.remove(request.request_id)

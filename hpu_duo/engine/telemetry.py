@@ -235,8 +235,6 @@ class StepCounters:
     steps: Counter[str] = field(default_factory=Counter)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    num_drafted_tokens: int = 0
-    num_accepted_tokens: int = 0
     num_padded_tokens: int = 0
     num_query_tokens: int = 0
     num_preemptions: int = 0

@@ -441,7 +441,6 @@ _ANSWERS = {
     "enable_lora": "adapters are not served: merge them into a checkpoint",
     "max_seq_len_to_capture": "set max_captured_tokens",
     "compilation_config": "set graphs and buckets",
-    "speculative_config": "set decode_len, and a drafter on engine.drafter",
     "hf_overrides": _ONE_FILE,
     "load_format": _ONE_FILE,
 }

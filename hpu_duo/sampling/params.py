@@ -163,6 +163,9 @@ _INTEGERS = (
 """Fields that become Python integers: those of numpy overflow, and have other methods."""
 
 
+_TOKEN_LISTS = ("stop_token_ids", "forced_token_ids", "prediction_token_ids")
+"""Fields that are token ids."""
+
 HostChoice: TypeAlias = "Callable[[Tensor, float], int]"
 """From the logits of one row, ``[V]``, and a uniform number in (0, 1) to a token id."""
 
@@ -241,6 +244,9 @@ class SamplingParams:
             sampled, whatever their bias; the output ends with ``stop`` where nothing may follow, also before
             ``min_tokens``, and is cut by ``max_tokens``, stop strings and stop tokens as any other. Reported
             log-probabilities are the model's own.
+        speculate: whether steps verify drafts of the next tokens, where the engine has a drafter; a number is
+            the most drafts of a step. The tokens are the same.
+        prediction_token_ids: a text that the output is expected to follow, to draft from. Stored as a tuple.
 
     Raises:
         FieldError: a value is outside its range; the message names the field, the range and the value.
@@ -273,11 +279,13 @@ class SamplingParams:
     priority: int = 0
     user: str | None = None
     expected_tokens: int | None = None
+    speculate: bool | int = True
+    prediction_token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _as_tuple("stop", stop))
-        for name in ("stop_token_ids", "forced_token_ids"):
+        for name in _TOKEN_LISTS:
             object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
         object.__setattr__(self, "logit_bias", _parse_logit_bias(self.logit_bias))
         if self.seed == -1:
@@ -286,7 +294,7 @@ class SamplingParams:
         for name in _INTEGERS:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, int(getattr(self, name)))
-        for name in ("stop_token_ids", "forced_token_ids"):
+        for name in _TOKEN_LISTS:
             object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
 
     def _check_ranges(self) -> None:
@@ -314,10 +322,11 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise FieldError("stop", f"expected non-empty strings, got {text!r}")
-        for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, 0)
-        for token_id in self.forced_token_ids:
-            _check_int("forced_token_ids", token_id, 0)
+        for name in _TOKEN_LISTS:
+            for token_id in getattr(self, name):
+                _check_int(name, token_id, 0)
+        if not isinstance(self.speculate, bool):
+            _check_int("speculate", self.speculate, 0)
         if self.max_tokens is not None and len(self.forced_token_ids) > self.max_tokens:
             raise FieldError(
                 "forced_token_ids",
@@ -358,6 +367,7 @@ class SamplingParams:
             ("logit_bias", list(self.logit_bias or {})),
             ("stop_token_ids", list(self.stop_token_ids)),
             ("forced_token_ids", list(self.forced_token_ids)),
+            ("prediction_token_ids", list(self.prediction_token_ids)),
         ):
             for token_id in token_ids:
                 if not 0 <= token_id < vocab_size:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hpu_duo.config.engine import EngineConfig
 from hpu_duo.config.limits import SchedulerConfig
+from hpu_duo.drafting import make_drafter
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.kernels import faster
 from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
@@ -187,6 +188,8 @@ def engine_around(
     engine.notes = frequencies_note(blueprint.text_config, blueprint.max_len)
     engine.hf_config = side.hf_config
     engine.pattern, engine.own_pattern = blueprint.pattern, blueprint.own_pattern
+    if (speculation := config.scheduler.speculation) is not None:
+        engine.drafter = make_drafter(speculation)
     if config.graph.replan is not None:
         engine.replan(config.graph.replan)
     resolved = engine.stats().resolved

@@ -14,6 +14,7 @@ import pytest
 from transformers import GenerationConfig
 
 from hpu_duo import HPUDuoModel
+from hpu_duo.drafting import Drafter
 from hpu_duo.engine.outputs import Completion
 from hpu_duo.engine.samples import SampleState
 from hpu_duo.lab.replay import replay
@@ -51,7 +52,7 @@ Guess = Callable[[list[int], int], Sequence[int]]
 """Makes drafts of the tokens that come next, and of how many are wanted."""
 
 
-class Knowing:
+class Knowing(Drafter):
     """A drafter that knows what every request will be answered, and says something about it."""
 
     def __init__(self, guess: Guess, done: Sequence[Sequence[Completion]], prompts: Sequence[Sequence[int]]):
@@ -232,7 +233,7 @@ def test_rows_that_are_sampled_on_the_host_take_no_drafts(tiny: Tiny) -> None:
     assert served.generate(PROMPTS[:2], **options).tolist() == expected.tolist()
 
 
-class Broken:
+class Broken(Drafter):
     """Proposes what no drafter may."""
 
     def __init__(self, drafts: Any) -> None:

@@ -104,7 +104,7 @@ def rehearsed(num_rehearsals: int | None) -> Rehearsals | None:
 
 
 _HELD = (*opt.STORED, "max_num_batched_tokens", "block_size", "device_memory_utilization")
-_SIZES = (*_HELD, "max_model_len", *opt.KEPT, "attention_rule", "max_ring_window")
+_SIZES = (*_HELD, "max_model_len", *opt.KEPT, "attention_rule", "max_ring_window", "speculative_config")
 # Texts do not depend on those before them: nothing is cached. Prompts are long: few at a time.
 _EVALUATED: dict[str, Any] = {"enable_prefix_caching": False, "max_num_seqs": MAX_NUM_SEQS}
 SCORED_LEN = 8

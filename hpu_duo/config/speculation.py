@@ -1,0 +1,158 @@
+"""Settings of speculative decoding, with the names of vLLM's ``SpeculativeConfig``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from math import isfinite
+from numbers import Real
+from typing import Any
+
+METHODS = ("suffix", "ngram")
+MOST_DRAFTS = 31
+_OF_METHOD = {"prompt_lookup_": "ngram", "suffix_decoding_": "suffix"}
+"""Keys of a method, by how they begin."""
+_OTHERS = ("draft_model", "eagle", "eagle3", "medusa", "mtp", "mlp_speculator", "duo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How drafts are made, and how many tokens a step verifies.
+
+    Args:
+        method: "suffix" (the likeliest continuation of the last tokens, in the request's text and in earlier
+            outputs) or "ngram" (what followed the last tokens when they occurred first).
+        num_speculative_tokens: most drafts of a request in a step, 1 to 31.
+        prompt_lookup_max, prompt_lookup_min: tokens of an n-gram; one is the default of the other, 5 of both.
+        suffix_decoding_max_tree_depth: most tokens of a match.
+        suffix_decoding_max_cached_requests: earlier outputs to draft from, for each ``cache_salt``; 0 = none.
+        suffix_decoding_max_spec_factor: most drafts for each token of the match.
+        suffix_decoding_min_token_prob: least probability of a draft, by how often it has followed.
+        draft_lens: tokens of a row that steps without prompts may verify, ascending from 1; each size is
+            captured apart. None = 1, 4 and ``num_speculative_tokens + 1``.
+
+    Raises:
+        ValueError: a value of another type or out of range; the message names key, value and expectation.
+    """
+
+    method: str = "suffix"
+    num_speculative_tokens: int = 8
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_cached_requests: int = 10_000
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
+    draft_lens: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            known = ", which need no model" if self.method in _OTHERS else ""
+            raise _error("method", f"{' or '.join(METHODS)}{known}", self.method)
+        for key, method in _OF_METHOD.items():
+            for each in fields(self):
+                value = getattr(self, each.name)
+                if each.name.startswith(key) and value != each.default and self.method != method:
+                    raise ValueError(
+                        f"speculative_config: {each.name}={value!r} needs method {method!r}, "
+                        f"got {self.method!r}"
+                    )
+        self._check_integers()
+        factor, least = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
+        if not _is_real(factor) or factor <= 0:
+            raise _error("suffix_decoding_max_spec_factor", "a number above 0", factor)
+        if not _is_real(least) or not 0 <= least <= 1:
+            raise _error("suffix_decoding_min_token_prob", "a number from 0 to 1", least)
+        self._check_lens()
+
+    def _check_integers(self) -> None:
+        _check_int("num_speculative_tokens", self.num_speculative_tokens, 1, MOST_DRAFTS)
+        for name in ("prompt_lookup_max", "prompt_lookup_min"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 1, MOST_DRAFTS)
+        shortest, longest = self.ngram_sizes
+        if shortest > longest:
+            raise _error("prompt_lookup_min", f"at most prompt_lookup_max={longest}", shortest)
+        _check_int("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, 2, 128)
+        _check_int("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0)
+
+    def _check_lens(self) -> None:
+        lens = self.draft_lens
+        if lens is None:
+            return
+        most = self.num_speculative_tokens + 1
+        is_list = isinstance(lens, Iterable) and not isinstance(lens, str | Mapping)
+        each = tuple(lens) if is_list else ()
+        is_rising = all(_is_int(one) for one in each) and each == tuple(sorted(set(each)))
+        if not each or not is_rising or each[0] != 1 or each[-1] != most:
+            raise _error(
+                "draft_lens", f"ascending integers from 1 to num_speculative_tokens + 1 = {most}", lens
+            )
+        object.__setattr__(self, "draft_lens", each)
+
+    @classmethod
+    def of(cls, given: SpeculativeConfig | Mapping[str, Any] | str) -> SpeculativeConfig:
+        """Read a configuration, a mapping or JSON.
+
+        Raises:
+            ValueError: it is none, or has an unknown key or a bad value.
+        """
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except (ValueError, RecursionError):
+                raise ValueError(
+                    f"expected speculative_config to be a JSON object, got {given!r:.80}"
+                ) from None
+        if not isinstance(given, Mapping):
+            raise ValueError(f"expected speculative_config to be an object with keys, got {given!r:.80}")
+        known = [each.name for each in fields(cls)]
+        for key in given:
+            if key not in known:
+                near = get_close_matches(str(key), known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"speculative_config has no key {key!r}{hint}")
+        return cls(**given)
+
+    @property
+    def text(self) -> str:
+        """JSON of the keys that are not the defaults."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return json.dumps({name: values[name] for name in values if values[name] != _DEFAULTS[name]})
+
+    @property
+    def ngram_sizes(self) -> tuple[int, int]:
+        """Shortest and longest n-gram."""
+        longest = self.prompt_lookup_max or self.prompt_lookup_min or 5
+        return self.prompt_lookup_min or longest, longest
+
+    @property
+    def lens(self) -> tuple[int, ...]:
+        """Tokens of a row that steps without prompts may verify, ascending."""
+        most = self.num_speculative_tokens + 1
+        return self.draft_lens or tuple(sorted({1, min(4, most), most}))
+
+
+_DEFAULTS = {each.name: each.default for each in fields(SpeculativeConfig)}
+
+
+def _error(key: str, expected: str, value: object) -> ValueError:
+    return ValueError(f"speculative_config: expected {key} to be {expected}, got {value!r:.80}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
+
+
+def _check_int(key: str, value: object, least: int, most: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most and value > most):
+        upper = "" if most is None else f" and <= {most}"
+        raise _error(key, f"an integer >= {least}{upper}", value)

@@ -1,0 +1,112 @@
+"""``speculative_config``: the tokens are those without it, and it takes effect."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpu_duo.sampling import FieldError, SamplingParams
+from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
+from tests.modeling.families import prompts_of
+
+LOOPS = [[5, 9, 6, 8, 7] * 5, [3, 4] * 8, *prompts_of([17, 1], seed=4)]
+"""Prompts of which two repeat themselves, so that drafts are found at once."""
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.3, top_p=0.95, seed=5, max_tokens=30, repetition_penalty=0.8)
+SUFFIX = {"num_speculative_tokens": 5}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+@pytest.mark.parametrize(
+    ("config", "params", "options"),
+    [
+        (SUFFIX, GREEDY, {"pattern": PATTERN}),
+        (NGRAM, replace(SEEDED, n=3), {}),
+        (SUFFIX, SEEDED, {"num_blocks": 14, "max_model_len": 64}),
+        pytest.param(NGRAM, GREEDY, {"enable_prefix_caching": False}, marks=pytest.mark.slow),
+        pytest.param(SUFFIX, replace(SEEDED, n=3), {"graphs": "replay"}, marks=pytest.mark.slow),
+        pytest.param(NGRAM, SEEDED, {"graphs": "compile", "pattern": PATTERN}, marks=pytest.mark.slow),
+        pytest.param(NGRAM, GREEDY, {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_are_those_without_drafts(
+    tiny: Tiny, config: dict[str, Any], params: SamplingParams, options: dict[str, Any]
+) -> None:
+    plain = tiny.load(**{**options, "graphs": "eager", "tensor_parallel_size": 1})
+    drafting = tiny.load(**{"max_num_batched_tokens": 24, **options}, speculative_config=config)
+    # Twice: the second time from the prefix cache, and with earlier outputs to draft from.
+    for _ in range(2):
+        assert tokens_of(serve(drafting, LOOPS, params)) == tokens_of(serve(plain, LOOPS, params))
+    stats = drafting.stats()
+    assert stats.speculation is not None
+    assert 0 < stats.speculation.num_accepted_tokens <= stats.speculation.num_draft_tokens
+    assert stats.num_accepted_tokens == sum(stats.speculation.num_accepted_tokens_per_pos)
+    assert stats.num_output_tokens == plain.stats().num_output_tokens
+    assert stats.num_steps < plain.stats().num_steps
+    assert stats.num_graph_misses == 0
+
+
+def test_one_request_may_take_fewer_drafts_or_none(tiny: Tiny) -> None:
+    expected = serve(tiny.load(), LOOPS[:1], GREEDY)
+    for speculate, most in ((False, 0), (0, 0), (2, 2), (True, 5)):
+        drafting = tiny.load(max_num_batched_tokens=24, speculative_config=SUFFIX)
+        done = serve(drafting, LOOPS[:1], replace(GREEDY, speculate=speculate))
+        assert tokens_of(done) == tokens_of(expected)
+        stats = drafting.stats().speculation
+        assert stats is not None
+        assert stats.num_draft_tokens <= most * stats.num_drafts
+        assert bool(stats.num_drafts) == bool(most)
+
+
+def test_a_predicted_output_is_verified_from_its_first_token(tiny: Tiny) -> None:
+    """The prompt gives the first token, and all others are those of the prediction."""
+    prompt = prompts_of([20], seed=9)
+    ((expected,),) = serve(tiny.load(), prompt, SEEDED)
+    config = {
+        "method": "ngram",
+        "num_speculative_tokens": 5,
+        "prompt_lookup_min": 31,
+        "prompt_lookup_max": 31,
+    }
+    drafting = tiny.load(max_num_batched_tokens=24, speculative_config=config)
+    params = replace(SEEDED, prediction_token_ids=expected.token_ids)
+    ((done,),) = serve(drafting, prompt, params)
+    assert done.token_ids == expected.token_ids
+    stats = drafting.stats()
+    assert stats.num_accepted_tokens == stats.num_drafted_tokens > 20
+    wrong = [(token + 1) % 40 for token in expected.token_ids]
+    ((done,),) = serve(drafting, prompt, replace(SEEDED, prediction_token_ids=wrong))
+    assert done.token_ids == expected.token_ids
+
+
+def test_rows_that_are_sampled_on_the_host_say_that_they_take_no_drafts(tiny: Tiny) -> None:
+    drafting = tiny.load(max_num_batched_tokens=24, speculative_config=SUFFIX)
+    serve(drafting, LOOPS[:1], GREEDY)
+    assert not any("take no drafts" in note for note in drafting.stats().notes)
+    drafting.generate(LOOPS[:1], max_new_tokens=9, no_repeat_ngram_size=2)
+    assert any("take no drafts" in note for note in drafting.stats().notes)
+
+
+def test_drafters_keep_nothing_of_requests_that_have_ended(tiny: Tiny) -> None:
+    drafting = tiny.load(max_num_batched_tokens=24, speculative_config=NGRAM)
+    serve(drafting, LOOPS, replace(SEEDED, n=2))
+    ended = drafting.engine.add_request(LOOPS[0], GREEDY)
+    for _ in range(4):
+        drafting.engine.step()
+    assert drafting.engine.drafter.num_bytes > 0  # type: ignore[union-attr]
+    drafting.engine.abort(ended)
+    assert drafting.engine.drafter.num_bytes == 0  # type: ignore[union-attr]
+
+
+def test_what_is_no_configuration_is_refused(tiny: Tiny) -> None:
+    with pytest.raises(ValueError, match="speculative_config has no key 'num_tokens'"):
+        tiny.load(speculative_config={"num_tokens": 3})
+    with pytest.raises(ValueError, match="max_num_batched_tokens to be an integer >= 36, got 16"):
+        tiny.load(speculative_config='{"num_speculative_tokens": 8}')
+    with pytest.raises(FieldError, match="speculate: expected an integer >= 0, got -1"):
+        SamplingParams(speculate=-1)
+    with pytest.raises(FieldError, match="prediction_token_ids"):
+        tiny.load().engine.add_request([1, 2], SamplingParams(prediction_token_ids=np.array([5, 9999])))
