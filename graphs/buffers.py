@@ -72,11 +72,11 @@ class HostInputs:
 
     Args:
         shapes_of: the arrays of a bucket.
-        largest: the bucket with the most items.
+        largest: the arrays with the most items.
     """
 
-    def __init__(self, shapes_of: ShapesOf, largest: BatchShape) -> None:
-        self._items = np.zeros(pack(shapes_of(largest)).num_items, np.int32)
+    def __init__(self, shapes_of: ShapesOf, largest: FieldShapes) -> None:
+        self._items = np.zeros(pack(largest).num_items, np.int32)
         self._views_of = lru_cache(_MAX_CACHED_BUCKETS)(partial(_host_views, self._items, shapes_of))
 
     def stage(self, bucket: BatchShape) -> dict[str, npt.NDArray[np.int32]]:
@@ -106,8 +106,8 @@ class DeviceInputs:
         device: of the inputs of captured steps.
     """
 
-    def __init__(self, shapes_of: ShapesOf, largest: BatchShape, device: torch.device | str = "cpu") -> None:
-        num_items = pack(shapes_of(largest)).num_items
+    def __init__(self, shapes_of: ShapesOf, largest: FieldShapes, device: torch.device | str = "cpu") -> None:
+        num_items = pack(largest).num_items
         self.device = torch.device(device)
         self.num_copies = 0
         self.bytes_copied = 0

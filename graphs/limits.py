@@ -1,8 +1,10 @@
 """Resolved limits of an engine's steps, and the bounds of every reachable batch shape."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-from graphs.shape import BatchShape, Phase
+from dataclasses import dataclass, replace
+
+from graphs.shape import BatchShape, Phase, row_len
 
 CARD_STEP_TOKENS = 400
 """``step_tokens`` of a Gaudi: by the cost model, one of an 8B model on a Gaudi 2, padding included."""
@@ -25,6 +27,8 @@ class StepLimits:
         max_chunk_rows: rows with more than ``decode_len`` tokens and older context that a step may contain;
             without ``uses_rows`` those with the same context count once.
         decode_len: most tokens of a row that decodes.
+        draft_lens: tokens of a row that decodes by step: steps without prompts have one of these sizes, which
+            ascend up to ``decode_len``, and steps with prompts the first. () = ``decode_len`` in all of them.
         uses_blocks: False for a model whose heads are all streaming: both block counts are then 0.
         uses_rows: False for a model whose heads all keep blocks, and whose layers have no other state.
         can_rewind: False for a model with a state that is right only for all tokens it has taken in: requests
@@ -74,8 +78,14 @@ class StepLimits:
     step_tokens: int = 0
     uses_block_positions: bool = False
     uses_token_classes: bool = False
+    draft_lens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "draft_lens", lens := tuple(self.draft_lens))
+        if lens and (lens[-1] != self.decode_len or lens[0] < 1 or list(lens) != sorted({*lens})):
+            raise ValueError(
+                f"expected draft_lens that ascend from 1 or more to decode_len={self.decode_len}, got {lens}"
+            )
         for name in (
             "max_num_seqs",
             "max_num_batched_tokens",
@@ -154,11 +164,25 @@ class StepLimits:
         """Query tokens of a decode-only step."""
         return self.max_num_seqs * self.decode_len
 
+    @property
+    def prompt_decode_len(self) -> int:
+        """Most tokens of a row that decodes in a step with prompts."""
+        return self.draft_lens[0] if self.draft_lens else self.decode_len
+
+    @property
+    def without_drafts(self) -> StepLimits:
+        """The limits of steps in which every row decodes as many tokens as in a step with prompts."""
+        return replace(self, decode_len=self.prompt_decode_len, draft_lens=())
+
+    def row_len(self, shape: BatchShape) -> int:
+        """Tokens of a row that decodes in a step of this shape."""
+        return row_len(shape, self.decode_len, self.draft_lens)
+
     def fewest_tokens(self, phase: Phase) -> int:
         """Query tokens of the smallest step of a phase."""
         if not phase.causal:
             return 1
-        return self.decode_len + (2 if phase.unique else 1)
+        return self.prompt_decode_len + (2 if phase.unique else 1)
 
     @property
     def max_unique_blocks(self) -> int:
@@ -190,9 +214,9 @@ class StepLimits:
         blocks.
         """
         wanted = []
-        if self.max_num_batched_tokens > self.decode_len:
+        if self.max_num_batched_tokens > self.prompt_decode_len:
             wanted += ["c--", "cs-"]
-        if self.max_num_batched_tokens > self.decode_len + 1 and self.max_num_seqs > 1:
+        if self.max_num_batched_tokens > self.prompt_decode_len + 1 and self.max_num_seqs > 1:
             wanted += ["c-u", "csu"]
         wanted += ["--u"]
         if self.max_num_seqs > 1 and self.uses_blocks:

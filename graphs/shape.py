@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import index
@@ -335,3 +335,19 @@ class SkippingCost:
     def __call__(self, shape: BatchShape) -> float:
         """Cost of one step at ``shape``."""
         return self.at(shape.phase, *shape.levels[3:])
+
+
+def row_len(shape: BatchShape, decode_len: int, draft_lens: Sequence[int] = ()) -> int:
+    """Return the tokens of a decode row (M) in a step of this shape.
+
+    Args:
+        decode_len: of all steps, without ``draft_lens``.
+        draft_lens: sizes that steps without prompts may have, ascending. Steps with prompts have the first,
+            others the largest that their query tokens have room for in each row.
+    """
+    if not draft_lens:
+        return decode_len
+    if shape.phase.causal:
+        return draft_lens[0]
+    room = shape.query_len // max(1, shape.num_logits)
+    return max((each for each in draft_lens if each <= room), default=draft_lens[0])

@@ -6,7 +6,7 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import product
@@ -15,7 +15,7 @@ from operator import or_
 import numpy as np
 
 from graphs.limits import StepLimits
-from graphs.shape import BatchShape, CostFunction, Phase, StepCost
+from graphs.shape import BatchShape, CostFunction, Phase, StepCost, row_len
 
 _TEXT = re.compile(r"padding: (?P<padding>\S+) by (?P<measure>\w+)")
 
@@ -298,11 +298,13 @@ class BucketTable:
         buckets: in any order, repeats allowed; stored sorted and unique.
         cost: ranks the buckets that hold a shape; ties go to the smaller bucket.
         planned_padding: padding that it was planned for; None if unknown.
+        draft_lens: see ``StepLimits``; a step then fits no bucket with shorter rows. () = all are equal.
     """
 
     buckets: tuple[BatchShape, ...]
     cost: CostFunction = field(default_factory=StepCost)
     planned_padding: PlannedPadding | None = field(default=None, compare=False)
+    draft_lens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "buckets", tuple(sorted(set(self.buckets))))
@@ -351,6 +353,23 @@ class BucketTable:
     def __contains__(self, shape: object) -> bool:
         return shape in self._members
 
+    def with_drafts(self, draft_lens: Sequence[int]) -> BucketTable:
+        """Return this table plus a bucket with longer rows for each bucket of decodes only and each size.
+
+        Args:
+            draft_lens: see ``StepLimits``.
+        """
+        lens = tuple(draft_lens)
+        shortest = [
+            bucket
+            for bucket in self.buckets
+            if bucket.phase.unique and not bucket.phase.causal and row_len(bucket, 1, lens) == lens[0]
+        ]
+        longer = [
+            replace(bucket, query_len=bucket.num_logits * each) for bucket in shortest for each in lens[1:]
+        ]
+        return replace(self, buckets=(*self.buckets, *longer), draft_lens=lens)
+
     def with_buckets(self, shapes: Iterable[BatchShape]) -> BucketTable:
         """Return this table plus ``shapes``."""
         return replace(self, buckets=(*self.buckets, *shapes))
@@ -383,7 +402,10 @@ class BucketTable:
     def fit(self, shape: BatchShape) -> BatchShape | Miss:
         """The cheapest bucket that holds ``shape``, or a ``Miss`` that names the nearest ones."""
         wanted = np.array(shape.levels, dtype=np.int64)[:, None]
-        held_by = np.flatnonzero((self._levels >= wanted).all(axis=0))
+        holds = (self._levels >= wanted).all(axis=0)
+        if self.draft_lens:
+            holds &= self._row_lens >= row_len(shape, 1, self.draft_lens)
+        held_by = np.flatnonzero(holds)
         if held_by.size:
             return self.by_cost[held_by[0]]
         return Miss(shape, self.nearest(shape))
@@ -405,6 +427,11 @@ class BucketTable:
     def _levels(self) -> np.ndarray:
         """int64 [7, buckets], cheapest bucket first, so that the first column that holds a shape wins."""
         return np.array([bucket.levels for bucket in self.by_cost], dtype=np.int64).reshape(-1, 7).T.copy()
+
+    @cached_property
+    def _row_lens(self) -> np.ndarray:
+        """int64 [buckets], tokens of a decode row in each, cheapest bucket first."""
+        return np.array([row_len(bucket, 1, self.draft_lens) for bucket in self.by_cost], dtype=np.int64)
 
     def _check_not_empty(self) -> None:
         if not self.buckets:

@@ -345,6 +345,12 @@ class SchedulerConfig:
         check_bool("trim_chunks", self.trim_chunks)
 
     @property
+    def draft_lens(self) -> tuple[int, ...]:
+        """Tokens of a row that steps without prompts may have, see ``StepLimits``; () = ``decode_len``."""
+        speculation = self.speculation
+        return () if speculation is None else tuple(sorted({*speculation.lens, self.decode_len}))
+
+    @property
     def speculation(self) -> SpeculativeConfig | None:
         """How drafts are made; None = there are none."""
         return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)

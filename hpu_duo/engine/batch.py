@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from bias_builders import (
     tails_per_row,
 )
 from graphs.limits import StepLimits
-from graphs.shape import BatchShape, Phase
+from graphs.shape import BatchShape, Phase, row_len
 from hpu_duo.engine.step_plan import StepPlan
 
 
@@ -47,7 +47,8 @@ class StepBatch:
         """Return the batch of a planned step."""
         token_ids = np.concatenate([row.request.tokens[row.start : row.end] for row in plan.rows])
         num_samples = np.array([row.num_samples for row in plan.rows], np.int32)
-        return flatten(rows_of(plan), token_ids, block_size, num_samples)
+        batch = flatten(rows_of(plan), token_ids, block_size, num_samples)
+        return batch if not plan.fills_rows else replace(batch, shape=_filled(batch.shape, plan))
 
     @classmethod
     def empty(cls) -> StepBatch:
@@ -87,10 +88,10 @@ class StepGeometry:
         block_size: slots of a block.
         null_block, null_row: block and ring row that padding reads and writes.
         max_chunk_rows: rings gathered for prompt rows with context (C).
-        decode_len: most new tokens of a decode row (M).
-        max_block_moves, uses_rows, uses_block_positions, num_regions, uses_token_classes: see ``StepLimits``;
-            without rows, prompt rows gather no rings, and there may be more of them than C. With regions,
-            prompt rows are in the order of these.
+        decode_len: most new tokens of a decode row (M) in any step.
+        max_block_moves, uses_rows, uses_block_positions, num_regions, uses_token_classes, draft_lens: see
+            ``StepLimits``; without rows, prompt rows gather no rings, and there may be more of them than C.
+            With regions, prompt rows are in the order of these.
     """
 
     block_size: int
@@ -103,6 +104,7 @@ class StepGeometry:
     uses_block_positions: bool = False
     num_regions: int = 0
     uses_token_classes: bool = False
+    draft_lens: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, limits: StepLimits) -> StepGeometry:
@@ -118,12 +120,26 @@ class StepGeometry:
             limits.uses_block_positions,
             limits.num_regions,
             limits.uses_token_classes,
+            limits.draft_lens,
         )
+
+    @property
+    def longest(self) -> StepGeometry:
+        """The same with the longest decode rows in every bucket, for which buffers are allocated."""
+        return replace(self, draft_lens=())
+
+    def row_len(self, bucket: BatchShape) -> int:
+        """Most new tokens of a decode row (M) in a step of a bucket."""
+        return row_len(bucket, self.decode_len, self.draft_lens)
+
+    def counts(self, bucket: BatchShape) -> RowCounts:
+        """Return the number of rows of each kind in a step of a bucket."""
+        return RowCounts.of(bucket, self.row_len(bucket))
 
     def field_shapes(self, bucket: BatchShape) -> dict[str, tuple[int, ...]]:
         """Shape of every array of a step in ``bucket``, by name; see ``kernels_ref.StepTensors``."""
-        counts = RowCounts.of(bucket, self.decode_len)
-        q, n, tails = (bucket.query_len,), (counts.rows,), (counts.rows, tails_per_row(self.decode_len))
+        counts = self.counts(bucket)
+        q, n, tails = (bucket.query_len,), (counts.rows,), (counts.rows, tails_per_row(self.row_len(bucket)))
         return {
             "token_ids": q,
             "positions": q,
@@ -206,7 +222,13 @@ def rows_of(plan: StepPlan) -> StepRows:
 def exact_shape(plan: StepPlan, block_size: int) -> BatchShape:
     """The shape of a planned step, unpadded."""
     rows = rows_of(plan)
-    return _shape(rows, *count_context(rows, block_size), block_size)
+    shape = _shape(rows, *count_context(rows, block_size), block_size)
+    return shape if not plan.fills_rows else _filled(shape, plan)
+
+
+def _filled(shape: BatchShape, plan: StepPlan) -> BatchShape:
+    """The shape of a step whose rows are as long as the longest one, so that it says how long they are."""
+    return replace(shape, query_len=shape.num_logits * plan.decode_len)
 
 
 def fill(
@@ -224,7 +246,7 @@ def fill(
     """
     assert bucket == batch.shape or bucket.holds(batch.shape), f"{bucket} is too small for {batch.shape}"
     _fill_tokens(host, batch, bucket.num_logits, geometry)
-    _fill_rows(host, batch, geometry)
+    _fill_rows(host, batch, bucket, geometry)
     _fill_shared(host, batch, geometry)
     _fill_unique(host, batch, bucket.num_logits, geometry)
     if geometry.uses_token_classes:
@@ -264,7 +286,9 @@ def _fill_tokens(
     )
 
 
-def _fill_rows(host: Mapping[str, np.ndarray], batch: StepBatch, geometry: StepGeometry) -> None:
+def _fill_rows(
+    host: Mapping[str, np.ndarray], batch: StepBatch, bucket: BatchShape, geometry: StepGeometry
+) -> None:
     rows = batch.rows
     for name in ("row_start", "row_num_new", "row_query_start", "logit_index"):
         host[name].fill(0)
@@ -274,7 +298,7 @@ def _fill_rows(host: Mapping[str, np.ndarray], batch: StepBatch, geometry: StepG
     host["row_query_start"][rows.row_id] = query_start
     number = ranges(batch.num_samples)
     first = (query_start + rows.num_new - batch.num_samples).repeat(batch.num_samples)
-    place = (rows.row_id * geometry.decode_len).repeat(batch.num_samples)
+    place = (rows.row_id * geometry.row_len(bucket)).repeat(batch.num_samples)
     host["logit_index"][place + number] = first + number
     reads_ring = rows.row_id[~rows.is_decode & (rows.start > 0)]
     if not geometry.uses_rows:
@@ -318,5 +342,7 @@ def _fill_unique(
     host["tail_block"].fill(geometry.null_block)
     host["tail_start"].fill(NOWHERE)
     if len(row_id):
-        host["tail_block"][row_id] = np.where(unique.tail_block < 0, geometry.null_block, unique.tail_block)
-        host["tail_start"][row_id] = unique.tail_start
+        num_tails = unique.tail_block.shape[1]
+        tail_block = np.where(unique.tail_block < 0, geometry.null_block, unique.tail_block)
+        host["tail_block"][row_id, :num_tails] = tail_block
+        host["tail_start"][row_id, :num_tails] = unique.tail_start

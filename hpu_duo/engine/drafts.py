@@ -5,22 +5,20 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpu_duo.drafting import Drafter, PredictedOutput
+from hpu_duo.engine.draft_gain import DraftLengths
 from hpu_duo.engine.samples import LiveSamples
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.request import Request
 
 _log = logging.getLogger(__name__)
-
-Propose: TypeAlias = Callable[[Request, int], Sequence[int]]
-"""Returns the drafts of a decode, at most so many."""
 
 _TOKENS_A_STEP = 4096
 """Tokens of prompts that a drafter gets in a step: further ones follow in the next steps."""
@@ -31,6 +29,22 @@ ON_THE_HOST = (
 )
 
 
+class MakesDrafts(Protocol):
+    """What a scheduler needs of drafts."""
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        """Return the drafts of a decode, at most so many."""
+        ...
+
+    def choose(self, found: Mapping[Request, Sized], num_rows: int, longest: int) -> int:
+        """Return the most tokens of a row of the step, at most ``longest``, from the drafts of its rows."""
+        ...
+
+    def skip(self, reason: str) -> None:
+        """Note a step that may have no drafts."""
+        ...
+
+
 @dataclass(frozen=True)
 class SpeculationStats:
     """Statistics of drafts; forced tokens are none.
@@ -39,9 +53,9 @@ class SpeculationStats:
         num_drafts: rows of steps that verified drafts.
         num_draft_tokens, num_accepted_tokens: their draft tokens, and those that were sampled too.
         num_accepted_tokens_per_pos: accepted tokens by their place in the draft.
-        num_steps: steps with decodes that verified drafts.
-        num_steps_without: the other steps with decodes, by reason: "prompts" (the step has prompts too), "few
-            expected" (drafts had been rejected too often), "none proposed", "no room" (of tokens or blocks).
+        num_steps: steps that verified drafts.
+        num_steps_without: the other ones, by reason: "prompts" (the step has prompts too), "none proposed",
+            "few expected" (it was expected to cost more than it saves).
     """
 
     num_drafts: int = 0
@@ -94,6 +108,7 @@ class Drafting:
         samples: the samples of all requests.
         vocab_size: tokens lie below it.
         counters: of verified drafts.
+        lens: sizes of rows to choose from, see ``StepLimits.draft_lens``; () verifies all drafts.
 
     Attributes:
         drafter, counters: as given.
@@ -101,11 +116,17 @@ class Drafting:
     """
 
     def __init__(
-        self, drafter: Drafter, samples: LiveSamples, vocab_size: int, counters: SpeculationCounters
+        self,
+        drafter: Drafter,
+        samples: LiveSamples,
+        vocab_size: int,
+        counters: SpeculationCounters,
+        lens: Sequence[int] = (),
     ) -> None:
         self.drafter, self._samples, self._vocab_size = drafter, samples, vocab_size
         self.counters = counters
         self._has_failed = self.has_host_rows = False
+        self._lengths = DraftLengths(lens) if lens else None
         self._num_known: dict[Request, int] = {}
         self._predicted: dict[Request, PredictedOutput] = {}
         self._follows: set[Request] = set()
@@ -114,7 +135,7 @@ class Drafting:
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """Return drafts of a request that its output may begin with and that do not end it."""
         state = self._samples.get(request.request_id)
-        if self._has_failed or state is None:
+        if self._has_failed or state is None or (self._lengths is not None and self._lengths.pauses(request)):
             return ()
         try:
             if not self._extend(request, request.num_tokens):
@@ -130,6 +151,35 @@ class Drafting:
             # The text or grammar of this request fails. Without drafts it goes on, and if it samples such a
             # token, the same error ends it by name.
             return ()
+
+    def choose(self, found: Mapping[Request, Sized], num_rows: int, longest: int) -> int:
+        """Return the most tokens of a row of the step, at most ``longest``, from the drafts of its rows."""
+        if not found:
+            self.counters.without["none proposed"] += 1
+            return longest
+        if self._lengths is not None:
+            forced = [len(drafts) for request, drafts in found.items() if request.num_drafts]
+            own = {request: len(drafts) for request, drafts in found.items() if not request.num_drafts}
+            longest = min(longest, max(self._lengths.choose(own, num_rows), 1 + max(forced, default=0)))
+        if longest > 1:
+            self.counters.num_steps += 1
+        else:
+            self.counters.without["few expected"] += 1
+        return longest
+
+    def skip(self, reason: str) -> None:
+        """Note a step that may have no drafts."""
+        self.counters.without[reason] += 1
+
+    def ran(self, plan: StepPlan, num_tokens: int, seconds: float) -> None:
+        """Note a step that was committed.
+
+        Args:
+            num_tokens: tokens that it has added.
+            seconds: of the whole step.
+        """
+        if self._lengths is not None and plan.num_samples and plan.rows[-1].num_new_tokens <= plan.decode_len:
+            self._lengths.ran(len(plan.rows), plan.decode_len, num_tokens, seconds)
 
     def _guess(self, request: Request, most: int) -> Sequence[int] | NDArray[np.integer]:
         if (predicted := self._predicted.get(request)) is not None:
@@ -175,6 +225,8 @@ class Drafting:
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Count the drafts of a row that were verified."""
         self.counters.count(num_drafts, num_accepted)
+        if self._lengths is not None:
+            self._lengths.verified(request, num_drafts, num_accepted)
         if request in self._follows:
             predicted = self._predicted[request]
             predicted.num_accepted += num_accepted
@@ -190,6 +242,8 @@ class Drafting:
         self.has_host_rows |= request.params.host_sampler is not None
         self._predicted.pop(request, None)
         self._follows.discard(request)
+        if self._lengths is not None:
+            self._lengths.end(request)
         if self._num_known.pop(request, None) is not None and not self._has_failed:
             try:
                 self.drafter.end(request)

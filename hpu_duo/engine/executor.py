@@ -17,7 +17,7 @@ from graphs.interrupts import interrupts_deferred
 from hpu_duo.device import DeviceRuntime
 from hpu_duo.device.collectives import gather_from_ranks
 from hpu_duo.device.ranks import Ranks, WorkerRanks
-from hpu_duo.engine.batch import RowCounts, StepGeometry
+from hpu_duo.engine.batch import StepGeometry
 from hpu_duo.engine.compile_watch import CompileWatch, Counts
 from hpu_duo.engine.orders import Capture, Exchange, Execute, FinishWarmUp, Order, SetTable, Touch
 from hpu_duo.engine.step_input import (
@@ -133,9 +133,9 @@ def staged_step(
         region_of: returns the function that runs a region.
     """
     parts = StepParts(bucket.phase.causal, bucket.phase.shared, bucket.phase.unique)
-    prepare = region_of(("prepare",), _preparing(model, geometry, layout, parts))
+    prepare = region_of(("prepare",), _preparing(model, geometry.row_len(bucket), layout, parts))
     keys = [(kind.key, layout) for kind, layouts in model.stores.items() for layout in layouts]
-    decode_len, keeps_rows = geometry.decode_len, model.mask_dtype is not None and parts.has_decodes_only
+    decode_len, keeps_rows = geometry.row_len(bucket), model.mask_dtype is not None and parts.has_decodes_only
 
     def step(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         token_ids, logit_index, tensors, token, slot, plans = prepare(inputs[STAGED])
@@ -149,12 +149,12 @@ def staged_step(
 
 
 def _preparing(
-    model: StepModel, geometry: StepGeometry, layout: Layout, parts: StepParts
+    model: StepModel, decode_len: int, layout: Layout, parts: StepParts
 ) -> Callable[[torch.Tensor], Prepared]:
     """Return a function of the staging buffer."""
     places = tuple((name, slot.offset, slot.stop, slot.shape) for name, slot in layout.slots.items())
     wanted = ("token_ids", "logit_index", *StepTensors._fields)
-    decode_len, stores, mask_dtype = geometry.decode_len, model.stores, model.mask_dtype
+    stores, mask_dtype = model.stores, model.mask_dtype
 
     def prepare(staged: torch.Tensor) -> Prepared:
         # Copies: a view of the buffer would be an input of every layer.
@@ -249,7 +249,8 @@ class Executor(NotPicklable):
         this = weakref.proxy(self)
         self.watch = CompileWatch.of(lambda: this.graphs, runtime)
         self._fails_on_recompile = fail_on_recompile
-        self.inputs = DeviceInputs(partial(message_fields, geometry), largest, device)
+        fields = message_fields(geometry.longest, largest)
+        self.inputs = DeviceInputs(partial(message_fields, geometry), fields, device)
         self.bytes_copied = 0
         self._run_in(use_table)
 
@@ -386,7 +387,7 @@ class Executor(NotPicklable):
             self.copy_units(inputs, message.num_block_copies, message.num_row_copies)
         if self._exchanges is not None:
             self.exchanged = self.exchanged.plus(self._exchanges.of(message.bucket))
-        self.model.live.set(message.shape, message.bucket, self.geometry.decode_len)
+        self.model.live.set(message.shape, message.bucket, self.geometry.row_len(message.bucket))
         return self.graphs.run(message.bucket, self.step_of(message.bucket), self.step_inputs(inputs))
 
     def step_inputs(self, fields: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -442,6 +443,7 @@ def bucket_step(
         region_of: returns the function that runs a loop body outside the regions of layers.
     """
     parts = StepParts(bucket.phase.causal, bucket.phase.shared, bucket.phase.unique)
+    decode_len = geometry.row_len(bucket)
 
     def step(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         tensors = StepTensors(**{name: inputs[name] for name in StepTensors._fields})
@@ -450,7 +452,7 @@ def bucket_step(
         prepared = prepare_step(
             parts,
             tensors,
-            decode_len=geometry.decode_len,
+            decode_len=decode_len,
             stores=model.stores,
             mask_dtype=model.mask_dtype,
         )
@@ -500,7 +502,7 @@ class StepWarmUp:
         """The routes of sampling to run for a bucket's logits; none where nothing is compiled."""
         if not self._executor.runtime.compiles_operators:
             return ()
-        num_rows = RowCounts.of(bucket, self._executor.geometry.decode_len).logits
+        num_rows = self._executor.geometry.counts(bucket).logits
         return tuple(static_routes(num_rows, self._vocab_size, self._max_model_len))
 
     @torch.inference_mode()
@@ -514,7 +516,7 @@ class StepWarmUp:
     def capture(self, bucket: BatchShape) -> bool:
         """Capture a bucket of the table; False if it is captured already."""
         executor = self._executor
-        padding = executor.model.live.none_of(bucket, executor.geometry.decode_len)
+        padding = executor.model.live.none_of(bucket, executor.geometry.row_len(bucket))
         # As in a step: a lazy device compiles its collected operators here.
         with executor.leading(Capture(bucket)), executor.runtime.step(), padding:
             return executor.graphs.warm_up(bucket, executor.step_of, self._padding)
@@ -527,7 +529,7 @@ class StepWarmUp:
             ValueError: the new bucket is in the table, or the old one is not.
         """
         executor = self._executor
-        padding = executor.model.live.none_of(added, executor.geometry.decode_len)
+        padding = executor.model.live.none_of(added, executor.geometry.row_len(added))
         with executor.leading(Exchange(added, dropped)):
             with executor.runtime.step(), padding:
                 executor.graphs.exchange(added, dropped, executor.step_of, self._padding)
@@ -544,7 +546,8 @@ class StepWarmUp:
         executor, captured = self._executor, tuple(captured)
         with executor.leading(FinishWarmUp(captured)):
             if executor.runtime.compiles_operators and executor.uses_table:
-                self._run_operators(tuple({bucket.num_logits: bucket for bucket in captured}.values()))
+                num_logits = {executor.geometry.counts(bucket).logits: bucket for bucket in captured}
+                self._run_operators(tuple(num_logits.values()))
             executor.graphs.seal()
 
     def _run_operators(self, buckets: tuple[BatchShape, ...]) -> None:

@@ -174,7 +174,7 @@ class PrefixSharing:
         # Prefixes can be shared up to block borders, or chunk borders where chunks decide what is stored.
         self._part_size = self._grid or self._block_size
         self._recomputed = limits.step_tokens // limits.max_chunk_rows
-        self._least_gain, self._decode_len = _LEAST_GAIN * limits.step_tokens, limits.decode_len
+        self._least_gain = _LEAST_GAIN * limits.step_tokens
         # Half of the snapshots are reserved for branch points.
         self._most_stops = max(1, limits.num_snapshots // 2)
 
@@ -186,7 +186,7 @@ class PrefixSharing:
             request = row.request
             if request.status is not RequestStatus.RUNNING:
                 continue
-            is_decode, size = row.num_new_tokens <= self._decode_len, self._block_size
+            is_decode, size = row.num_new_tokens <= plan.decode_len, self._block_size
             has_crossed = row.start // size < request.num_computed_tokens // size
             if is_decode and not has_crossed and row.start >= request.num_prompt_tokens:
                 self._cache.store(request)  # the common case

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from hpu_duo.sampling.params import FieldError
 from hpu_duo.scheduling import ArrivalOrder, FirstComeFirstServed, SchedulingPolicy, Waiting
 
 if TYPE_CHECKING:
-    from hpu_duo.engine.drafts import Propose
+    from hpu_duo.engine.drafts import MakesDrafts
 
 
 class Admission:
@@ -156,7 +156,7 @@ class Scheduler:
         policy: this scheduler's own; None = first come, first served.
 
     Attributes:
-        propose: returns the drafts of a decode; None where nobody drafts.
+        drafting: makes the drafts of decodes; None where nobody drafts.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Scheduler:
         self._num_arrived = 0
         self._admission = Admission(self.allocations, self._running, self.policy)
         self._plan_in_flight: StepPlan | None = None
-        self.propose: Propose | None = None
+        self.drafting: MakesDrafts | None = None
 
     @property
     def trims_chunks(self) -> bool:
@@ -265,8 +265,8 @@ class Scheduler:
         self._schedule_all(prompts, step)
         if alone is None:
             self._admit(step)
-        if self.propose is not None:
-            self._add_drafts(step, self.propose)
+        if self.drafting is not None or self.limits.draft_lens:
+            self._add_drafts(step)
         if step.is_empty:  # those with a share were preempted for one that did not fit after all
             self._schedule_all([r for r in self._running if r.num_uncomputed_tokens != 1], step)
             if step.is_empty:
@@ -423,17 +423,37 @@ class Scheduler:
             self._schedule(request, step)
             self._admission.admitted(request)
 
-    def _add_drafts(self, step: StepDraft, propose: Propose) -> None:
+    def _add_drafts(self, step: StepDraft) -> None:
         """Schedule drafts of decodes with unused tokens of the step and free blocks.
 
         Blocks of rejected drafts are freed when the step is committed, so no request waits or is preempted,
         and nothing is evicted, for a draft.
         """
+        drafting, lens = self.drafting, self.limits.draft_lens
+        if step.has_prompts:
+            if drafting is not None:
+                drafting.skip("prompts")
+            return
+        found = dict[Request, Sequence[int] | NDArray[np.int32]]()
         for request in self._running:
             most = min(step.num_draftable(request), self.allocations.num_free_slots(request))
-            if most > 0 and len(drafts := propose(request, most)):
-                step.add_drafts(request, drafts)
-                self.allocations.grow(request, request.num_tokens + len(drafts))
+            if most <= 0:
+                continue
+            if request.num_drafts:  # forced tokens
+                drafts: Any = request.tokens[request.num_tokens :][: min(most, request.num_drafts)]
+            else:
+                drafts = () if drafting is None else drafting.propose(request, most)
+            if len(drafts):
+                found[request] = drafts
+        longest = lens[-1] if lens else self.limits.decode_len
+        if drafting is not None:
+            longest = drafting.choose(found, step.num_rows, longest)
+        for request, drafts in found.items():
+            # Others may have taken tokens and blocks meanwhile.
+            most = min(step.num_draftable(request), self.allocations.num_free_slots(request), longest - 1)
+            if most > 0:
+                step.add_drafts(request, drafts[:most])
+                self.allocations.grow(request, request.num_tokens + len(drafts[:most]))
 
     def _trim(self, step: StepDraft, plan: StepPlan) -> StepPlan:
         # Waiting requests would get the postponed tokens of the budget.

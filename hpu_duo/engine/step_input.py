@@ -160,7 +160,7 @@ class StepBuilder:
         self._geometry, self._bucket_of = geometry, bucket_of
         self.vocab_size, self._is_static = vocab_size, is_static
         self.class_of: np.ndarray | None = None
-        self._host = HostInputs(partial(message_fields, geometry), largest)
+        self._host = HostInputs(partial(message_fields, geometry), message_fields(geometry.longest, largest))
 
     def build(self, plan: StepPlan, sampling: Mapping[int, Sequence[SamplingRow]]) -> BuiltStep:
         """Build the input of a planned step.
@@ -174,7 +174,7 @@ class StepBuilder:
         """
         batch = StepBatch.of(plan, self._geometry.block_size)
         bucket = self._bucket_of(batch.shape)
-        decode_len = self._geometry.decode_len
+        decode_len = self._geometry.row_len(bucket)
         sampled = [
             row.ring_row * decode_len + number
             for row in plan.sampled_rows

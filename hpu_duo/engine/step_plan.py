@@ -62,6 +62,7 @@ class StepPlan:
         rows: decode rows, then prompt rows with older context, then prompt rows without; in order of arrival
             within each kind.
         decode_len: most new tokens of a decode row.
+        fills_rows: whether its shape has rows of ``decode_len`` tokens, whose number depends on the step.
         moves: device copies, to execute one after the other before the step writes anything.
         preempted: requests that were preempted while this step was planned, the latest arrival first.
     """
@@ -70,6 +71,7 @@ class StepPlan:
     moves: tuple[Copy, ...] = ()
     preempted: tuple[Request, ...] = ()
     decode_len: int = 1
+    fills_rows: bool = False
 
     @cached_property
     def num_tokens(self) -> int:
@@ -163,11 +165,13 @@ class StepDraft:
     def __init__(self, limits: StepLimits) -> None:
         self.num_free_tokens = limits.max_num_batched_tokens
         self._grid, self._last_chunk = limits.chunk_grid, limits.last_chunk
-        self._decode_len = limits.decode_len
-        self._decodes_one = limits.decode_len == 1 and not self._grid
+        # Of steps with prompts; drafts may make rows of other steps longer.
+        self._decode_len, self._draft_lens = limits.prompt_decode_len, limits.draft_lens
+        self._decodes_one = self._decode_len == 1 and not self._grid
         self.preempted: list[Request] = []
         self._max_chunk_rows = limits.max_chunk_rows
         self._chunks = ChunkRows(limits)
+        self._has_drafts = False
         self._shares: dict[Request, int] = {}
         # Running requests that could compute more than they do in this step.
         self._cut: set[Request] = set()
@@ -251,10 +255,23 @@ class StepDraft:
         """Most drafts that a request may compute besides: of a decode, as many tokens as are left over."""
         if self._shares.get(request) != 1 or request.num_uncomputed_tokens != 1:
             return 0
-        return min(self._decode_len - 1, self.num_free_tokens, request.most_drafts)
+        most = self._draft_lens[-1] if self._draft_lens else self._decode_len
+        num_coming = request.num_drafts if self._draft_lens else 0
+        return min(most - 1, self.num_free_tokens, max(num_coming, request.most_drafts))
+
+    @property
+    def num_rows(self) -> int:
+        """Requests with a share."""
+        return len(self._shares)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether a row is no decode, in a step that may have no drafts then."""
+        return bool(self._draft_lens) and max(self._shares.values(), default=0) > self._decode_len
 
     def add_drafts(self, request: Request, drafts: Sequence[int] | NDArray[np.integer]) -> None:
         """Schedule drafts behind the last known token of a decode, and write them there."""
+        self._has_drafts = True
         self._shares[request] += len(drafts)
         self.num_free_tokens -= len(drafts)
         request.tokens[request.num_tokens : request.num_tokens + len(drafts)] = drafts
@@ -281,6 +298,9 @@ class StepDraft:
         """Return the plan. Every request has its row of the step by now, after ``moves``."""
         kinds: tuple[list[ScheduledRow], ...] = ([], [], [])
         shares, decode_len = self._shares, self._decode_len
+        if self._has_drafts and self._draft_lens:
+            longest = max(shares.values())
+            decode_len = next(each for each in self._draft_lens if each >= longest)
         for request in sorted(shares, key=_arrival):
             start, num_new = request.num_computed_tokens, shares[request]
             num_samples = start + num_new - request.num_tokens + 1
@@ -289,7 +309,8 @@ class StepDraft:
             row = ScheduledRow(request, request.row, start, num_new, num_samples, request.region)
             kinds[0 if num_new <= decode_len else 1 if start else 2].append(row)
         decodes, continued, begun = kinds
-        return StepPlan((*decodes, *continued, *begun), moves, tuple(self.preempted), decode_len)
+        fills_rows = decode_len > self._decode_len
+        return StepPlan((*decodes, *continued, *begun), moves, tuple(self.preempted), decode_len, fills_rows)
 
 
 def append_tokens(

@@ -114,7 +114,7 @@ class Runner(NotPicklable):
         device_s = handle.device_s + time.perf_counter() - began
         errors = {row: (0, error) for row, error in handle.errors.items()}
         for index in sorted(failed, reverse=True):
-            ring_row, number = divmod(index, self.executor.geometry.decode_len)
+            ring_row, number = divmod(index, self.executor.geometry.row_len(built.message.bucket))
             errors[ring_row] = number, failed[index]
         return StepResult(built.message, token_ids, output.logprobs, device_s, errors)
 
@@ -290,9 +290,13 @@ class Stepper:
                 "verifies decode_len - 1 drafts of a request"
             )
         self._drafting = (
-            None if drafter is None else Drafting(drafter, self.samples, vocab_size, self.speculation)
+            None
+            if drafter is None
+            else Drafting(
+                drafter, self.samples, vocab_size, self.speculation, self._scheduler.limits.draft_lens
+            )
         )
-        self._scheduler.propose = None if self._drafting is None else self._drafting.propose
+        self._scheduler.drafting = self._drafting
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -366,8 +370,10 @@ class Stepper:
         counters = self.telemetry.counters
         device_s = counters.device_s
         if (handle := self.launch(plan, deferral)) is not None:
-            self.finish(handle, deferral)
+            committed = self.finish(handle, deferral)
             self._collect()
+            if self._drafting is not None and committed:
+                self._drafting.ran(plan, len(committed), time.perf_counter() - began)
         counters.host_s += time.perf_counter() - began - (counters.device_s - device_s)
 
     def launch(self, plan: StepPlan, deferral: Deferral) -> StepHandle | None:

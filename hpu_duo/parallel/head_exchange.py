@@ -5,7 +5,7 @@ Bytes exchanged in a step follow from a formula: what runs in a captured step ca
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -380,7 +380,7 @@ class StepExchanges:
         dealt: retrieval heads of all ranks, their query heads each and their size, for each layer with
             context-parallel blocks.
         dtype_bytes: of an element.
-        decode_len: tokens of a decode row.
+        row_len: returns the tokens of a decode row in a step of a bucket.
         num_ranks: number of ranks.
         scored: heads with a budget and summed scores, and numbers of each slot, for each group.
     """
@@ -388,13 +388,18 @@ class StepExchanges:
     token_bytes: int
     dealt: tuple[tuple[int, int, int], ...]
     dtype_bytes: int
-    decode_len: int
+    row_len: Callable[[BatchShape], int]
     num_ranks: int
     scored: tuple[tuple[Budget, int], ...] = ()
 
     @classmethod
     def of_model(
-        cls, model: nn.Module, specs: Sequence[LayerSpec], hidden_size: int, dtype_bytes: int, decode_len: int
+        cls,
+        model: nn.Module,
+        specs: Sequence[LayerSpec],
+        hidden_size: int,
+        dtype_bytes: int,
+        row_len: Callable[[BatchShape], int],
     ) -> StepExchanges:
         """Derive them from a rank's shard of a model, after ``connect``."""
         token_bytes = 0
@@ -418,12 +423,12 @@ class StepExchanges:
         scored = tuple(
             (kind, kind.policy.num_summed) for kind in budgets if isinstance(kind.policy, SharedPolicy)
         )
-        return cls(token_bytes, sizes, dtype_bytes, decode_len, num_ranks, scored)
+        return cls(token_bytes, sizes, dtype_bytes, row_len, num_ranks, scored)
 
     def of(self, bucket: BatchShape) -> Exchanged:
         """Return the bytes of a step in a bucket."""
         layers = [
-            head_exchanges(*sizes, self.dtype_bytes, bucket, self.decode_len, self.num_ranks)
+            head_exchanges(*sizes, self.dtype_bytes, bucket, self.row_len(bucket), self.num_ranks)
             for sizes in self.dealt
         ]
         scores = sum(summed_score_bytes(*each, bucket) for each in self.scored)

@@ -308,7 +308,7 @@ def _make_executor(
             membership.ranks, membership.group, shared.hf_config.get_text_config().vocab_size
         )
         sizes = (model.model.config.get_text_config().hidden_size, model.model.dtype.itemsize)
-        exchanges = StepExchanges.of_model(model.model, model.specs, *sizes, geometry.decode_len)
+        exchanges = StepExchanges.of_model(model.model, model.specs, *sizes, geometry.row_len)
     executor = Executor(
         model,
         store,

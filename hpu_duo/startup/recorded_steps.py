@@ -310,6 +310,7 @@ def origin_of(engine: Engine, config: EngineConfig) -> dict[str, Any]:
             "max_model_len": limits.max_model_len,
             "max_chunk_rows": limits.max_chunk_rows,
             "decode_len": limits.decode_len,
+            "speculative_config": config.scheduler.speculative_config,
             "block_size": limits.block_size,
             "num_blocks": limits.num_blocks or None,
             "enable_prefix_caching": limits.caches_prefixes,

@@ -23,6 +23,7 @@ from graphs import (
 )
 from graphs.buffers import pack
 from graphs.planner import Resolution
+from graphs.shape import row_len
 from hpu_duo.config.engine import EngineConfig, SchedulerConfig
 from hpu_duo.device.habana_environment import card_type
 from hpu_duo.engine.batch import RowCounts, StepGeometry
@@ -73,7 +74,7 @@ class StepSizes:
         groups: the distinct groups of heads of all layers, with their sizes.
         block_size: slots of a block.
         dtype_bytes: of an activation.
-        decode_len: most tokens of a decode row.
+        decode_len, draft_lens: see ``StepLimits``.
         num_experts, experts_per_token, expert_size: of a mixture of experts and of one of them, 0 without.
         chunks: bounds of chunks of context.
         is_fused: whether dense attention is one operator.
@@ -94,6 +95,7 @@ class StepSizes:
     expert_size: int = 0
     chunks: ChunkBounds = DEFAULT_BOUNDS
     is_fused: bool = False
+    draft_lens: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -104,17 +106,18 @@ class StepSizes:
         dtype_bytes: int,
         *,
         decode_len: int = 1,
+        draft_lens: tuple[int, ...] = (),
     ) -> StepSizes:
         """Return the sizes of an engine's model.
 
         Args:
             specs: of its layers.
             config: transformers' configuration of its text part.
-            decode_len: most tokens of a decode row.
+            decode_len, draft_lens: see ``StepLimits``.
         """
         heads = [LayerHeads(spec.groups, spec.group_size, spec.head_dim) for spec in specs]
         first = specs[0]
-        return cls.of_heads(
+        sizes = cls.of_heads(
             heads,
             config,
             block_size,
@@ -123,6 +126,10 @@ class StepSizes:
             chunks=first.chunks,
             is_fused=first.impl is Implementation.HPU and first.softcap is None,
         )
+        return replace(sizes, draft_lens=draft_lens)
+
+    def _counts(self, shape: BatchShape) -> RowCounts:
+        return RowCounts.of(shape, row_len(shape, self.decode_len, self.draft_lens))
 
     @classmethod
     def of_heads(
@@ -171,7 +178,7 @@ class StepSizes:
         queries, keys, values and partial sums, and one bounded block of scores with its gathered keys and
         values. After the last layer the logits are there instead.
         """
-        query_len, num_logits = shape.query_len, RowCounts.of(shape, self.decode_len).logits
+        query_len, num_logits = shape.query_len, self._counts(shape).logits
         stream = query_len * self.hidden_size * (3 * self.dtype_bytes + _FLOAT32)
         mlp = max(3 * query_len * self.intermediate_size * self.dtype_bytes, self._expert_bytes(query_len))
         logits = num_logits * self.vocab_size * (self.dtype_bytes + _FLOAT32)
@@ -179,7 +186,7 @@ class StepSizes:
 
     def output_bytes(self, shape: BatchShape) -> int:
         """The logits, which have a fixed address in a captured step."""
-        return RowCounts.of(shape, self.decode_len).logits * self.vocab_size * self.dtype_bytes
+        return self._counts(shape).logits * self.vocab_size * self.dtype_bytes
 
     def _expert_bytes(self, query_len: int) -> int:
         if not self.num_experts:
@@ -205,8 +212,8 @@ class StepSizes:
             query_len,
             shape.num_shared_blocks,
             shape.num_unique_blocks,
-            RowCounts.of(shape, self.decode_len).ring_rows,
-            self.decode_len,
+            self._counts(shape).ring_rows,
+            row_len(shape, self.decode_len, self.draft_lens),
             self.block_size,
             self.chunks,
             self.is_fused,
@@ -214,7 +221,7 @@ class StepSizes:
         return projected + partials + max(kind.transient_bytes(each, sizes) for kind, each in self.groups)
 
 
-def _experts(config: Any) -> dict[str, int]:
+def _experts(config: Any) -> dict[str, Any]:
     num_experts, per_token = (_first(config, names) for names in (NUM_EXPERTS, EXPERTS_PER_TOKEN))
     if not (num_experts and per_token):
         return {}
@@ -324,7 +331,7 @@ class GraphMemory:
 
 def staged_bytes(geometry: StepGeometry, largest: BatchShape) -> int:
     """Bytes of the device buffer that inputs of steps are copied to, see ``graphs.DeviceInputs``."""
-    return pack(message_fields(geometry, largest)).num_bytes
+    return pack(message_fields(geometry.longest, largest)).num_bytes
 
 
 def plan_with_graphs(
@@ -407,6 +414,8 @@ class StepTables:
         self._made[self.limits(memory)] = table
 
     def _make(self, limits: StepLimits) -> BucketTable:
+        if limits.draft_lens and (self.uses_table or self.config.graph.table is not None):
+            return self._make(limits.without_drafts).with_drafts(limits.draft_lens)
         given = self.config.graph.table
         assert not isinstance(given, str | Path), "files are read before, see GivenBuckets"
         if given is None:
@@ -440,6 +449,7 @@ class StepTables:
                 memory.block_size,
                 dtype_bytes,
                 decode_len=self.config.scheduler.decode_len,
+                draft_lens=self.config.scheduler.draft_lens,
             ),
             self.config.graph.max_captured_tokens,
         )
@@ -488,6 +498,7 @@ def resolve_limits(
         max_chunk_rows=scheduler.max_chunk_rows,
         step_tokens=CARD_STEP_TOKENS if is_card else 0,
         decode_len=scheduler.decode_len,
+        draft_lens=scheduler.draft_lens,
         chunk_grid=chunk_grid,
         last_chunk=last_chunk,
         num_regions=memory.num_regions,

@@ -306,6 +306,8 @@ class WarmUp:
         self.backend = self._runner.graphs.backend.name
         measured = self._checked(earlier)
         graphs = self._runner.graphs
+        if table is not None and engine.scheduler.limits.draft_lens:
+            table = table.with_drafts(engine.scheduler.limits.draft_lens)
         self._is_new_table = table is not None and table.buckets != graphs.table.buckets
         self._table = table if table is not None and self._is_new_table else graphs.table
         self._on_miss = graphs.policy if on_miss is None else on_miss

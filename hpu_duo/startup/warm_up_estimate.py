@@ -239,7 +239,12 @@ class GraphCosts:
         model, geometry = engine.runner.model, engine.runner.executor.geometry
         config, dtype = model.model.config.get_text_config(), model.model.dtype
         sizes = StepSizes.of(
-            model.specs, config, geometry.block_size, dtype.itemsize, decode_len=geometry.decode_len
+            model.specs,
+            config,
+            geometry.block_size,
+            dtype.itemsize,
+            decode_len=geometry.decode_len,
+            draft_lens=geometry.draft_lens,
         )
         operators = None
         if prior.num_operators is not None:
@@ -304,7 +309,7 @@ def _operators(
     specs: Sequence[LayerSpec], geometry: StepGeometry, num_layers: int, bucket: BatchShape
 ) -> float:
     """Operators of ``num_layers`` layers in a bucket, the mean of those that differ."""
-    sizes = geometry.block_size, geometry.max_chunk_rows, geometry.decode_len
+    sizes = geometry.block_size, geometry.max_chunk_rows, geometry.row_len(bucket)
     layers = [GroupSizes.of_layer(spec, *sizes) for spec in set(specs)]
     is_fused = specs[0].impl is Implementation.HPU
     kernels, is_whole = FUSED if is_fused else PORTABLE, num_layers > 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
 
 import pytest
@@ -18,6 +18,19 @@ from tests.engine_host.planning import LIMITS, add, planned, shares_of, stepped
 from tests.engine_host.simulated_device import EOS, SimulatedDevice
 
 DRAFTS = replace(LIMITS, max_num_batched_tokens=16, decode_len=4)
+
+
+class Sevens:
+    """Drafts sevens, as many as may be."""
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        return [7] * most
+
+    def choose(self, found: Mapping[Request, Sized], num_rows: int, longest: int) -> int:
+        return longest
+
+    def skip(self, reason: str) -> None:
+        pass
 
 
 def add_forced(scheduler: Scheduler, num_prompt_tokens: int, tokens: Sequence[int]) -> Request:
@@ -137,7 +150,7 @@ def test_what_is_computed_behind_the_token_that_ends_a_request_is_not_cached(use
 
 def test_drafts_take_free_blocks_only_and_give_back_what_is_rejected() -> None:
     scheduler = Scheduler(replace(DRAFTS, num_blocks=3))
-    scheduler.propose = lambda _, most: [7] * most
+    scheduler.drafting = Sevens()
     one, other = add(scheduler, "a", 2), add(scheduler, "b", 2)
     stepped(scheduler)
     plan = planned(scheduler)
@@ -155,7 +168,7 @@ def test_drafts_take_free_blocks_only_and_give_back_what_is_rejected() -> None:
 
 def test_drafts_leave_tokens_of_a_step_to_prompts() -> None:
     scheduler = Scheduler(replace(DRAFTS, num_blocks=40))
-    scheduler.propose = lambda _, most: [7] * most
+    scheduler.drafting = Sevens()
     add(scheduler, "a", 2)
     stepped(scheduler)
     add(scheduler, "b", 13)

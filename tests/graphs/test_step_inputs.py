@@ -23,7 +23,8 @@ def fields_of(bucket: BatchShape) -> dict[str, tuple[int, ...]]:
 
 
 def sides(largest: BatchShape = LARGE) -> tuple[HostInputs, DeviceInputs]:
-    return HostInputs(fields_of, largest), DeviceInputs(fields_of, largest)
+    fields = fields_of(largest)
+    return HostInputs(fields_of, fields), DeviceInputs(fields_of, fields)
 
 
 def write(host: HostInputs, bucket: BatchShape, seed: int = 0) -> dict[str, np.ndarray]:
@@ -136,7 +137,8 @@ def test_a_bucket_larger_than_the_buffers_is_refused() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_fields_arrive_on_a_cuda_device() -> None:
-    host, device = HostInputs(fields_of, LARGE), DeviceInputs(fields_of, LARGE, device="cuda")
+    fields = fields_of(LARGE)
+    host, device = HostInputs(fields_of, fields), DeviceInputs(fields_of, fields, device="cuda")
     host.stage(SMALL)["token_ids"][:] = [4, 5, 6]
     tensors = device.copy_in(SMALL, host.take(SMALL))
     assert tensors["token_ids"].is_cuda

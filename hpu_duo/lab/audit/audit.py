@@ -12,7 +12,6 @@ from torch import nn
 
 from graphs import BatchShape
 from hpu_duo.device.rules import STEP_OPERATORS, Rule
-from hpu_duo.engine.batch import RowCounts
 from hpu_duo.engine.executor import bucket_step
 from hpu_duo.lab.audit.findings import Finding, Severity, TraceEnded
 from hpu_duo.lab.audit.lowering import lowering_findings
@@ -101,7 +100,7 @@ def _region_calls(structure: Structure, bucket: BatchShape) -> int:
     geometry, calls = structure.geometry, 0.0
     stores: Counter[GroupSizes] = Counter()
     for spec, num_layers in Counter(structure.model.specs).items():
-        sizes = geometry.block_size, geometry.max_chunk_rows, geometry.decode_len
+        sizes = geometry.block_size, geometry.max_chunk_rows, geometry.row_len(bucket)
         for group in GroupSizes.of_layer(spec, *sizes):
             calls += num_layers * num_region_calls(group, bucket, count_attention(group, bucket)[1])
             stores[group] += num_layers
@@ -161,8 +160,7 @@ def _follow(tracer: StepTracer, step: Callable[[], object]) -> None:
 
 def _routes(structure: Structure, buckets: tuple[BatchShape, ...]) -> Iterator[tuple[str, SamplingRoute]]:
     """Greedy rows, everything at once with the longest lists, and that with log-probabilities or masks."""
-    decode_len = structure.geometry.decode_len
-    for num_rows in sorted({RowCounts.of(bucket, decode_len).logits for bucket in buckets}):
+    for num_rows in sorted({structure.geometry.counts(bucket).logits for bucket in buckets}):
         routes = tuple(static_routes(num_rows, structure.vocab_size, structure.max_len))
         longest = max(route.num_seen for route in routes)
         for route in routes:

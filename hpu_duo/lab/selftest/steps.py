@@ -79,7 +79,7 @@ def run_uncaptured(model: HPUDuoModel, message: StepInput) -> torch.Tensor:
     with torch.inference_mode(), executor.runtime.step():
         inputs = executor.copy_in(message)
         executor.copy_units(inputs, message.num_block_copies, message.num_row_copies)
-        executor.model.live.set(message.shape, message.bucket, executor.geometry.decode_len)
+        executor.model.live.set(message.shape, message.bucket, executor.geometry.row_len(message.bucket))
         return bucket_step(executor.model, executor.geometry, message.bucket, {})(inputs)
 
 

@@ -1,0 +1,163 @@
+"""How many drafts a step should verify: what they are expected to save, and what it costs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_RATE = 0.2
+"""Weight of the newest draft in a mean."""
+_FIRST_CHANCE = 0.5
+_NUM_TIMES, _MAX_AGE = 8, 1024
+_MOST_LOSS = 0.02
+"""Share of the time of decodes that drafts may lose to find out whether they are accepted."""
+_FREE_STEPS = 4
+_LONGEST_PAUSE = 32
+
+
+class Acceptance:
+    """Exponential means of how often drafts were accepted up to each of their places.
+
+    Args:
+        chances: means to begin with, of the places that are known.
+    """
+
+    def __init__(self, chances: Sequence[float] = ()) -> None:
+        self.chances = list(chances)
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        """Add a draft that was verified."""
+        while len(self.chances) < num_drafts:
+            self.chances.append(self.chances[-1] if self.chances else _FIRST_CHANCE)
+        for place in range(num_drafts):
+            self.chances[place] += _RATE * ((place < num_accepted) - self.chances[place])
+
+    def expected(self, num_drafts: int) -> float:
+        """Tokens of a draft that are expected to be accepted."""
+        known = self.chances[:num_drafts]
+        rest = known[-1] if known else _FIRST_CHANCE
+        return sum(known) + rest * (num_drafts - len(known))
+
+
+class StepTimes:
+    """Seconds of steps without prompts, by number of rows and tokens of each: the least of the last ones."""
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[int, int], deque[tuple[int, float]]] = {}
+        self._num_steps = 0
+
+    def add(self, num_rows: int, row_len: int, seconds: float) -> None:
+        """Add a step."""
+        self._num_steps += 1
+        key = num_rows.bit_length(), row_len
+        times = self._times.setdefault(key, deque(maxlen=_NUM_TIMES))
+        times.append((self._num_steps, seconds))
+
+    def of(self, num_rows: int, row_len: int) -> float | None:
+        """Seconds of such a step; None before two of them are known, and where they are long ago."""
+        times = self._times.get((num_rows.bit_length(), row_len), ())
+        recent = [seconds for number, seconds in times if self._num_steps - number < _MAX_AGE]
+        return min(recent) if len(recent) > 1 else None
+
+
+class DraftLengths:
+    """Chooses the tokens of a row in each step: the size with the most expected tokens per second.
+
+    A size whose time is unknown is tried. Sizes that lose are tried now and then, while the estimated loss of
+    all steps stays below 2 % of their time. A request with drafts that are not worth verifying pauses for a
+    growing number of steps.
+
+    Args:
+        lens: the sizes, ascending, see ``StepLimits.draft_lens``.
+    """
+
+    def __init__(self, lens: Sequence[int]) -> None:
+        self._lens, self.times = tuple(lens), StepTimes()
+        self._all = Acceptance()
+        self._of: dict[object, Acceptance] = {}
+        self._pauses: dict[object, list[int]] = {}
+        self._loss_s = self._total_s = 0.0
+        self._num_tries = 0
+
+    def pauses(self, request: object) -> bool:
+        """Whether a request proposes nothing in this step."""
+        pause = self._pauses.get(request)
+        if pause is None or not pause[0]:
+            return False
+        pause[0] -= 1
+        return True
+
+    def choose(self, num_drafts: Mapping[Any, int], num_rows: int) -> int:
+        """Return the tokens of a row of the next step.
+
+        Args:
+            num_drafts: length of the draft of each request that has one.
+            num_rows: rows of the step.
+        """
+        shortest = self._lens[0]
+        if not num_drafts:
+            return shortest
+        longest = max(num_drafts.values()) + 1
+        last = next((each for each in self._lens if each >= longest), self._lens[-1])
+        sizes = [each for each in self._lens if shortest < each <= last]
+        plain_s, known = (
+            self.times.of(num_rows, shortest),
+            {each: self.times.of(num_rows, each) for each in sizes},
+        )
+        if plain_s is None:
+            return shortest
+        unknown = [each for each in sizes if known[each] is None]
+        if unknown:
+            return unknown[-1]
+        best, rate = shortest, num_rows / plain_s
+        for each, seconds in known.items():
+            assert seconds is not None, "all are known"
+            gained = self._expected(num_drafts, each)
+            if (num_rows + gained) / seconds > rate:
+                best, rate = each, (num_rows + gained) / seconds
+        if best == shortest:
+            if self._num_tries < _FREE_STEPS or self._loss_s < _MOST_LOSS * self._total_s:
+                self._num_tries += 1
+                return sizes[0]
+            for request in num_drafts:
+                self._pause(request)
+        return best
+
+    def _expected(self, num_drafts: Mapping[Any, int], row_len: int) -> float:
+        return sum(
+            self._of.get(request, self._all).expected(min(number, row_len - 1))
+            for request, number in num_drafts.items()
+        )
+
+    def _pause(self, request: object) -> None:
+        _, length = self._pauses.get(request, [0, 1])
+        self._pauses[request] = [length, min(2 * length, _LONGEST_PAUSE)]
+
+    def verified(self, request: object, num_drafts: int, num_accepted: int) -> None:
+        """Note the drafts of a request that a step has verified."""
+        if request not in self._of:
+            self._of[request] = Acceptance(self._all.chances)
+        self._of[request].add(num_drafts, num_accepted)
+        self._all.add(num_drafts, num_accepted)
+        if num_accepted:
+            self._pauses.pop(request, None)
+
+    def ran(self, num_rows: int, row_len: int, num_tokens: int, seconds: float) -> None:
+        """Note a step without prompts.
+
+        Args:
+            num_tokens: tokens that it has added to all rows.
+        """
+        self.times.add(num_rows, row_len, seconds)
+        plain_s, took_s = self.times.of(num_rows, self._lens[0]), self.times.of(num_rows, row_len)
+        if plain_s is None or took_s is None:
+            return
+        self._total_s += took_s
+        # Savings are no credit for losses.
+        self._loss_s = max(0.0, self._loss_s + took_s - plain_s * num_tokens / num_rows)
+
+    def end(self, request: object) -> None:
+        """Forget a request."""
+        self._of.pop(request, None)
+        self._pauses.pop(request, None)

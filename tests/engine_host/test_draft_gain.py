@@ -1,0 +1,77 @@
+"""How many drafts a step verifies, by what they have been worth."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hpu_duo.engine.draft_gain import Acceptance, DraftLengths
+
+LENS = (1, 4, 9)
+
+
+def served(
+    chance: float, ratios: dict[int, float], *, num_rows: int = 4, num_steps: int = 3000, seed: int = 1
+) -> tuple[float, float, DraftLengths]:
+    """Decode on a virtual clock; returns its seconds, those without drafts, and the choices' owner.
+
+    Args:
+        chance: that a token of a draft is accepted, given those before it.
+        ratios: seconds of a step by its tokens of a row.
+    """
+    lengths, rng, seconds, num_tokens = DraftLengths(LENS), random.Random(seed), 0.0, 0
+    for _ in range(num_steps):
+        drafting = [row for row in range(num_rows) if not lengths.pauses(row)]
+        size = lengths.choose(dict.fromkeys(drafting, 8), num_rows)
+        taken = num_rows
+        for row in drafting if size > 1 else ():
+            accepted = next((n for n in range(size - 1) if rng.random() >= chance), size - 1)
+            lengths.verified(row, size - 1, accepted)
+            taken += accepted
+        lengths.ran(num_rows, size, taken, ratios[size])
+        seconds += ratios[size]
+        num_tokens += taken
+    return seconds, num_tokens / num_rows * ratios[1], lengths
+
+
+@pytest.mark.parametrize("ratios", [{1: 1.0, 4: 1.9, 9: 3.2}, {1: 1.0, 4: 1.0, 9: 1.04}])
+def test_drafts_that_are_never_accepted_cost_at_most_three_percent(ratios: dict[int, float]) -> None:
+    seconds, plain, _ = served(0.0, ratios)
+    assert seconds <= 1.03 * plain
+
+
+def test_the_longest_rows_are_chosen_where_they_cost_nothing() -> None:
+    seconds, plain, lengths = served(0.95, {1: 1.0, 4: 1.0, 9: 1.0})
+    assert plain > 6 * seconds
+    assert lengths.choose({0: 8}, 4) == 9
+
+
+def test_rows_are_as_long_as_they_are_worth() -> None:
+    _, _, lengths = served(0.6, {1: 1.0, 4: 1.2, 9: 3.2})
+    assert lengths.choose(dict.fromkeys(range(4), 8), 4) == 4
+    # A draft of one token is verified in the shortest row that holds it, or not at all.
+    assert lengths.choose({0: 1}, 4) in (1, 4)
+
+
+def test_what_becomes_right_is_verified_again() -> None:
+    ratios = {1: 1.0, 4: 1.5, 9: 2.5}
+    _, _, lengths = served(0.0, ratios, num_rows=1)
+    seconds, num_tokens = 0.0, 0
+    for _ in range(2000):
+        drafts = {} if lengths.pauses(0) else {0: 8}
+        size = lengths.choose(drafts, 1)
+        if size > 1:
+            lengths.verified(0, size - 1, size - 1)
+        lengths.ran(1, size, size, ratios[size])
+        seconds, num_tokens = seconds + ratios[size], num_tokens + size
+    assert num_tokens > 2 * seconds
+
+
+def test_chances_are_means_by_place() -> None:
+    acceptance = Acceptance()
+    assert acceptance.expected(2) == 1.0
+    for _ in range(60):
+        acceptance.add(4, 2)
+    assert acceptance.expected(2) == pytest.approx(2, abs=0.01)
+    assert acceptance.expected(8) == pytest.approx(2, abs=0.01)
