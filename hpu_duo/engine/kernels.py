@@ -40,7 +40,7 @@ def faster(runner: Runner) -> Iterator[str]:
     arithmetic = runner.model.model.dtype
     if runner.device.type != "cpu" or arithmetic != torch.bfloat16 or _is_ours(arithmetic):
         return
-    if x86.is_switched_off():
+    if x86.switch() == "0":
         yield f"{x86.SWITCH}=0 switches our kernels off, which are faster than torch's"
     elif x86.is_supported() and compiler() is None:
         yield f"our kernels, which are faster than torch's, need a C++ compiler: {', '.join(COMPILERS)}"
