@@ -65,7 +65,9 @@ def test_json_has_the_same_with_a_pattern_and_a_bucket_file(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("mixtral", marks=pytest.mark.exhaustive), "qwen3_moe", "gpt_oss"]
+)
 def test_experts_are_audited_like_any_layer(run: Run, tmp_path: Path, family: str) -> None:
     config = FAMILIES[family]()
     setattr(config, "num_experts" if family == "qwen3_moe" else "num_local_experts", 16)

@@ -15,6 +15,7 @@ from hpu_duo.lab.audit import Structure, build_structure, lower_bucket, lower_st
 from hpu_duo.planning import GAUDI3, kernels_of
 from hpu_duo.planning.read_model import read_model
 from tests.audit.test_cost_agrees import GROUPED, config_dir
+from tests.tiers import crossed
 
 BUCKETS = (
     *("--u/q1/s0/u64/l1", "--u/q4/s0/u512/l4", "c--/q100/s0/u0/l1", "c--/q2048/s0/u0/l4"),
@@ -42,7 +43,6 @@ def build(path: Path, attention: str, retrieval: list[list[bool]], rule: str | N
     ("attention", "shapes"),
     [
         ("reference", ("cs-/q3000/s600/u0/l1",)),
-        ("hpu", ("csu/q272/s64/u0/l17",)),
         ("reference", BUCKETS[::3]),
         ("hpu", BUCKETS[1::3]),
         *(
@@ -68,20 +68,19 @@ def test_as_many_graphs_are_counted_as_are_compiled(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("attention", "rule"),
-    [
-        ("reference", "sink_band:sink=8,band=600"),
-        ("hpu", "fixed:stride=512,summary=64"),
-        pytest.param("reference", "fixed:stride=512,summary=64", marks=pytest.mark.exhaustive),
-        pytest.param("hpu", "sink_band:sink=8,band=600", marks=pytest.mark.exhaustive),
-    ],
+    ("attention", "rule", "shapes"),
+    crossed(
+        ["reference", "hpu"],
+        {"band": "sink_band:sink=8,band=600", "fixed": "fixed:stride=512,summary=64"},
+        {"short": BUCKETS[1:2] + BUCKETS[4:5], "long": BUCKETS[7:8] + BUCKETS[-1:]},
+        others=[pytest.mark.exhaustive],
+    ),
 )
 def test_as_many_graphs_are_counted_under_a_rule_as_are_compiled(
-    tmp_path: Path, attention: str, rule: str
+    tmp_path: Path, attention: str, rule: str, shapes: tuple[str, ...]
 ) -> None:
     path = config_dir(tmp_path, GROUPED)
     structure = build(path, attention, [[True, True, False, False], [True] * 4], rule)
     work = work_of(structure, read_model(path), kernels_of(attention))
-    shapes = BUCKETS[1:2] + BUCKETS[4:5] + BUCKETS[7:8] + BUCKETS[-1:]
     counted = {text: work.compiled(BatchShape.parse(text)).num_recipes for text in shapes}
     assert counted == {text: len(lower_bucket(structure, BatchShape.parse(text))) for text in shapes}

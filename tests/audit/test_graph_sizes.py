@@ -114,7 +114,7 @@ def test_a_decode_after_a_long_context_is_one_graph_for_each_layer(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape", "attention"),
-    every(5, [(*case, attention) for attention in ("hpu", "reference") for case in CASES]),
+    every(7, [(*case, attention) for attention in ("hpu", "reference") for case in CASES]),
 )
 def test_no_graph_of_a_known_model_is_large(name: str, attention: str, shape: str, tmp_path: Path) -> None:
     check(graphs_of(name, attention, shape, tmp_path))
