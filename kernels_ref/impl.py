@@ -173,35 +173,32 @@ def looped(run: Kernels, scoring: Scoring, operators: FusedOperators, parts: Ste
     # With new keys a graph would be too large even if both parts are short, so it is cut between them.
     most_shared = 0 if parts.causal else most
     most_unique = 0 if parts.causal and not parts.shared else most
-    return LoopedKernels(run, FusedKernels(operators), most, most_shared, min(most, MOST_RINGS), most_unique)
+    return LoopedKernels(operators, most, most_shared, min(most, MOST_RINGS), most_unique)
 
 
 @dataclass(frozen=True)
-class LoopedKernels:
+class LoopedKernels(FusedKernels):
     """Kernels whose parts stay in the graph only if they are a few slices or chunks long.
 
     Args:
-        inner: kernels of the parts that stay.
-        fused: the fused operators, or none.
+        operators: the fused operators, or none.
         most: slices of the causal part that stay.
         most_shared, most_rings, most_unique: chunks of the shared part, slices that read rings, and chunks of
             the unique part that stay.
     """
 
-    inner: Kernels
-    fused: FusedKernels
-    most: int
-    most_shared: int
-    most_rings: int
-    most_unique: int
+    most: int = 0
+    most_shared: int = 0
+    most_rings: int = 0
+    most_unique: int = 0
 
     def causal(self, inputs: PartInputs) -> Partial:
         """Tokens of prompt rows against the new keys of their own row."""
         t, num_queries, most = inputs.tensors, inputs.q.shape[0], self._slice(inputs.scoring)
         if num_parts(num_queries, most) <= self.most:
-            return self.inner.causal(inputs)
+            return super().causal(inputs)
         size = even_size(num_queries, most, QUERY_STEP)
-        how = How(inputs.scoring, self.fused.operators, size, t.row_start.shape[0], inputs.rule)
+        how = How(inputs.scoring, self.operators, size, t.row_start.shape[0], inputs.rule)
         plan = (t.causal_row, t.positions, t.row_query_start)
         return as_operator("causal", inputs.q, (*inputs.new, *plan), how)
 
@@ -210,33 +207,27 @@ class LoopedKernels:
         q_QKGD, _, units, t, scoring, rule, _ = inputs
         num_queries, num_kv, group, _ = q_QKGD.shape
         slots, key_bytes = units.layout.num_slots, units.key_bytes
-        if self.fused.fuses(scoring):
+        if self.fuses(scoring):
             element_bytes = q_QKGD.element_size() + (0 if rule is None else MASK_BYTES)
             size = scoring.chunks.masked(num_queries, slots, key_bytes, element_bytes)
         else:
             size = scoring.chunks.shared(num_queries * num_kv * group, slots, key_bytes)
         num_blocks = t.shared_block.shape[0]
         if num_parts(num_blocks, size) <= self.most_shared:
-            return self.inner.shared_blocks(inputs)
+            return super().shared_blocks(inputs)
         size = even_size(num_blocks, size)
-        how = How(
-            scoring, self.fused.operators, size, rule=rule, layout=units.layout, format=units.encoding.format
-        )
+        how = How(scoring, self.operators, size, rule=rule, layout=units.layout, format=units.encoding.format)
         plan = [t.row_start, t.row, t.shared_block, t.shared_start, t.shared_reads]
         plan += [] if rule is None else [t.positions]
         return as_operator("shared_blocks", q_QKGD, (*units.tensors, *plan), how)
-
-    def chosen_blocks(self, inputs: PartInputs, tiles: TileStep, choice: TopBlocks) -> Partial:
-        """Tokens of prompt rows against the blocks that are chosen for them."""
-        return self.inner.chosen_blocks(inputs, tiles, choice)
 
     def shared_rings(self, inputs: PartInputs, ring: RingStep) -> Partial:
         """Tokens of prompt rows against their rings as of before the step."""
         t, num_queries, most = inputs.tensors, inputs.q.shape[0], self._slice(inputs.scoring)
         if num_parts(num_queries, most) <= self.most_rings:
-            return self.inner.shared_rings(inputs, ring)
+            return super().shared_rings(inputs, ring)
         size = even_size(num_queries, most, QUERY_STEP)
-        how = How(inputs.scoring, self.fused.operators, size, rule=inputs.window)
+        how = How(inputs.scoring, self.operators, size, rule=inputs.window)
         plan = (t.causal_row, t.positions, t.chunk_row, ring.chunk_position)
         return as_operator("shared_rings", inputs.q, (*inputs.scratch, *plan), how)
 
@@ -248,68 +239,19 @@ class LoopedKernels:
         size = scoring.chunks.unique(num_rows, num_kv * heads, units.layout.num_slots, dim, key_bytes)
         num_blocks = t.owner.shape[0]
         if num_parts(num_blocks, size) <= self.most_unique:
-            return self.inner.unique_blocks(inputs, blocks)
+            return super().unique_blocks(inputs, blocks)
         if num_parts(num_blocks, size) > 1:
             # Several chunks outside the graph are gathered, as in the shared part.
             size = even_size(num_blocks, scoring.chunks.gathered(size, key_bytes))
         none = inputs._replace(tensors=t._replace(owner=t.owner[:0]))
-        total = self.inner.unique_blocks(none, blocks)
-        how = How(
-            scoring, self.fused.operators, size, rule=rule, layout=units.layout, format=units.encoding.format
-        )
+        total = super().unique_blocks(none, blocks)
+        how = How(scoring, self.operators, size, rule=rule, layout=units.layout, format=units.encoding.format)
         plan = (t.owner,) if rule is None else (t.owner, t.owner_start, blocks.end)
         return as_operator("unique_blocks", q_NKHD, (*total, *units.tensors, *plan), how)
 
-    def unique_rings(self, inputs: PartInputs, ring: RingStep) -> Partial:
-        """Decode rows against their own ring."""
-        return self.inner.unique_rings(inputs, ring)
-
-    def rows_in_rings(self, inputs: PartInputs, ring: RingStep) -> torch.Tensor:
-        """Attention of decode rows whose ring is all that they see."""
-        return self.inner.rows_in_rings(inputs, ring)
-
-    def unique_with_weights(self, inputs: PartInputs, ring: RingStep) -> tuple[Partial, torch.Tensor]:
-        """Decode rows against their own slots, with the weight of each slot."""
-        return self.inner.unique_with_weights(inputs, ring)
-
-    def column_sums(
-        self,
-        inputs: PartInputs,
-        lse_QKG: torch.Tensor,
-        slots_PKCD: torch.Tensor | None,
-        chunk: ChunkStep,
-        num_observed: int | None,
-    ) -> torch.Tensor:
-        """Sums of the weights of prompt rows by slot and new key."""
-        return self.inner.column_sums(inputs, lse_QKG, slots_PKCD, chunk, num_observed)
-
-    def eviction_victims(
-        self,
-        score_NKC: torch.Tensor | None,
-        position_NKC: torch.Tensor,
-        is_protected: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The eviction victim of each head."""
-        return self.inner.eviction_victims(score_NKC, position_NKC, is_protected)
-
-    def write_kv(self, units: KVUnits, index: torch.Tensor, record: KVRecord) -> None:
-        """Write the keys and values of new tokens."""
-        self.inner.write_kv(units, index, record)
-
-    def finish(
-        self,
-        q_QKGD: torch.Tensor,
-        of_tokens: list[Partial],
-        of_rows: Partial | None,
-        decode_slot: torch.Tensor,
-        sinks_KG: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Merge, add sink logits, normalise."""
-        return self.inner.finish(q_QKGD, of_tokens, of_rows, decode_slot, sinks_KG)
-
     def _slice(self, scoring: Scoring) -> int:
         slices = scoring.slices
-        return slices.masked_queries if self.fused.fuses(scoring) else slices.queries
+        return slices.masked_queries if self.fuses(scoring) else slices.queries
 
 
 @loop

@@ -10,19 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bias_builders import TopBlocks
 from kernels_ref import reference
 from kernels_ref.hpu import attention
 from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators, attend_dense
-from kernels_ref.partial import Partial, Scoring, attend, finish
+from kernels_ref.partial import Partial, Scoring, attend
 from kernels_ref.reference import AddBlocks, merge_by_owner
 from kernels_ref.sparse import MASK_BYTES
 from kernels_ref.step import PartInputs
-from kernels_ref.units import KVRecord, KVUnits, write_kv
 
 if TYPE_CHECKING:
-    from kernels_ref.groups.column_sums import ChunkStep
-    from kernels_ref.sparse import TileStep
     from kernels_ref.step import BlockStep, RingStep
 
 
@@ -35,6 +31,14 @@ class FusedKernels:
     """
 
     operators: FusedOperators = NO_OPERATORS
+
+    # No operator computes these. Masks of chosen blocks differ by head.
+    chosen_blocks = staticmethod(reference.chosen_blocks)
+    unique_with_weights = staticmethod(reference.unique_with_weights)
+    column_sums = staticmethod(reference.column_sums)
+    eviction_victims = staticmethod(reference.eviction_victims)
+    write_kv = staticmethod(reference.write_kv)
+    finish = staticmethod(reference.finish)
 
     def causal(self, inputs: PartInputs) -> Partial:
         """Tokens of prompt rows against the new keys of their own row."""
@@ -51,10 +55,6 @@ class FusedKernels:
         element_bytes = q_QKGD.element_size() + (0 if inputs.rule is None else MASK_BYTES)
         chunk = scoring.chunks.masked(len(q_QKGD), units.layout.num_slots, key_bytes, element_bytes)
         return reference.shared_blocks(inputs, self.dense, chunk)
-
-    def chosen_blocks(self, inputs: PartInputs, tiles: TileStep, choice: TopBlocks) -> Partial:
-        """Tokens of prompt rows against the blocks that are chosen for them: masks differ by head."""
-        return reference.chosen_blocks(inputs, tiles, choice)
 
     def shared_rings(self, inputs: PartInputs, ring: RingStep) -> Partial:
         """Tokens of prompt rows against their rings as of before the step."""
@@ -77,45 +77,6 @@ class FusedKernels:
         assert ring.masks is not None, "expected masks of rings"
         k, v = inputs.units.tile(slice(0, inputs.q.shape[0]))
         return attention.attend_rows(inputs.q, k, v, ring.masks, inputs.scoring.softmax)
-
-    def unique_with_weights(self, inputs: PartInputs, ring: RingStep) -> tuple[Partial, torch.Tensor]:
-        """Decode rows against their own slots, with the weight of each slot; portable."""
-        return reference.unique_with_weights(inputs, ring)
-
-    def column_sums(
-        self,
-        inputs: PartInputs,
-        lse_QKG: torch.Tensor,
-        slots_PKCD: torch.Tensor | None,
-        chunk: ChunkStep,
-        num_observed: int | None,
-    ) -> torch.Tensor:
-        """Sums of the weights of prompt rows by slot and new key: portable for the same reason."""
-        return reference.column_sums(inputs, lse_QKG, slots_PKCD, chunk, num_observed)
-
-    def eviction_victims(
-        self,
-        score_NKC: torch.Tensor | None,
-        position_NKC: torch.Tensor,
-        is_protected: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The eviction victim of each head."""
-        return reference.eviction_victims(score_NKC, position_NKC, is_protected)
-
-    def write_kv(self, units: KVUnits, index: torch.Tensor, record: KVRecord) -> None:
-        """Write the keys and values of new tokens."""
-        write_kv(units, index, record)
-
-    def finish(
-        self,
-        q_QKGD: torch.Tensor,
-        of_tokens: list[Partial],
-        of_rows: Partial | None,
-        decode_slot: torch.Tensor,
-        sinks_KG: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Merge, add sink logits, normalise."""
-        return finish(q_QKGD, of_tokens, of_rows, decode_slot, sinks_KG)
 
     def fuses(self, scoring: Scoring) -> bool:
         """Whether attention is one operator, which has no soft cap."""
