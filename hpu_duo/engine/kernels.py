@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 def weight_dtype(runner: Runner) -> torch.dtype:
     """The dtype of the embedding table, which is that of linear layers."""
-    weight = runner.model.model.get_input_embeddings().weight
-    assert isinstance(weight, torch.Tensor)
+    # Several ranks wrap the table, so it is found as a parameter.
+    weight: torch.Tensor = next(runner.model.model.get_input_embeddings().parameters())
     return weight.dtype
 
 
