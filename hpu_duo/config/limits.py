@@ -352,7 +352,7 @@ class SchedulerConfig:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """How drafts are made; None = there are none."""
+        """Settings of the drafter; None without one."""
         return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
 
 

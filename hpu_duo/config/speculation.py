@@ -19,7 +19,7 @@ _OTHERS = ("draft_model", "eagle", "eagle3", "medusa", "mtp", "mlp_speculator", 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """How drafts are made, and how many tokens a step verifies.
+    """Settings of speculative decoding: the drafter, and the number of tokens that a step verifies.
 
     Args:
         method: "suffix" (the likeliest continuation of the last tokens, in the request's text and in earlier

@@ -1,4 +1,4 @@
-"""How many drafts a step should verify: what they are expected to save, and what it costs."""
+"""Number of drafts that a step should verify, by their expected gain and their cost."""
 
 from __future__ import annotations
 

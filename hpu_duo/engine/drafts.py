@@ -30,7 +30,7 @@ ON_THE_HOST = (
 
 
 class MakesDrafts(Protocol):
-    """What a scheduler needs of drafts."""
+    """Interface of drafters to the scheduler."""
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """Return the drafts of a decode, at most so many."""

@@ -1,4 +1,4 @@
-"""What a format of keys and values is."""
+"""Interface of the formats of keys and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What drafters propose, and for whom."""
+"""Proposals of drafters, and the requests that get them."""
 
 from __future__ import annotations
 

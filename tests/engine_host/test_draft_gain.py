@@ -1,4 +1,4 @@
-"""How many drafts a step verifies, by what they have been worth."""
+"""Number of drafts that a step verifies, by the gain of earlier ones."""
 
 from __future__ import annotations
 

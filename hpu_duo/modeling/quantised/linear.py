@@ -99,7 +99,7 @@ def _never(stored: QuantisedWeight) -> bool:
 
 @dataclass(frozen=True)
 class WeightExecution:
-    """Which quantised weights stay codes in memory, and whether plain ones are rounded to codes.
+    """Selection of the weights that are codes in memory, quantised ones and rounded plain ones.
 
     Attributes:
         keeps: whether a weight stays codes; all others are dequantised at load.

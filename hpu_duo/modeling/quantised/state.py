@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are loaded as codes, into ``QuantisedLinear`` layers of a model."""
+"""Tensors of a checkpoint that are loaded as codes, into ``QuantisedLinear`` layers of a model."""
 
 from __future__ import annotations
 
