@@ -18,5 +18,19 @@ namespace HPU_DUO_VARIANT {
 void linear(const float *x, const FloatWeight *weights, int64_t num_weights, const int *live, int64_t rows,
             int64_t inputs, int num_threads);
 
+void attend_rows(const float *q, const void *k, const void *v, Store store, const RowPlan &plan, float *attn,
+                 float *largest, float *total, const int64_t *strides, const int *sizes, int num_threads);
+
+void attend(const float *q, const void *k, const void *v, Store store, float *attn, float *largest, float *total,
+            float *workspace, const int64_t *strides, const int *sizes, int num_threads);
+
+void column_sums(const float *q, const void *k, Store store, const float *lse, float *sums, const int64_t *strides,
+                 const int *sizes, int num_threads);
+
+void place_of_largest(const float *rows, int *place, int64_t num_rows, int64_t width, int num_threads);
+
+void eviction_victims(const float *score, const int *position, const bool *is_protected, int *slot, int64_t num_lines,
+                      int num_slots, int num_threads);
+
 }  // namespace HPU_DUO_VARIANT
 }  // namespace hpu_duo

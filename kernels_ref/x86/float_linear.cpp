@@ -266,11 +266,9 @@ void multiply_block(const Job &job, int64_t row, int64_t rows, int64_t begin, in
     const int64_t from = std::clamp<int64_t>(begin - first, 0, panels), to = std::clamp<int64_t>(end - first, 0, panels);
     first += panels;
     if (from == to) continue;
-    switch (weight->store) {
-      case Store::kBfloat16: multiply_weight<Bfloat16>(job, *weight, row, rows, from, to); break;
-      case Store::kFloat16: multiply_weight<Float16>(job, *weight, row, rows, from, to); break;
-      default: multiply_weight<Float32>(job, *weight, row, rows, from, to);
-    }
+    with_stored(weight->store, [&](auto stored) {
+      multiply_weight<decltype(stored)>(job, *weight, row, rows, from, to);
+    });
   }
 }
 

@@ -14,6 +14,8 @@
 #include <immintrin.h>
 #endif
 
+#include "floats.h"
+
 namespace hpu_duo {
 namespace {
 
@@ -78,6 +80,19 @@ struct Lanes {
     return _mm_cvtss_f32(_mm_add_ss(z, _mm_shuffle_ps(z, z, 1)));
   }
   static float most(F x) { return _mm512_reduce_max_ps(x); }
+  // `sum` of sixteen vectors, in order.
+  static F sums(const F *x) {
+    F y[4];
+    for (int i = 0; i < 4; ++i) {
+      const F a = _mm512_add_ps(_mm512_shuffle_f32x4(x[i], x[i + 4], 0x44), _mm512_shuffle_f32x4(x[i], x[i + 4], 0xee));
+      const F b = _mm512_add_ps(_mm512_shuffle_f32x4(x[i + 8], x[i + 12], 0x44),
+                                _mm512_shuffle_f32x4(x[i + 8], x[i + 12], 0xee));
+      y[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    }
+    const F low = _mm512_add_ps(_mm512_shuffle_ps(y[0], y[1], 0x44), _mm512_shuffle_ps(y[0], y[1], 0xee));
+    const F high = _mm512_add_ps(_mm512_shuffle_ps(y[2], y[3], 0x44), _mm512_shuffle_ps(y[2], y[3], 0xee));
+    return _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x88), _mm512_shuffle_ps(low, high, 0xdd));
+  }
 };
 
 #elif HPU_DUO_LANES == 8
@@ -141,6 +156,15 @@ struct Lanes {
     __m128 z = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     z = _mm_max_ps(z, _mm_movehl_ps(z, z));
     return _mm_cvtss_f32(_mm_max_ss(z, _mm_shuffle_ps(z, z, 1)));
+  }
+  // `sum` of eight vectors, in order.
+  static F sums(const F *x) {
+    F y[4];
+    for (int i = 0; i < 4; ++i)
+      y[i] = _mm256_add_ps(_mm256_permute2f128_ps(x[i], x[i + 4], 0x20), _mm256_permute2f128_ps(x[i], x[i + 4], 0x31));
+    const F low = _mm256_add_ps(_mm256_shuffle_ps(y[0], y[1], 0x44), _mm256_shuffle_ps(y[0], y[1], 0xee));
+    const F high = _mm256_add_ps(_mm256_shuffle_ps(y[2], y[3], 0x44), _mm256_shuffle_ps(y[2], y[3], 0xee));
+    return _mm256_add_ps(_mm256_shuffle_ps(low, high, 0x88), _mm256_shuffle_ps(low, high, 0xdd));
   }
 };
 
@@ -226,6 +250,7 @@ struct Lanes {
       for (int i = 0; i < half; ++i) x.lane[i] = x.lane[i] > x.lane[i + half] ? x.lane[i] : x.lane[i + half];
     return x.lane[0];
   }
+  static F sums(const F *x) { return map([&](int i) { return sum(x[i]); }); }
 
  private:
   static float float_of_half(uint16_t bits) {
@@ -243,6 +268,7 @@ using I = Lanes::I;
 using M = Lanes::M;
 
 constexpr int kLanes = Lanes::kCount;
+constexpr float kFloor = -1.0e30f;  // score of a hidden key; kernels_ref/partial.py says the same
 constexpr float kLog2e = 1.44269504f;
 
 // 2^x for x <= 0, within 2e-7 of it; 0 below 2^-126.
@@ -254,6 +280,12 @@ inline F exp2_of(F x) {
                   6.931472028550421e-1f, 1.0f})
     y = Lanes::fma(y, f, Lanes::set(c));
   return Lanes::mul(y, Lanes::power(whole));
+}
+
+inline float first_lane(F x) {
+  float lane[kLanes];
+  Lanes::store(lane, x);
+  return lane[0];
 }
 
 // How weights, keys and values are stored: each vector is widened as it is read.
@@ -274,6 +306,16 @@ struct Float32 {
   static constexpr int kPair = 1;
   static F load(const Item *from) { return Lanes::load(from); }
 };
+
+// Calls `function` with an object of the class.
+template <class Function>
+inline void with_stored(Store store, const Function &function) {
+  switch (store) {
+    case Store::kBfloat16: return function(Bfloat16());
+    case Store::kFloat16: return function(Float16());
+    default: return function(Float32());
+  }
+}
 
 }  // namespace
 }  // namespace hpu_duo

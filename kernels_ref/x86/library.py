@@ -1,9 +1,9 @@
 """The kernels of this folder: built as operators ``torch.ops.hpu_duo_x86`` at their first use, and called.
 
-Decode rows, of a few bfloat16 query tokens each, attend to the units of a store: every visible key and value
-is read once for a few query heads, in place; slots after the last one that some token of a row sees are not
-read, so their content does not matter. Many queries multiply packed tiles. Scores, weights and sums are
-float32.
+Decode rows, of a few query tokens each, attend to the units of a store: every visible key and value is read
+once for a few query heads, in place; slots after the last one that some token of a row sees are not read, so
+their content does not matter. Many queries multiply packed tiles. Scores, weights and sums are float32.
+Queries are bfloat16 with a store of bfloat16, or float32 with one of bfloat16, float16 or float32.
 
 Shapes: N rows of up to M tokens and T tails, K heads, H query heads of a row and head, those of each token
 contiguous, X units of S slots, D head size; of prompts, S queries of G heads and T keys; V logits.
@@ -40,7 +40,6 @@ _TILES = ("amx-tile", "amx-bf16")
 _LANES_OF = {"0": 0, "avx2": 8, "avx512": 16, "1": 16}
 """Most lanes of float32 by the value of the variable."""
 _FLOAT_STORES = (torch.bfloat16, torch.float16, torch.float32)
-_FLOAT_SOURCES = ("floats.cpp", "float_linear.cpp")
 _ONE_OF_BOTH = "no_pairs.cpp"
 """Stands for the sources of bfloat16 where the CPU does not run them."""
 _Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -179,13 +178,15 @@ def _units() -> list[Unit]:
     tiles = _TILES if has_tiles() else ()
     bytes_in_tables = ("avx512vbmi",) if "avx512_vbmi" in cpu_flags() else ()
     options = _machine((*_VECTORS, *bytes_in_tables, *tiles)) if pairs else ()
-    present = tuple(f"-DHPU_DUO_LANES_{number}" for number in lanes())
+    present = (*(f"-DHPU_DUO_LANES_{number}" for number in lanes()), *(("-DHPU_DUO_PAIRS",) if pairs else ()))
     units = [Unit(folder / "operators.cpp", present)]
     for path in sorted(folder.glob("*.cpp")):
-        if path.name in _FLOAT_SOURCES:
-            # The model is for tests.
+        if path.name.startswith("float"):
+            # The model is for tests, and has the bits of the others if compilers fuse nothing on their own.
             needed = {0: ("-O1",), 8: _machine(_EIGHT_LANES), 16: _machine(_SIXTEEN_LANES)}
-            units += [Unit(path, (f"-DHPU_DUO_LANES={n}", *needed[n])) for n in (0, *lanes())]
+            units += [
+                Unit(path, (f"-DHPU_DUO_LANES={n}", "-ffp-contract=off", *needed[n])) for n in (0, *lanes())
+            ]
         elif path.name != "operators.cpp" and pairs == (path.name != _ONE_OF_BOTH):
             units.append(Unit(path, options))
     return units
@@ -236,8 +237,8 @@ def _triple(q: torch.Tensor, *_: object) -> _Triple:
 def fits_rows(q_NKHD: torch.Tensor, k_XKSD: torch.Tensor) -> bool:
     """Whether these queries and keys of rows are supported on this machine; a constant for compiled code."""
     dim = q_NKHD.shape[3]
-    is_cpu_bfloat16 = q_NKHD.dtype == torch.bfloat16 == k_XKSD.dtype and q_NKHD.device.type == "cpu"
-    return is_cpu_bfloat16 and dim % _PAIRS == 0 and dim <= _MAX_DIM and is_available()
+    is_possible = q_NKHD.device.type == "cpu" and dim % _PAIRS == 0 and dim <= _MAX_DIM
+    return is_possible and is_available(q_NKHD.dtype, k_XKSD.dtype)
 
 
 def attend_blocks(
@@ -329,11 +330,11 @@ def fits_tiles(q_SKGD: torch.Tensor, k_TKD: torch.Tensor) -> bool:
     """Whether ``attend`` supports these queries and keys on this machine."""
     dim = q_SKGD.shape[3]
     return (
-        q_SKGD.dtype == torch.bfloat16
+        q_SKGD.device.type == "cpu"
         and dim % _LANES == 0
         and dim <= _MAX_DIM
         and k_TKD.shape[2] == dim
-        and is_available()
+        and is_available(q_SKGD.dtype, k_TKD.dtype)
     )
 
 
@@ -370,7 +371,7 @@ def attend(
         )
     if not all(part.is_contiguous() for part in total):
         raise ValueError("expected a contiguous partial to merge into")
-    require()
+    require(q_SKGD.dtype)
     sink, recent = window or (0, 0)
     torch.ops.hpu_duo_x86.attend.default(*total, q_SKGD, k_TKD, v_TKD, is_causal, sink, recent, instructions)
 
@@ -392,13 +393,13 @@ def column_sums(
     Raises:
         ValueError: tensors that do not go together, or no such kernel here.
     """
-    require()
+    require(q_SKGD.dtype)
     return torch.ops.hpu_duo_x86.column_sums.default(q_SKGD, k_TKD, lse_SKG, offset, instructions)
 
 
 def fits_slots(position_NKC: torch.Tensor) -> bool:
     """Whether the kernel can read the slots; a constant for compiled code."""
-    return position_NKC.device.type == "cpu" and is_available()
+    return position_NKC.device.type == "cpu" and is_available(torch.float32)
 
 
 def eviction_victims(
@@ -409,13 +410,13 @@ def eviction_victims(
     Raises:
         ValueError: shapes that differ, other dtypes, or no such kernel here.
     """
-    require()
+    require(torch.float32)
     return torch.ops.hpu_duo_x86.eviction_victims.default(score_NKC, position_NKC, is_protected)
 
 
 def fits_logits(rows_NV: torch.Tensor) -> bool:
     """Whether these are rows that the kernel reads, here."""
-    return rows_NV.dtype == torch.bfloat16 and rows_NV.device.type == "cpu" and is_available()
+    return rows_NV.device.type == "cpu" and is_available(rows_NV.dtype)
 
 
 def place_of_largest(rows_NV: torch.Tensor) -> torch.Tensor:
@@ -427,5 +428,5 @@ def place_of_largest(rows_NV: torch.Tensor) -> torch.Tensor:
         ValueError: there are no two dimensions or no items, the dtype is another one, or there is no such
             kernel here.
     """
-    require()
+    require(rows_NV.dtype)
     return torch.ops.hpu_duo_x86.place_of_largest.default(rows_NV)

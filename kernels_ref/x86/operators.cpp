@@ -70,6 +70,12 @@ hpu_duo::Store store_of(const Tensor &x) {
   return hpu_duo::Store::kFloat32;
 }
 
+hpu_duo::Store store_of(const Tensor &k, const Tensor &v) {
+  TORCH_CHECK_VALUE(k.scalar_type() == v.scalar_type(), "expected values of ", k.scalar_type(), ", got ",
+                    v.scalar_type());
+  return store_of(k);
+}
+
 void multiply(const Tensor &rows, at::TensorList packed, const c10::List<std::optional<Tensor>> &biases,
               const std::vector<Tensor> &results, const int *live, int64_t inputs, std::string_view instructions) {
   const int64_t count = (int64_t)packed.size(), num_rows = rows.numel() / inputs;
@@ -129,7 +135,7 @@ Tensor linear(const Tensor &x, const Tensor &packed, const std::optional<Tensor>
 }
 
 Triple attend_units(const Tensor &query, const Tensor &keys, const Tensor &values, const hpu_duo::RowPlan &plan,
-                    int64_t tokens) {
+                    int64_t tokens, std::string_view instructions) {
   const int64_t rows = query.size(0), heads = query.size(1), group = query.size(2), dim = query.size(3);
   TORCH_CHECK_VALUE(keys.size(1) == heads && keys.size(3) == dim && keys.sizes() == values.sizes(),
                     "expected stores [X, ", heads, ", S, ", dim, "], got ", keys.sizes(), " and ", values.sizes());
@@ -144,8 +150,14 @@ Triple attend_units(const Tensor &query, const Tensor &keys, const Tensor &value
   const int64_t strides[] = {q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1),
                              k.stride(2), v.stride(0), v.stride(1), v.stride(2)};
   const int sizes[] = {(int)rows, (int)heads, (int)group, (int)dim, (int)k.size(2), (int)tokens};
-  hpu_duo::attend_rows(data<bf16>(q), data<bf16>(k), data<bf16>(v), plan, data<float>(attn), data<float>(largest),
-                       data<float>(total), strides, sizes, at::get_num_threads());
+  const auto run = [&](const auto &kernel, const auto *queries, auto *key, auto *value, auto... store) {
+    kernel(queries, key, value, store..., plan, data<float>(attn), data<float>(largest), data<float>(total), strides,
+           sizes, at::get_num_threads());
+  };
+  if (q.scalar_type() == at::kFloat)
+    run(float_kernels(instructions).attend_rows, data<float>(q), k.data_ptr(), v.data_ptr(), store_of(k, v));
+  else
+    run(hpu_duo::attend_rows, data<bf16>(q), data<bf16>(k), data<bf16>(v));
   return {attn, largest, total};
 }
 
@@ -156,7 +168,7 @@ Tensor plan_of(const char *name, const Tensor &plan, at::IntArrayRef shape) {
 }
 
 Triple attend_blocks(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &owner, const Tensor &tail_block,
-                     const Tensor &tail_visible) {
+                     const Tensor &tail_visible, std::string_view instructions) {
   TORCH_CHECK_VALUE(tail_visible.dim() == 3, "expected tail_visible [N, T, M], got ", tail_visible.sizes());
   const int64_t rows = q.size(0), tails = tail_visible.size(1), tokens = tail_visible.size(2);
   const Tensor owned = owner.contiguous(), tail = plan_of("tail_block", tail_block, {rows, tails});
@@ -167,20 +179,20 @@ Triple attend_blocks(const Tensor &q, const Tensor &k, const Tensor &v, const Te
   plan.tail = data<int>(tail);
   plan.num_tails = (int)tails;
   plan.visible = data<int>(visible);
-  return attend_units(q, k, v, plan, tokens);
+  return attend_units(q, k, v, plan, tokens, instructions);
 }
 
-Triple attend_rings(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &leading) {
+Triple attend_rings(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &leading, std::string_view instructions) {
   TORCH_CHECK_VALUE(leading.dim() == 3, "expected visible [N, 1, M], got ", leading.sizes());
   const Tensor visible = plan_of("visible", leading, {q.size(0), 1, leading.size(2)});
   hpu_duo::RowPlan plan;
   plan.num_tails = 1;
   plan.visible = data<int>(visible);
-  return attend_units(q, k, v, plan, visible.size(2));
+  return attend_units(q, k, v, plan, visible.size(2), instructions);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attend_with_weights(const Tensor &q, const Tensor &k, const Tensor &v,
-                                                          const Tensor &leading, const std::optional<Tensor> &sinks) {
+                                                          const Tensor &leading, const std::optional<Tensor> &sinks, std::string_view instructions) {
   const Tensor visible = plan_of("visible", leading, {q.size(0), 1, 1});
   Tensor mass = at::zeros({q.size(0), q.size(1), k.size(2)}, q.options().dtype(at::kFloat)), logits;
   hpu_duo::RowPlan plan;
@@ -191,12 +203,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend_with_weights(const Tensor &q, 
     logits = plan_of("sinks", *sinks, {q.size(1), q.size(2)}).to(at::kFloat);
     plan.sinks = data<float>(logits);
   }
-  auto [attn, largest, total] = attend_units(q, k, v, plan, 1);
+  auto [attn, largest, total] = attend_units(q, k, v, plan, 1, instructions);
   return {attn, largest, total, mass};
 }
 
 Triple attend_held(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &position, const Tensor &begin,
-                   const Tensor &end, int64_t sink) {
+                   const Tensor &end, int64_t sink, std::string_view instructions) {
   TORCH_CHECK_VALUE(position.dim() == 3 && (position.size(1) == 1 || position.size(1) == q.size(1)) && end.dim() == 2,
                     "expected position [N, 1 or ", q.size(1), ", S] and end [N, M], got ", position.sizes(), " and ",
                     end.sizes());
@@ -209,7 +221,7 @@ Triple attend_held(const Tensor &q, const Tensor &k, const Tensor &v, const Tens
   plan.begin = data<int>(first);
   plan.end = data<int>(last);
   plan.sink = (int)sink;
-  return attend_units(q, k, v, plan, tokens);
+  return attend_units(q, k, v, plan, tokens, instructions);
 }
 
 Tensor eviction_victims(const std::optional<Tensor> &score, const Tensor &position,
@@ -219,17 +231,26 @@ Tensor eviction_victims(const std::optional<Tensor> &score, const Tensor &positi
   Tensor scores, mask, slot = at::empty({position.size(0), position.size(1)}, position.options());
   if (score) scores = plan_of("score", *score, position.sizes());
   if (is_protected) mask = is_protected->expand(position.sizes()).contiguous();
-  hpu_duo::eviction_victims(score ? data<float>(scores) : nullptr, data<int>(held),
-                       is_protected ? data<bool>(mask) : nullptr, data<int>(slot), slot.numel(),
-                       (int)position.size(2), at::get_num_threads());
+#ifdef HPU_DUO_PAIRS
+  const auto run = hpu_duo::eviction_victims;
+#else
+  const auto run = float_kernels("best").eviction_victims;
+#endif
+  run(score ? data<float>(scores) : nullptr, data<int>(held), is_protected ? data<bool>(mask) : nullptr,
+      data<int>(slot), slot.numel(), (int)position.size(2), at::get_num_threads());
   return slot;
 }
 
-Tensor place_of_largest(const Tensor &x) {
+Tensor place_of_largest(const Tensor &x, std::string_view instructions) {
   TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) > 0, "expected rows [N, V] of at least one item, got ", x.sizes());
   const Tensor rows = x.contiguous();
   Tensor place = at::empty({x.size(0)}, x.options().dtype(at::kInt));
-  hpu_duo::place_of_largest(data<bf16>(rows), data<int>(place), x.size(0), x.size(1), at::get_num_threads());
+  const int num_threads = at::get_num_threads();
+  if (x.scalar_type() == at::kFloat)
+    float_kernels(instructions)
+        .place_of_largest(data<float>(rows), data<int>(place), x.size(0), x.size(1), num_threads);
+  else
+    hpu_duo::place_of_largest(data<bf16>(rows), data<int>(place), x.size(0), x.size(1), num_threads);
   return place;
 }
 
@@ -246,8 +267,13 @@ Tensor column_sums(const Tensor &query, const Tensor &keys, const Tensor &lse, s
   const int num_keys = (int)k.size(0);
   const int sizes[] = {(int)q.size(0), num_keys, (int)q.size(1), (int)q.size(2), (int)q.size(3),
                        (int)offset.value_or(num_keys)};
-  hpu_duo::column_sums(data<bf16>(q), data<bf16>(k), data<float>(logs), data<float>(sums), strides, sizes,
-                       instructions_of(instructions), at::get_num_threads());
+  if (q.scalar_type() == at::kFloat)
+    float_kernels(instructions)
+        .column_sums(data<float>(q), k.data_ptr(), store_of(k), data<float>(logs), data<float>(sums), strides, sizes,
+                     at::get_num_threads());
+  else
+    hpu_duo::column_sums(data<bf16>(q), data<bf16>(k), data<float>(logs), data<float>(sums), strides, sizes,
+                         instructions_of(instructions), at::get_num_threads());
   return sums;
 }
 
@@ -255,13 +281,20 @@ void attend(const Tensor &attn, const Tensor &largest, const Tensor &total, cons
             const Tensor &values, bool is_causal, int64_t sink, int64_t recent, std::string_view instructions) {
   const Tensor q = with_runs(query), k = with_runs(keys), v = with_runs(values);
   const int num_queries = (int)q.size(0), num_keys = (int)k.size(0), dim = (int)q.size(3);
-  const int64_t num_bytes = hpu_duo::attend_workspace(num_keys, dim) * (int64_t)sizeof(bf16) + kAlignment;
-  const Tensor workspace = at::empty({num_bytes}, q.options().dtype(at::kByte));
-  const int64_t aligned = ((int64_t)workspace.data_ptr() + kAlignment - 1) / kAlignment * kAlignment;
   const int64_t strides[] = {q.stride(0), q.stride(1), q.stride(2), k.stride(0),
                              k.stride(1), v.stride(0), v.stride(1)};
   const int sizes[] = {num_queries, num_keys,     (int)q.size(1), (int)q.size(2), dim, is_causal ? 0 : num_keys,
                        (int)recent, (int)sink};
+  if (q.scalar_type() == at::kFloat) {
+    const Tensor widened = at::empty({2, num_keys, dim}, q.options());
+    float_kernels(instructions)
+        .attend(data<float>(q), k.data_ptr(), v.data_ptr(), store_of(k, v), data<float>(attn), data<float>(largest),
+                data<float>(total), data<float>(widened), strides, sizes, at::get_num_threads());
+    return;
+  }
+  const int64_t num_bytes = hpu_duo::attend_workspace(num_keys, dim) * (int64_t)sizeof(bf16) + kAlignment;
+  const Tensor workspace = at::empty({num_bytes}, q.options().dtype(at::kByte));
+  const int64_t aligned = ((int64_t)workspace.data_ptr() + kAlignment - 1) / kAlignment * kAlignment;
   hpu_duo::attend(data<bf16>(q), data<bf16>(k), data<bf16>(v), data<float>(attn), data<float>(largest),
                   data<float>(total), (bf16 *)aligned, strides, sizes, instructions_of(instructions),
                   at::get_num_threads());
@@ -275,16 +308,20 @@ TORCH_LIBRARY(hpu_duo_x86, m) {
   m.def("linears(Tensor x, Tensor[] packed, Tensor?[] bias, int[] out_features, Tensor? live,"
         " str instructions='best') -> Tensor[]");
   m.def("have_tiles() -> bool", hpu_duo::have_tiles);
-  m.def("attend_blocks(Tensor q, Tensor k, Tensor v, Tensor owner, Tensor tail_block, Tensor tail_visible)"
+  m.def("attend_blocks(Tensor q, Tensor k, Tensor v, Tensor owner, Tensor tail_block, Tensor tail_visible,"
+        " str instructions='best')"
         " -> (Tensor, Tensor, Tensor)");
-  m.def("attend_rings(Tensor q, Tensor k, Tensor v, Tensor visible) -> (Tensor, Tensor, Tensor)");
-  m.def("attend_with_weights(Tensor q, Tensor k, Tensor v, Tensor visible, Tensor? sinks)"
+  m.def("attend_rings(Tensor q, Tensor k, Tensor v, Tensor visible, str instructions='best')"
+        " -> (Tensor, Tensor, Tensor)");
+  m.def("attend_with_weights(Tensor q, Tensor k, Tensor v, Tensor visible, Tensor? sinks,"
+        " str instructions='best')"
         " -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def("attend_held(Tensor q, Tensor k, Tensor v, Tensor position, Tensor begin, Tensor end, int sink)"
+  m.def("attend_held(Tensor q, Tensor k, Tensor v, Tensor position, Tensor begin, Tensor end, int sink,"
+        " str instructions='best')"
         " -> (Tensor, Tensor, Tensor)");
   m.def("column_sums(Tensor q, Tensor k, Tensor lse, int? offset, str instructions='best') -> Tensor");
   m.def("eviction_victims(Tensor? score, Tensor position, Tensor? is_protected) -> Tensor");
-  m.def("place_of_largest(Tensor x) -> Tensor");
+  m.def("place_of_largest(Tensor x, str instructions='best') -> Tensor");
   m.def("attend(Tensor(a!) attn, Tensor(b!) largest, Tensor(c!) total, Tensor q, Tensor k, Tensor v,"
         " bool is_causal, int sink, int recent, str instructions='best') -> ()");
 }

@@ -163,4 +163,4 @@ def test_other_dtypes_and_head_sizes_are_left_to_torch() -> None:
     q, k, _ = draw_inputs(8, 8, 1, 1, 20, 5)
     assert x86.fits_tiles(q, k) is False
     q, k, _ = draw_inputs(8, 8, 1, 1, 16, 5)
-    assert x86.fits_tiles(q.float(), k.float()) is False
+    assert x86.fits_tiles(q.double(), k.double()) is False

@@ -102,7 +102,8 @@ def test_stores_and_plans_that_do_not_go_with_the_queries_are_refused() -> None:
         x86.attend_held(q, store, store, seen.repeat(1, 1, 3), tail, tail, 0)
     whole = x86.attend_rings(q, store, store, seen + 4)
     assert all(map(torch.equal, x86.attend_rings(q, store, store, seen + 10**9), whole)), "no more than all"
-    assert x86.fits_rows(q.float(), store.float()) is False
+    assert x86.fits_rows(q.double(), store.double()) is False
+    assert x86.fits_rows(q, store.float()) is False
 
 
 @here

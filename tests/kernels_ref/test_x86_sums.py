@@ -100,5 +100,5 @@ def test_what_does_not_go_together_is_refused() -> None:
         x86.column_sums(q[..., :8], k[..., :8], lse)
     with pytest.raises(ValueError, match="expected lse to have shape"):
         x86.column_sums(q, k, lse[:3])
-    with pytest.raises(ValueError, match="got Float"):
-        x86.column_sums(q.float(), k.float(), lse)
+    with pytest.raises(ValueError, match="got Double"):
+        x86.column_sums(q.double(), k.double(), lse)
