@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hpu_duo.modeling.packed_linear import PanelLinear
 from kernels_ref.native import COMPILERS, compiler
 from kernels_ref.x86 import library as x86
 
@@ -15,10 +16,9 @@ if TYPE_CHECKING:
 
 
 def weight_dtype(runner: Runner) -> torch.dtype:
-    """The dtype of the embedding table, which is that of linear layers."""
-    # Several ranks wrap the table, so it is found as a parameter.
-    weight: torch.Tensor = next(runner.model.model.get_input_embeddings().parameters())
-    return weight.dtype
+    """The dtype of linear layers in memory."""
+    model = runner.model.model
+    return next((each.packed.dtype for each in model.modules() if isinstance(each, PanelLinear)), model.dtype)
 
 
 def describe(runner: Runner) -> str:
@@ -26,21 +26,17 @@ def describe(runner: Runner) -> str:
     spec = runner.model.specs[0]
     if runner.device.type != "cpu":
         return ", ".join((spec.impl.value, *spec.operators.names))
-    if _is_ours(runner.model.model.dtype):
-        return x86.description()
+    arithmetic = runner.model.model.dtype
+    if x86.is_available(arithmetic):
+        return x86.description(arithmetic)
     return f"torch's ({torch.backends.cpu.get_cpu_capability()})"
-
-
-def _is_ours(arithmetic: torch.dtype) -> bool:
-    return arithmetic == torch.bfloat16 and x86.is_available()
 
 
 def faster(runner: Runner) -> Iterator[str]:
     """Yield sentences on what would make steps faster on this machine."""
-    arithmetic = runner.model.model.dtype
-    if runner.device.type != "cpu" or arithmetic != torch.bfloat16 or _is_ours(arithmetic):
+    if runner.device.type != "cpu" or x86.is_available(runner.model.model.dtype):
         return
     if x86.switch() == "0":
         yield f"{x86.SWITCH}=0 switches our kernels off, which are faster than torch's"
-    elif x86.is_supported() and compiler() is None:
+    elif x86.lanes() and compiler() is None:
         yield f"our kernels, which are faster than torch's, need a C++ compiler: {', '.join(COMPILERS)}"

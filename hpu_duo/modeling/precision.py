@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from hpu_duo.modeling.loading import resolve_dtype
-from hpu_duo.modeling.packed_linear import can_pack
+from hpu_duo.modeling.packed_linear import PanelLinear, can_pack
+from kernels_ref.native import compiler
+from kernels_ref.x86 import library
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,9 @@ class Precision:
         """The dtypes of a checkpoint on a device.
 
         A named dtype is all three. "auto" is the checkpoint's, and on an HPU bfloat16. On an x86 CPU without
-        instructions for products of that dtype, arithmetic is in float32.
+        instructions for products of that dtype, arithmetic is in float32; weights, keys and values stay as in
+        the checkpoint where our kernels read them. Without them the dtype is the one whose operators torch
+        runs fastest.
 
         Args:
             asked: the setting ``dtype``.
@@ -48,12 +54,19 @@ class Precision:
         dtype = resolve_dtype(asked, config, device_type)
         if asked != "auto" or device_type != "cpu" or _is_multiplied(dtype):
             return cls.of(dtype)
-        return cls.of(torch.float32)
+        if library.serves(dtype, torch.float32) and compiler() is not None:
+            return cls(dtype, dtype, torch.float32)
+        return cls.of(dtype if can_pack(dtype) else torch.float32)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether linear weights are stored in another dtype than that of their inputs."""
+        return self.weights != self.arithmetic
 
     def notes(self, asked: str | torch.dtype, config: Any) -> tuple[str, ...]:
         """Sentences for the user if "auto" has become another dtype than the checkpoint's."""
         own = name_of(resolve_dtype("auto", config))
-        if asked != "auto" or name_of(self.arithmetic) == own:
+        if asked != "auto" or own in (name_of(self.arithmetic), name_of(self.weights)):
             return ()
         if self.arithmetic == torch.float32:
             return (
@@ -75,4 +88,46 @@ def _is_multiplied(dtype: torch.dtype) -> bool:
     """Whether an x86 CPU has instructions for products of ``dtype``; True on other processors."""
     if dtype == torch.float32 or platform.machine() not in ("x86_64", "AMD64"):
         return True
-    return can_pack(dtype) and torch.cpu._is_avx512_bf16_supported()
+    is_restricted = library.switch() not in ("0", "1")
+    return can_pack(dtype) and torch.cpu._is_avx512_bf16_supported() and not is_restricted
+
+
+class StoredEmbedding(nn.Module):
+    """An embedding table in the dtype of the checkpoint, for activations of another one.
+
+    Args:
+        table: its weight is not copied.
+        arithmetic: dtype of the results.
+    """
+
+    weight: torch.Tensor
+
+    def __init__(self, table: nn.Embedding, arithmetic: torch.dtype) -> None:
+        super().__init__()
+        # No parameter: transformers takes the dtype of the first one for that of the model.
+        self.register_buffer("weight", table.weight.detach())
+        self._arithmetic = arithmetic
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Look up token ids ``[...]``: ``[..., hidden]``."""
+        return nn.functional.embedding(input_ids, self.weight).to(self._arithmetic)
+
+
+def widen(model: PreTrainedModel, arithmetic: torch.dtype) -> None:
+    """Convert the weights of a model with packed linear layers, in place, except for the embedding table.
+
+    Args:
+        arithmetic: dtype of activations.
+    """
+    table = model.get_input_embeddings()
+    if type(table) is nn.Embedding:
+        model.set_input_embeddings(StoredEmbedding(table, arithmetic))
+        stored = model.get_input_embeddings()
+    else:  # a family that computes with its table
+        stored = None
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            is_narrow = tensor is not None and tensor.is_floating_point() and tensor.dtype.itemsize == 2
+            if is_narrow and module is not stored and not isinstance(module, PanelLinear):
+                assert tensor is not None
+                tensor.data = tensor.data.to(arithmetic)

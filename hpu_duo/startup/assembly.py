@@ -26,6 +26,7 @@ from hpu_duo.modeling.loading import build_without_weights, load_model, read_con
 from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import probe, read_layers
 from hpu_duo.modeling.quantised.execution import choose_execution, execution_note, rounding_of
+from hpu_duo.modeling.quantised.linear import DEQUANTISED
 from hpu_duo.request import TokenLimits
 from hpu_duo.scheduling import make_policy
 from hpu_duo.startup.blueprint import fix_served_len, request_len
@@ -103,8 +104,10 @@ def assemble(
         precision = Precision.choose(config.model.dtype, hf_config, device_type)
         with collector_paused(), native_code_built(config.model, place, precision.arithmetic):
             execution = choose_execution(config.model, precision.arithmetic, device_type)
+            if execution.keeps is not DEQUANTISED.keeps:
+                precision = Precision.of(precision.arithmetic)
             model = load_model(config.model.path, hf_config, precision.weights, place.first_device, execution)
-            side = _device_side(model, config, place)
+            side = _device_side(model, config, place, precision)
     precision = Precision.choose(config.model.dtype, hf_config, device_type)
     engine = engine_around(side, config, eos_token_ids, tokenizer, seed)
     engine.notes = (
@@ -157,9 +160,11 @@ def assemble_around(
     return engine_around(side, config, eos_token_ids, tokenizer, seed)
 
 
-def _device_side(model: PreTrainedModel, config: EngineConfig, place: Place) -> DeviceSide:
+def _device_side(
+    model: PreTrainedModel, config: EngineConfig, place: Place, precision: Precision | None = None
+) -> DeviceSide:
     fix_served_len(model, config)
-    return DeviceSide.build(model, probe(model), config, place)
+    return DeviceSide.build(model, probe(model), config, place, precision=precision)
 
 
 def engine_around(

@@ -20,11 +20,12 @@ from hpu_duo.kv.prefix import default_snapshots, default_snapshots_within
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.attention import LiveRows
 from hpu_duo.modeling.config_checks import fix_frequencies, positions_served, served_len, short_len
+from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import DecoderLayer, rotary_frequencies
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.startup.heads import ChosenHeads, HeadAssignment, choose_heads, kv_layers
 from hpu_duo.startup.kv_budget import resolve_kv_budget
-from hpu_duo.startup.kv_formats import with_formats
+from hpu_duo.startup.kv_formats import stored_cache, with_formats
 from hpu_duo.startup.tables import StepTables
 from kernels_ref import Budget, FusedOperators, HeadGroup, Implementation, LayerSpec, Softmax
 from kernels_ref.chunks import MOST_INLINE, ChunkBounds
@@ -342,7 +343,7 @@ class Blueprint:
         text_config: transformers' configuration of the text part.
         layers: of the model, in its own order of heads.
         device: where steps run.
-        dtype: of weights and stores.
+        dtype: of activations, and of plain stores.
         max_len: tokens of a request.
         pattern: the binarised head pattern; None if all heads retrieve.
         own_pattern: that of this rank's heads, which is the same where no others share them.
@@ -371,6 +372,7 @@ class Blueprint:
         kernels: ChosenKernels,
         chosen: ChosenHeads | None = None,
         memory_bytes: int | None = None,
+        precision: Precision | None = None,
     ) -> Blueprint:
         """Choose the groups of heads of a model, and the kernels' parameters of its layers.
 
@@ -380,6 +382,7 @@ class Blueprint:
             device: where steps will run.
             chosen: the groups, if they have been chosen.
             memory_bytes: of the device, used memory included; see ``chunk_bounds``.
+            precision: None = the model's dtype for all.
 
         Raises:
             ValueError: the head pattern does not fit the model.
@@ -389,13 +392,17 @@ class Blueprint:
         if chosen is None:
             chosen = choose_heads(config, layers, max_len, device)
         pattern, heads, own = chosen
-        heads = with_formats(with_frequencies(model, layers, heads), layers, config.cache, model.dtype)
+        precision = precision or Precision.of(model.dtype)
+        heads = with_frequencies(model, layers, heads)
+        cache = stored_cache(config.cache, precision, heads, layers, kernels.impl)
+        heads = with_formats(heads, layers, cache, precision.arithmetic)
         chunks = chunk_bounds(config.model.score_bytes, device, kernels.impl, memory_bytes)
         specs = tuple(
             _layer_spec(layer, kv, kernels, chunks) for layer, kv in zip(layers, kv_layers(layers, heads))
         )
         return cls(
-            config, text_config, layers, device, model.dtype, max_len, pattern, own or pattern, heads, specs
+            *(config, text_config, layers, device, precision.arithmetic, max_len),
+            *(pattern, own or pattern, heads, specs),
         )
 
     def memory(

@@ -23,6 +23,7 @@ from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.attention import LiveRows
 from hpu_duo.modeling.packed_linear import can_pack, fuse_modules, leave_files, pack_linears, plain_bytes
+from hpu_duo.modeling.precision import Precision, widen
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.row_fusion import arrange
 from hpu_duo.modeling.step_model import StepModel
@@ -32,6 +33,7 @@ from hpu_duo.startup.heads import ChosenHeads
 from hpu_duo.startup.tables import StepTables, plan_with_graphs
 from kernels_ref import Implementation, Owner, Softmax
 from kernels_ref.formats.trial import format_problem
+from kernels_ref.x86 import library as x86
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,7 @@ class DeviceSide:
         place: Place,
         chosen: ChosenHeads | None = None,
         shared: Shared | None = None,
+        precision: Precision | None = None,
     ) -> DeviceSide:
         """Build it around a model in memory, which is changed in place; see ``assemble_around``.
 
@@ -161,6 +164,7 @@ class DeviceSide:
             layers: of the model, as probed.
             chosen: groups of heads, if they have been chosen; the model's heads are then in their order.
             shared: the other ranks, if the model is one rank's share.
+            precision: None = the model's dtype for all.
 
         Raises:
             ValueError: the configuration does not fit the model or this machine.
@@ -168,8 +172,11 @@ class DeviceSide:
         """
         device, runtime = place.device, place.runtime
         softmax = Softmax(config.model.softmax)
-        kernels = choose_kernels(config.model.attention, device, layers, model.dtype, softmax)
-        blueprint = Blueprint.draw(model, layers, config, device, kernels, chosen, runtime.total_bytes())
+        precision = _served(model, precision or Precision.of(model.dtype), config)
+        kernels = choose_kernels(config.model.attention, device, layers, precision.arithmetic, softmax)
+        blueprint = Blueprint.draw(
+            model, layers, config, device, kernels, chosen, runtime.total_bytes(), precision
+        )
         budget = _budget(config, runtime, 0 if place.first_device == device else _weight_bytes(model))
         tables = blueprint.tables(place.backend, is_padding=runtime.compiles_operators)
         if config.scheduler.trim_chunks and not tables.uses_table:  # refused before weights are packed
@@ -193,7 +200,7 @@ class DeviceSide:
         if shared is not None:
             # Before packing: packed linears are no linears, by which the modules to sum over ranks are found.
             connect(model, layers, shared.sums, shared.membership.ranks, shared.membership.group)
-        _pack(config, model, layers, place, live)
+        _pack(config, model, layers, place, live, precision)
         runtime.place(model)
         _try_formats(blueprint)
         store, step_model = blueprint.build(model, memory, live)
@@ -265,16 +272,28 @@ def _plan_memory(blueprint: Blueprint, budget: DeviceBudget, tables: StepTables)
     return plan
 
 
+def _served(model: PreTrainedModel, precision: Precision, config: EngineConfig) -> Precision:
+    """Return the precision, or one dtype for all where weights cannot be packed; the model has it then."""
+    if not precision.is_mixed:
+        return precision
+    if config.model.pack_weights is not False and x86.is_available(precision.arithmetic):
+        return precision
+    model.to(dtype=precision.arithmetic)  # type: ignore[call-arg]
+    return Precision.of(precision.arithmetic)
+
+
 def _pack(
     config: EngineConfig,
     model: PreTrainedModel,
     layers: tuple[DecoderLayer, ...],
     place: Place,
     live: LiveRows,
+    precision: Precision,
 ) -> None:
-    dtype, device = model.dtype, place.device
+    dtype, device = precision.weights, place.device
+    arithmetic = precision.arithmetic if precision.is_mixed else None
     wanted = config.model.pack_weights
-    possible = device.type == "cpu" and can_pack(dtype)
+    possible = device.type == "cpu" and can_pack(dtype, arithmetic)
     if wanted and not possible:
         raise ValueError(
             f"pack_weights needs bfloat16 on a CPU whose oneDNN supports it, got {dtype} on {device}"
@@ -285,7 +304,10 @@ def _pack(
         is_vector = config.scheduler.max_num_seqs == 1 and place.backend.name == "compile"
         vector = [layer.module for layer in layers] if is_vector else []
         before = plain_bytes(model)
-        pack_linears(model, vector=vector, head=model.get_output_embeddings(), live=live)
+        head = model.get_output_embeddings()
+        pack_linears(model, vector=vector, head=head, live=live, arithmetic=arithmetic)
+        if arithmetic is not None:
+            widen(model, arithmetic)
         leave_files(model, before - plain_bytes(model))
 
 

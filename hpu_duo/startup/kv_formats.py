@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from hpu_duo.config.limits import SLIDING_WINDOW, CacheConfig
 from hpu_duo.kv.plan import in_format
+from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.startup.heads import HeadAssignment
-from kernels_ref import PLAIN, KVFormat
-from kernels_ref.formats import format_of
+from kernels_ref import PLAIN, Blocks, Budget, GroupKind, Implementation, KVFormat, Rings
+from kernels_ref.formats import ROUNDED, format_of
+from kernels_ref.x86 import library as x86
 
 
 def with_formats(
@@ -44,6 +47,45 @@ def with_formats(
             _check_sizes(kv_format, layer.call.head_dim, number)
         found.append(each._replace(groups=in_format(each.groups, chosen, of_rows)))
     return tuple(found)
+
+
+def stored_cache(
+    cache: CacheConfig,
+    precision: Precision,
+    heads: Sequence[HeadAssignment],
+    layers: Sequence[DecoderLayer],
+    impl: Implementation,
+) -> CacheConfig:
+    """Return the settings of the stores, with the checkpoint's dtype for "auto" where kernels read it.
+
+    Plain floats are in the dtype of activations.
+
+    Args:
+        layers: of the same model.
+        impl: the kernels that attend.
+    """
+    narrow = ROUNDED.get(precision.kv)
+    if precision.kv == precision.arithmetic or narrow is None or impl is not Implementation.SDPA:
+        return cache
+    kinds = {group.kind for each in heads for group in each.groups}
+    dims = {layer.call.head_dim for layer in layers}
+    if not (all(map(_is_in_place, kinds)) and all(_is_read(dim, precision) for dim in dims)):
+        return cache
+    names = (narrow.name if name == PLAIN.name else name for name in (cache.kv_cache_dtype, cache.ring_dtype))
+    return replace(cache, kv_cache_dtype=next(names), ring_dtype=next(names))
+
+
+def _is_in_place(kind: GroupKind) -> bool:
+    """Whether our kernels read all units of a kind; torch's operators would widen whole stores."""
+    if isinstance(kind, Blocks):
+        return kind.rule is None
+    return isinstance(kind, Rings | Budget) and kind.takes_any_format
+
+
+def _is_read(head_dim: int, precision: Precision) -> bool:
+    """Whether our kernels read keys of the checkpoint's dtype with queries of another one."""
+    q, k = (torch.empty(1, 1, 1, head_dim, dtype=x) for x in (precision.arithmetic, precision.kv))
+    return x86.fits_rows(q, k) and x86.fits_tiles(q, q[0])
 
 
 def _served(kv_format: KVFormat, dtype: torch.dtype) -> KVFormat:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -231,7 +232,7 @@ def native_code_built(model: ModelConfig, place: Place, dtype: torch.dtype) -> I
 
     Args:
         model: as configured.
-        dtype: of its weights.
+        dtype: of its activations.
     """
     libraries = _needed(model, place, dtype)
     if not libraries:
@@ -250,12 +251,12 @@ def _needed(model: ModelConfig, place: Place, dtype: torch.dtype) -> list[Callab
     if place.device.type != "cpu":
         return []
     attends = model.attention in ("auto", Implementation.SDPA.value)
-    runs_x86 = dtype == torch.bfloat16 and (attends or model.pack_weights is not False)
+    runs_x86 = x86.serves(dtype, dtype) and (attends or model.pack_weights is not False)
     found: list[Callable[[], bool]] = []
     if place.fuses_rows:
         found.append(rowwise.is_available)
     if runs_x86:
-        found.append(x86.is_available)
+        found.append(partial(x86.is_available, dtype))
     return found
 
 

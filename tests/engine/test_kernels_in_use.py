@@ -18,14 +18,14 @@ def test_a_switch_that_costs_speed_is_a_note(tiny: Tiny, monkeypatch: pytest.Mon
     library.is_available()  # its result stays
     assert tiny.load(dtype="float32").stats().resolved.computation.endswith("arithmetic float32")
     monkeypatch.setenv(library.SWITCH, "0")
-    monkeypatch.setattr(library, "is_available", lambda: False)
+    monkeypatch.setattr(library, "is_available", lambda *_: False)
     stats = tiny.load(dtype="bfloat16").stats()
     assert stats.resolved.kernels.startswith("torch's (")
     assert any(library.SWITCH in note for note in stats.notes)
 
 
 def test_a_missing_compiler_is_a_note(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "is_available", lambda: False)
-    monkeypatch.setattr(library, "is_supported", lambda: True)
+    monkeypatch.setattr(library, "is_available", lambda *_: False)
+    monkeypatch.setattr(library, "lanes", lambda: (8,))
     monkeypatch.setattr(kernels, "compiler", lambda: None)
     assert any("need a C++ compiler" in note for note in tiny.load(dtype="bfloat16").stats().notes)

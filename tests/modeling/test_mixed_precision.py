@@ -1,0 +1,60 @@
+"""Float32 arithmetic on 16-bit weights, as on a CPU that does not multiply their dtype."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hpu_duo import HPUDuoModel, SamplingParams
+from hpu_duo.modeling import precision
+from kernels_ref.x86 import library
+from tests.engine.tiny import serve, tokens_of
+from tests.modeling.families import BLOCK, FAMILIES, greedy, prompts_of, save_random
+from tests.modeling.int8_format import rounded_ahead
+
+NUM_NEW = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
+LIMITS = {"block_size": BLOCK, "max_num_seqs": 3, "max_num_batched_tokens": 64, "max_model_len": 96}
+
+pytestmark = pytest.mark.skipif(
+    not library.is_available(torch.float32), reason="our kernels in float32 cannot run here"
+)
+
+
+def save(family: str, dtype: torch.dtype, directory: Path) -> Path:
+    """A random checkpoint of 16 bits."""
+    save_random(FAMILIES[family](), directory).to(dtype).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("graphs", ["eager", "replay"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mixtral"])
+def test_tokens_are_those_of_float32_on_the_same_weights(
+    family: str, dtype: torch.dtype, graphs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "_is_multiplied", lambda dtype: False)
+    path, prompts = save(family, dtype, tmp_path), prompts_of((13, 5, 30), seed=4)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    expected = [[greedy(model, prompt, NUM_NEW)] for prompt in prompts]
+    served = HPUDuoModel.from_pretrained(path, device="cpu", graphs=graphs, **LIMITS)
+    resolved = served.stats().resolved
+    assert (resolved.dtype, resolved.weight_dtype) == ("float32", precision.name_of(dtype))
+    if resolved.kv_cache_dtype != "float32":
+        plain = HPUDuoModel.from_pretrained(path, device="cpu", dtype="float32", **LIMITS)
+        with rounded_ahead(monkeypatch, lambda x: x.to(dtype).float()):
+            expected = tokens_of(serve(plain, prompts, GREEDY))
+    assert tokens_of(serve(served, prompts, GREEDY)) == expected
+    assert served.stats().notes == ()
+
+
+def test_without_packed_weights_all_of_the_model_is_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "_is_multiplied", lambda dtype: False)
+    path = save("llama", torch.float16, tmp_path)
+    served = HPUDuoModel.from_pretrained(path, device="cpu", pack_weights=False, **LIMITS)
+    assert {x.dtype for x in served.engine.runner.model.model.parameters()} == {torch.float32}
