@@ -106,6 +106,11 @@ def can_pack(dtype: torch.dtype, arithmetic: torch.dtype | None = None) -> bool:
     return mkldnn and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def is_native(dtype: torch.dtype) -> bool:
+    """Whether this x86 CPU packs weights of ``dtype`` and has instructions for their products."""
+    return can_pack(dtype) and torch.cpu._is_avx512_bf16_supported()
+
+
 class PanelLinear(nn.Module):
     """``nn.Linear`` for inference, with the weight in panels for our kernel.
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hpu_duo.modeling.loading import resolve_dtype
-from hpu_duo.modeling.packed_linear import PanelLinear, can_pack
+from hpu_duo.modeling.packed_linear import PanelLinear, is_native
 from kernels_ref.native import compiler
 from kernels_ref.x86 import library
 
@@ -89,7 +89,7 @@ def _is_multiplied(dtype: torch.dtype) -> bool:
     if dtype == torch.float32 or platform.machine() not in ("x86_64", "AMD64"):
         return True
     is_restricted = library.switch() not in ("0", "1")
-    return can_pack(dtype) and torch.cpu._is_avx512_bf16_supported() and not is_restricted
+    return is_native(dtype) and not is_restricted
 
 
 class StoredEmbedding(nn.Module):
