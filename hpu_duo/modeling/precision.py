@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hpu_duo.modeling.loading import resolve_dtype
-from hpu_duo.modeling.packed_linear import PanelLinear, is_native
+from hpu_duo.modeling.packed_linear import PanelLinear, can_pack, is_native
 from kernels_ref.native import compiler
 from kernels_ref.x86 import library
 
