@@ -14,6 +14,7 @@ from hpu_duo.cli.heads.measure import calibrate, identify
 from hpu_duo.cli.heads.pattern import app as pattern_app
 from hpu_duo.cli.inspection.audit import audit
 from hpu_duo.cli.inspection.machine import doctor, selftest
+from hpu_duo.cli.inspection.quantise import quantise
 from hpu_duo.cli.inspection.show_kept import show_kept
 from hpu_duo.cli.inspection.steps import bench_steps, replay
 from hpu_duo.cli.options import ManyValues, refuse_empty_paths
@@ -57,6 +58,7 @@ app.command(cls=ManyValues)(simulate)
 app.command(cls=ManyValues)(warmup)
 app.command()(replay)
 app.command()(train_ranker)
+app.command()(quantise)
 app.command(cls=ManyValues)(identify)
 app.command(cls=ManyValues)(calibrate)
 app.add_typer(pattern_app, name="pattern")

@@ -33,13 +33,8 @@ if TYPE_CHECKING:
     from hpu_duo.llm import HPUDuoModel
 
 
-def model_option(help: str, *, needs_weights: bool = True, **options: Any) -> Any:
-    """Make the option of a command that takes a model; an id arrives as the directory of its files.
-
-    Args:
-        needs_weights: False where config.json is enough.
-        options: of ``typer.Option``.
-    """
+def _finder(needs_weights: bool) -> Callable[[Path | None], Path | None]:
+    """What turns the id of a model into the directory of its files."""
 
     def find(given: Path | None) -> Path | None:
         # What is no id is for the command to refuse, after what it checks first.
@@ -54,12 +49,33 @@ def model_option(help: str, *, needs_weights: bool = True, **options: Any) -> An
         with user_errors():
             return find_checkpoint(name, revision, needs_weights=needs_weights)
 
+    return find
+
+
+def model_option(help: str, *, needs_weights: bool = True, **options: Any) -> Any:
+    """Make the option of a command that takes a model; an id arrives as the directory of its files.
+
+    Args:
+        needs_weights: False where config.json is enough.
+        options: of ``typer.Option``.
+    """
+
     return typer.Option(
         parser=_path,
-        callback=find,
+        callback=_finder(needs_weights),
         metavar="DIR|ID",
         help=f"{help} Or ORG/NAME[@REVISION] on the hub.",
         **options,
+    )
+
+
+def model_argument(help: str) -> Any:
+    """Make the argument of a command that takes a model with weights."""
+    return typer.Argument(
+        parser=_path,
+        callback=_finder(True),
+        metavar="DIR|ID",
+        help=f"{help} Or ORG/NAME[@REVISION] on the hub.",
     )
 
 

@@ -19,6 +19,7 @@ from hpu_duo.kv.row_state import RowState
 from hpu_duo.kv.store import KVStore, UnitTensor, block_tensors
 from hpu_duo.modeling.config_checks import served_len, short_len
 from hpu_duo.modeling.hub import model_fingerprint
+from hpu_duo.modeling.quantised.execution import rounding_of
 from kernels_ref import PLAIN
 from kernels_ref.unified import format_names
 
@@ -124,6 +125,8 @@ def fingerprint_of(model: GenerativeModel) -> dict[str, str]:
         "softmax": ", ".join(sorted({spec.softmax.value for spec in engine.runner.model.specs})),
         "rotary frequencies of texts of": "any length" if short is None else f"{max(longest, short)} tokens",
     }
+    if (rounding := rounding_of(config.model.path, config.model.quantization)) is not None:
+        found["weights"] = f"rounded to {rounding}"
     if pattern is not None:
         heads = [pattern.sink, pattern.recent, pattern.mask.astype(int).tolist()]
         found["head pattern"] = json.dumps(heads)

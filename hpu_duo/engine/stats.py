@@ -13,6 +13,7 @@ from hpu_duo.engine.drafts import SpeculationStats
 from hpu_duo.engine.telemetry import BudgetStats, RuleStats, held_bytes
 from hpu_duo.kv.plan import ring_slack
 from hpu_duo.modeling.precision import name_of
+from hpu_duo.modeling.quantised.panels import weights_of
 from hpu_duo.parallel import ContextParallelBlocks
 from kernels_ref import LayerSpec
 
@@ -53,6 +54,8 @@ class Resolved:
             because of ``max_layer_kinds`` or to shard heads evenly.
         promoted_bytes: bytes of the blocks of these heads, beyond those of their rings.
         token_bytes: bytes of one more token in the blocks of all layers, scales included; 0 without blocks.
+        weights: formats of linear layers whose weights stay codes, with their kernels; "plain" if none does.
+        weight_bytes: of all weights in memory.
         kv_bytes, graph_bytes: memory of the stores, and memory set aside for graphs.
     """
 
@@ -77,6 +80,8 @@ class Resolved:
     num_promoted_heads: int
     promoted_bytes: int
     token_bytes: int
+    weights: str
+    weight_bytes: int
     kv_bytes: int
     graph_bytes: int
 
@@ -91,6 +96,7 @@ class Resolved:
         """
         graphs, specs = runner.graphs, runner.model.specs
         dtype = name_of(runner.model.model.dtype)
+        weights, weight_bytes = weights_of(runner.model.model)
         return cls(
             device=str(runner.device),
             dtype=dtype,
@@ -113,6 +119,8 @@ class Resolved:
             num_promoted_heads=0 if patterns is None else patterns[1].num_promoted,
             promoted_bytes=_promoted_bytes(runner, scheduler.limits, patterns),
             token_bytes=runner.store.plan.block_bytes // runner.store.plan.block_size,
+            weights=weights,
+            weight_bytes=weight_bytes,
             kv_bytes=runner.store.num_bytes,
             graph_bytes=runner.store.plan.graph_bytes,
         )

@@ -19,8 +19,12 @@ from torch import nn
 
 from graphs.backends.trace import Call, Value
 from hpu_duo.modeling.attention import LiveRows
+from hpu_duo.modeling.quantised.linear import QuantisedLinear
+from hpu_duo.modeling.quantised.panels import PanelQuantisedLinear
+from hpu_duo.modeling.quantised.panels import fits as fits_codes
 from kernels_ref.x86 import library, linear
 from kernels_ref.x86 import linear as panels
+from kernels_ref.x86 import quantised as codes
 
 _ALIGNMENT = 64
 
@@ -209,7 +213,7 @@ def pack_linears(
     live: LiveRows | None = None,
     arithmetic: torch.dtype | None = None,
 ) -> int:
-    """Replace every ``nn.Linear`` that ``can_pack`` allows in place; returns their number.
+    """Replace linear layers that can be packed in place, plain or of codes; returns their number.
 
     A weight shared with the embedding table is packed in addition.
 
@@ -225,22 +229,38 @@ def pack_linears(
         (module, name)
         for module in model.modules()
         for name, child in module.named_children()
-        if type(child) is nn.Linear and can_pack(child.weight.dtype, arithmetic)
+        if _can_pack(child, arithmetic)
     ]
     if arithmetic == torch.float32 and not library.is_available(arithmetic):
         return 0
     linears = (getattr(module, name) for module, name in targets)
-    memory = HugePages(sum(PanelLinear.num_bytes(x) for x in linears if panels.fits(x.weight, arithmetic)))
+    memory = HugePages(sum(_panel_bytes(each, arithmetic) for each in linears))
     for module, name in targets:
         child = getattr(module, name)
         packed: nn.Module
-        if panels.fits(child.weight, arithmetic):
-            rows = None if live is None else live.logits if child is head else live.tokens
+        rows = None if live is None else live.logits if child is head else live.tokens
+        if isinstance(child, QuantisedLinear):
+            packed = PanelQuantisedLinear(child, memory, rows)
+        elif panels.fits(child.weight, arithmetic):
             packed = PanelLinear(child, memory, rows)
         else:
             packed = VectorLinear(child) if id(child) in as_vectors else PackedLinear(child)
         setattr(module, name, packed)
     return len(targets)
+
+
+def _can_pack(child: nn.Module, arithmetic: torch.dtype | None) -> bool:
+    if isinstance(child, QuantisedLinear):
+        is_bfloat16 = arithmetic in (None, torch.bfloat16)
+        return is_bfloat16 and child.codes.device.type == "cpu" and fits_codes(child.stored, torch.bfloat16)
+    return type(child) is nn.Linear and can_pack(child.weight.dtype, arithmetic)
+
+
+def _panel_bytes(linear: nn.Module, arithmetic: torch.dtype | None) -> int:
+    if isinstance(linear, QuantisedLinear):
+        return HugePages.rounded(PanelQuantisedLinear.num_bytes(linear))
+    assert isinstance(linear, nn.Linear), "others are not packed"
+    return PanelLinear.num_bytes(linear) if panels.fits(linear.weight, arithmetic) else 0
 
 
 _Place = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -314,18 +334,26 @@ def join_linears(calls: Sequence[Call]) -> list[Call]:
 
 def _key(call: Call) -> _Key | None:
     """Return what products that can be joined have in common; None if this call is no such product."""
-    if str(call.func) != linear.NAME or call.kwargs:
+    own = _OWN_ARGUMENTS.get(str(call.func))
+    if own is None or call.kwargs:
         return None
-    x, packed, bias, _, *others = call.args
-    made_in_step = (value for value in (packed, bias) if isinstance(value, Value) and value.is_variable)
-    return None if any(made_in_step) else (x, *others)
+    x, *rest = call.args
+    made_in_step = (value for value in rest[:own] if isinstance(value, Value) and value.is_variable)
+    return None if any(made_in_step) else (str(call.func), x, *rest[own:])
 
 
 def _joint(group: Sequence[Call]) -> Call:
-    x, _, _, _, *others = group[0].args
-    packed, biases, sizes = ([call.args[place] for call in group] for place in (1, 2, 3))
+    name = str(group[0].func)
+    x, *rest = group[0].args
+    own = _OWN_ARGUMENTS[name]
+    lists = [[call.args[place] for call in group] for place in range(1, own + 1)]
     results = tuple(result for call in group for result in call.results)
-    return Call(linear.each_operator(), (x, packed, biases, sizes, *others), {}, results, is_one=False)
+    operator = linear.each_operator() if name == linear.NAME else codes.each_operator()
+    return Call(operator, (x, *lists, *rest[own:]), {}, results, is_one=False)
+
+
+_OWN_ARGUMENTS = {linear.NAME: 3, codes.NAME: 6}
+"""Operators that have one for several weights, and how many of their arguments are lists there."""
 
 
 _ROTATE = "apply_rotary_pos_emb"

@@ -132,7 +132,8 @@ class Serving:
     @property
     def not_served(self) -> tuple[str, ...]:
         """Names of what is priced and cannot be run by the engine of this version."""
-        return (f"{self.weights.value} weights",) if self.weights is not Format.BF16 else ()
+        # A Gaudi multiplies no int8: the engine makes such weights bf16 when they load.
+        return ("int8 weights",) if self.weights is Format.INT8 else ()
 
     def kv_budget_bytes(self, model: ModelSize) -> int:
         """Bytes for the KV cache on all devices together.
@@ -302,7 +303,7 @@ class Deployment:
         serving = self.serving
         return MemoryPlan(
             self.kv_layers,
-            Format.BF16.num_bytes,
+            int(Format.BF16.num_bytes),
             serving.engine_block_size,
             max_num_seqs=1,
             num_blocks=1,
@@ -384,7 +385,7 @@ class Deployment:
     @property
     def error_factor(self) -> float:
         """The most that a prediction is off by, either way; see ``hpu_duo.planning.roofline``."""
-        return max(ERROR_FACTORS[self.serving.weights], ERROR_FACTORS[Format.BF16])
+        return max(ERROR_FACTORS[self.serving.weights.arithmetic], ERROR_FACTORS[Format.BF16])
 
     def shape_of(self, step: Step) -> BatchShape:
         """The exact shape of a step: decodes, or chunks of prompts that share no block."""

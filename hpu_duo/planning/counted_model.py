@@ -57,7 +57,7 @@ def _count(
     }
     # One tensor, even if the weights of a model without storage are not tied.
     tied = getattr(config, "tie_word_embeddings", False) or head.weight is table.weight
-    num_matrix = num_experts = num_other = 0
+    num_matrix = num_outputs = num_experts = num_other = 0
     for path, parameter in model.named_parameters():
         if parameter is head.weight or (tied and parameter is table.weight):
             continue
@@ -65,6 +65,7 @@ def _count(
             num_experts += parameter.numel()
         elif parameter.dim() > 1 and id(parameter) not in looked_up:
             num_matrix += parameter.numel()
+            num_outputs += parameter.shape[0]
         else:
             num_other += parameter.numel()
     vocab_size, hidden_size = head.weight.shape
@@ -78,6 +79,7 @@ def _count(
         max_positions=max_positions,
         experts=_experts(config, num_experts),
         structures=_structures(model, len(layers)),
+        matrix_outputs=num_outputs,
     )
 
 

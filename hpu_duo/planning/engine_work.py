@@ -173,7 +173,7 @@ _ROUTING_LAUNCHES, _GROUP_LAUNCHES = 8, 12
 """Operators of a layer's routing, and of each group of experts, as the audit counts them."""
 
 
-_KV_BYTES = Format.BF16.num_bytes
+_KV_BYTES = int(Format.BF16.num_bytes)
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,8 @@ def dense_model(
         matrix_params=num_layers * (projections + 3 * hidden_size * intermediate_size),
         other_params=vocab_size * hidden_size + (2 * num_layers + 1) * hidden_size,
         max_positions=max_positions,
+        matrix_outputs=num_layers
+        * (head_dim * (num_heads + 2 * num_kv_heads) + 2 * hidden_size + 2 * intermediate_size),
     )
 
 

@@ -24,20 +24,32 @@ class Format(Enum):
 
     BF16 = "bf16"
     FP8 = "fp8"
+    INT8 = "int8"
+    INT4 = "int4"
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of one element; scales of fp8 are not counted."""
-        return 2 if self is Format.BF16 else 1
+    def num_bytes(self) -> float:
+        """Bytes of one element; of int4 with its share of a scale in bf16 for 128 elements."""
+        return {Format.BF16: 2, Format.FP8: 1, Format.INT8: 1, Format.INT4: 0.5 + 2 / 128}[self]
+
+    @property
+    def bytes_per_output(self) -> int:
+        """Bytes of the scale of an output of a linear layer, in bf16."""
+        return 2 if self in (Format.FP8, Format.INT8) else 0
+
+    @property
+    def arithmetic(self) -> Format:
+        """The format of products with such weights: integers are read as bf16."""
+        return Format.FP8 if self is Format.FP8 else Format.BF16
 
     @classmethod
     def parse(cls, text: str) -> Format:
-        """The format of a name; ValueError for any but bf16 (or bfloat16) and fp8."""
+        """The format of a name; ValueError for any but bf16 (or bfloat16), fp8, int8 and int4."""
         name = text.strip().lower()
         for known in cls:
             if name == known.value or (known is cls.BF16 and name == "bfloat16"):
                 return known
-        raise ValueError(f"expected the format bf16 or fp8, got {text!r}")
+        raise ValueError(f"expected the format bf16, fp8, int8 or int4, got {text!r}")
 
 
 @dataclass(frozen=True)
@@ -203,6 +215,8 @@ class ModelSize:
         experts: of mixture-of-experts layers.
         structures: a number for each layer, equal for those that differ in their attention's sizes at most;
             empty: all are equal.
+        matrix_outputs: outputs of the matrices of ``matrix_params``, which have scales if weights are fp8 or
+            int8; those of experts are not counted.
     """
 
     name: str
@@ -214,6 +228,7 @@ class ModelSize:
     max_positions: int
     experts: Experts = Experts()
     structures: tuple[int, ...] = ()
+    matrix_outputs: int = 0
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -237,10 +252,13 @@ class ModelSize:
     def weight_bytes(self, weights: Format) -> int:
         """Bytes of all weights when layers are stored in ``weights`` and the rest in bf16.
 
-        Output head, embedding table, norms and biases stay in bf16, as checkpoints in fp8 have them.
+        Output head, embedding table, norms and biases stay in bf16, as quantised checkpoints have them.
+        Scales are counted.
         """
         in_layers = self.matrix_params + self.experts.num_params
-        return in_layers * weights.num_bytes + (self.head_params + self.other_params) * Format.BF16.num_bytes
+        scales = self.matrix_outputs * weights.bytes_per_output
+        rest = (self.head_params + self.other_params) * Format.BF16.num_bytes
+        return round(in_layers * weights.num_bytes + scales + rest)
 
     @cached_property
     def num_full_kv_heads(self) -> int:
@@ -394,6 +412,7 @@ def plain_model(
         matrix_params=num_layers * matrices,
         other_params=num_layers * other + hidden + table,
         max_positions=max_positions,
+        matrix_outputs=num_layers * (queries + 2 * keys + 2 * hidden + 2 * inner),
     )
 
 

@@ -117,7 +117,7 @@ class ChoiceCosts:
 
     def _count_requests(self, kv_layers: tuple[LayerKV, ...]) -> int:
         """Requests that run at a time: 1 or more, as many as fit on the devices."""
-        plan = MemoryPlan(kv_layers, Format.BF16.num_bytes, self.block_size, 1, 1)
+        plan = MemoryPlan(kv_layers, int(Format.BF16.num_bytes), self.block_size, 1, 1)
         return max(1, min(self.max_num_seqs, self.kv_bytes // max(1, plan.bytes_per_request(self.context))))
 
     def _decode_s(self, kv_layers: tuple[LayerKV, ...], deals_blocks: bool, num_requests: int) -> float:

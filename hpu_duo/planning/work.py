@@ -278,7 +278,7 @@ def step_work(model: ModelSize, kv_layers: tuple[LayerKV, ...], formats: Formats
         raise ValueError(f"expected {len(model.layers)} KV layers, got {len(kv_layers)}")
     tokens, experts = step.num_tokens, model.experts
     ops = {Format.BF16: 2.0 * model.head_params * step.num_rows, Format.FP8: 0.0}
-    ops[formats.weights] += (
+    ops[formats.weights.arithmetic] += (
         2.0 * tokens * (model.matrix_params + experts.num_params * experts.share_per_token)
     )
     weights = formats.weights.num_bytes * (

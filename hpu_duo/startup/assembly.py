@@ -97,22 +97,22 @@ def assemble(
     pattern_notes = check_pattern(config.heads, config.model.path)
     if config.parallel.tensor_parallel_size > 1:
         side = build_led(config)
-        device_type = side.runner.device.type
+        device = side.runner.device
     else:
         place = Place.of(config)
-        device_type = place.device.type
-        precision = Precision.choose(config.model.dtype, hf_config, device_type)
+        device = place.device
+        precision = Precision.choose(config.model.dtype, hf_config, device.type)
         with collector_paused(), native_code_built(config.model, place, precision.arithmetic):
-            execution = choose_execution(config.model, precision.arithmetic, device_type)
+            execution = choose_execution(config.model, precision.arithmetic, device)
             if execution.keeps is not DEQUANTISED.keeps:
                 precision = Precision.of(precision.arithmetic)
             model = load_model(config.model.path, hf_config, precision.weights, place.first_device, execution)
             side = _device_side(model, config, place, precision)
-    precision = Precision.choose(config.model.dtype, hf_config, device_type)
+    precision = Precision.choose(config.model.dtype, hf_config, device.type)
     engine = engine_around(side, config, eos_token_ids, tokenizer, seed)
     engine.notes = (
         *precision.notes(config.model.dtype, hf_config),
-        *execution_note(config.model.path, choose_execution(config.model, precision.arithmetic, device_type)),
+        *execution_note(config.model.path, choose_execution(config.model, precision.arithmetic, device)),
         *pattern_notes,
         *notes,
         *choice,

@@ -25,6 +25,7 @@ from hpu_duo.modeling.attention import LiveRows
 from hpu_duo.modeling.packed_linear import can_pack, fuse_modules, leave_files, pack_linears, plain_bytes
 from hpu_duo.modeling.precision import Precision, widen
 from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.modeling.quantised.hpu import use_operators
 from hpu_duo.modeling.row_fusion import arrange
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.parallel import StepExchanges, Sums, connect
@@ -292,6 +293,8 @@ def _pack(
 ) -> None:
     dtype, device = precision.weights, place.device
     arithmetic = precision.arithmetic if precision.is_mixed else None
+    if device.type == "hpu":
+        use_operators(model, device)
     wanted = config.model.pack_weights
     possible = device.type == "cpu" and can_pack(dtype, arithmetic)
     if wanted and not possible:

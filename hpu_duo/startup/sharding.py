@@ -418,7 +418,7 @@ def load_rank(
     ]
     experts = _experts(config, hf_config, ranks)
     check_share(path, hf_config, dtype, whole, whole_layers, heads, ranks, experts)
-    execution = choose_execution(config.model, dtype, device.type)
+    execution = choose_execution(config.model, dtype, device)
     model = load_share(path, hf_config, dtype, whole, whole_layers, heads, ranks, experts, execution)
     fix_served_len(model, config)
     layers = probe(model)

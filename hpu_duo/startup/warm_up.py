@@ -22,7 +22,7 @@ from hpu_duo.config.engine import EngineConfig
 from hpu_duo.engine.engine import Engine
 from hpu_duo.modeling.attention import AttentionLayer
 from hpu_duo.modeling.packed_linear import PackedLinear, PanelLinear
-from hpu_duo.modeling.quantised.linear import QuantisedLinear
+from hpu_duo.modeling.quantised.panels import LAYERS_OF_CODES
 from hpu_duo.planning.simulation import plan_buckets
 from hpu_duo.startup.capturing import Capturing
 from hpu_duo.startup.tables import default_table
@@ -184,13 +184,15 @@ def check_unchanged(before: Digests, after: Digests) -> None:
 def _tables(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in model.named_modules():
         # Stores change in every step, and packed weights never do.
-        if isinstance(module, AttentionLayer | PackedLinear | PanelLinear | QuantisedLinear):
+        if isinstance(module, _WITHOUT_TABLES):
             continue
         own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
         held = {**dict(module.named_buffers(recurse=False, remove_duplicate=False)), **own}
         for name, value in held.items():
             yield from _tensors(f"{path}.{name}" if path else name, value)
 
+
+_WITHOUT_TABLES = (AttentionLayer, PackedLinear, PanelLinear, *LAYERS_OF_CODES)
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has, its parameters, buffers and children among them."""

@@ -293,7 +293,8 @@ def test_devices_add_their_memory_and_share_the_work() -> None:
 def test_what_the_engine_cannot_run_yet_is_named() -> None:
     assert report().not_served == ()
     assert report(kv=format_of("fp8")).not_served == ()
-    assert report(num_devices=4, weights=Format.FP8).not_served == ("fp8 weights",)
+    assert report(num_devices=4, weights=Format.INT8).not_served == ("int8 weights",)
+    assert report(num_devices=4, weights=Format.FP8).not_served == ()
 
 
 def test_what_cannot_be_served_is_refused() -> None:

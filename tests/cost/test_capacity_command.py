@@ -73,19 +73,19 @@ def test_json_holds_what_the_library_computes(hpu_duo: Run, config_dir: Path) ->
 
 def test_the_output_says_what_is_priced_only_and_how_sure_the_figures_are(hpu_duo: Run) -> None:
     plain = " ".join(hpu_duo("--sparsity", "0", "--kv-cache-dtype", "bf16").stdout.split())
-    priced = ("--devices", "2", "--dtype", "fp8", "--sparsity", "0")
+    priced = ("--devices", "2", "--quantization", "int8", "--sparsity", "0")
     words = " ".join(hpu_duo(*priced).stdout.split())
     assert "46 of the 47 published figures are of fp8, and the one of bf16 is among those" in plain
     assert "by a factor 1.9 either way" in plain
     assert "unknown until a Gaudi has run" in plain
     assert "priced only" not in plain
     assert "none fp8 *" in words
-    assert "this version does not run fp8 weights" in words
+    assert "this version does not run int8 weights" in words
     fields = json.loads(hpu_duo(*priced, "--json").stdout)
-    assert fields["not_served"] == ["fp8 weights"]
+    assert fields["not_served"] == ["int8 weights"]
     assert fields["published_figures"] == {"fp8": 46, "bf16": 1}
-    assert fields["capacities"][0]["not_served"] == ["fp8 weights"]
-    assert fields["capacities"][1]["not_served"] == ["fp8 weights"]
+    assert fields["capacities"][0]["not_served"] == ["int8 weights"]
+    assert fields["capacities"][1]["not_served"] == ["int8 weights"]
     assert fields["capacities"][0]["error_factor"] == fields["error_factors"]["bf16"]
     assert "Synapse" in fields["warm_up_unknown"]
     point = fields["capacities"][0]["points"][0]
@@ -181,7 +181,7 @@ def test_without_matplotlib_a_picture_is_refused_and_tables_are_not(
         (("--devices", "3"), "divides 8 KV heads, got 3"),
         (("--devices", "0"), "expected 1 to 8 Gaudi 3 devices, got 0"),
         (("--attention", "triton"), "attention that an HPU runs, reference or hpu, got 'triton'"),
-        (("--dtype", "int4"), "expected the format bf16 or fp8, got 'int4'"),
+        (("--dtype", "int3"), "expected the format bf16, fp8, int8 or int4, got 'int3'"),
         (("--kv-cache-dtype", "bf16", "fp4"), "expected kv_cache_dtype to be one of auto, "),
         (("--sparsity", "0.5", "1.5"), "expected sparsity in [0, 1], got 1.5"),
         (("--context", "1000", "200000"), "expected contexts of 1 to 131072 tokens"),

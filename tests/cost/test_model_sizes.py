@@ -323,6 +323,24 @@ def test_a_configuration_that_cannot_be_sized_is_refused(
         read_model(tmp_path)
 
 
+def test_bytes_of_quantised_weights_have_their_scales() -> None:
+    size = dense_model(
+        "Llama-3-8B",
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        vocab_size=128256,
+    )
+    assert size.weight_bytes(Format.INT8) == size.weight_bytes(Format.FP8) == 9_083_953_152
+    in_layers = size.matrix_params
+    assert (
+        size.weight_bytes(Format.BF16) - size.weight_bytes(Format.INT4)
+        == in_layers * 3 // 2 - in_layers // 64
+    )
+
+
 def test_impossible_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 3 KV heads"):
         AttentionSize(8, 3, 64)
@@ -338,8 +356,8 @@ def test_impossible_sizes_are_refused() -> None:
         tiny().check_split(4)
     with pytest.raises(ValueError, match="recent >= 1"):
         tiny().kv_layers(0.5, 0, 0, 10)
-    with pytest.raises(ValueError, match="format bf16 or fp8"):
-        Format.parse("int4")
+    with pytest.raises(ValueError, match="format bf16, fp8, int8 or int4"):
+        Format.parse("int3")
     assert Format.parse("bfloat16") is Format.BF16
     with pytest.raises(TypeError):
         dense_model("unknown sizes", layers=3)  # type: ignore[call-arg]

@@ -11,12 +11,14 @@ import torch
 
 from hpu_duo.device import run_processes
 from hpu_duo.modeling.loading import load_model, read_config
+from hpu_duo.modeling.quantised.panels import KERNEL
 from hpu_duo.modeling.quantised.rounding import FORMATS, rounded
 from hpu_duo.modeling.quantised.state import quantised_layers
 from hpu_duo.modeling.quantised.weight import QuantisedWeight
+from kernels_ref.x86.library import is_available
 from tests.engine.tiny import PATTERN
 from tests.modeling.families import make_config, save_random
-from tests.quantised.test_checkpoints import LAYOUTS, SIZES, load, tokens, twins
+from tests.quantised.test_checkpoints import LAYOUTS, PROMPTS, SIZES, load, tokens, twins
 from tests.quantised.test_encodings import stored
 from tests.quantised.test_ranks import CODES, TWINS, case_of
 from tests.quantised.writers import KINDS
@@ -105,3 +107,32 @@ def test_memory_of_linear_layers(name: str, most: float, tmp_path: Path) -> None
     plain = sum(2 * layer.in_features * layer.out_features for layer in layers.values())
     assert held <= most * plain
     assert not any(name.endswith("proj.weight") for name in model.state_dict())
+
+
+def test_formats_and_bytes_of_weights_are_reported(tmp_path: Path) -> None:
+    plain, path = twins(tmp_path, "LlamaConfig", KINDS["gptq"])
+    found = load(path, quantization_execution="stored").stats().resolved
+    assert found.weights == "int4 g16 (dequantised at each use) in 14 layers"
+    whole = load(plain).stats().resolved
+    assert whole.weights == "plain"
+    # Embedding table and output head are plain.
+    assert found.weight_bytes < whole.weight_bytes * 0.6
+
+
+@pytest.mark.skipif(not is_available(), reason="needs a CPU with the kernel and a compiler")
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_are_read_by_the_kernel_where_there_is_one(name: str, tmp_path: Path) -> None:
+    save_random(make_config("LlamaConfig", **{**SIZES, "hidden_size": 128}), tmp_path)
+    served = load(tmp_path, dtype="bfloat16", quantization=name)
+    found = served.stats().resolved.weights
+    # The 48 inputs of a layer are no whole groups of 32.
+    assert found == f"{name} ({KERNEL}) in {12 if name == 'int4' else 14} layers"
+    assert all(len(each) == len(prompt) + 6 for each, prompt in zip(tokens(served), PROMPTS, strict=True))
+    plain = load(tmp_path, dtype="bfloat16", quantization=name, quantization_execution="dequantise")
+    assert plain.stats().resolved.weights == "plain"
+
+
+@pytest.mark.skipif(not is_available(), reason="needs a CPU with the kernel and a compiler")
+def test_layers_that_the_kernel_does_not_read_are_dequantised(tmp_path: Path) -> None:
+    _, path = twins(tmp_path, "LlamaConfig", KINDS["gptq"])  # groups of 16 inputs
+    assert load(path, dtype="bfloat16").stats().resolved.weights == "plain"

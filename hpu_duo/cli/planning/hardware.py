@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from hpu_duo.cli.options import changed, of_setting, option_in
 from hpu_duo.config.limits import GRAPH_MEMORY_SHARE, HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
 from hpu_duo.config.overrides import EngineOverrides
@@ -78,7 +80,15 @@ class HardwareOptions:
     """
 
     devices: Annotated[int, _hardware_option("Devices that share the model.")] = 1
-    dtype: Annotated[str, _hardware_option("Format of the weights of layers: bf16 or fp8.")] = "bf16"
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype",
+            "--quantization",
+            help="Format of the weights of layers: bf16, fp8, int8 or int4; with their scales.",
+            rich_help_panel=HARDWARE,
+        ),
+    ] = "bf16"
     context: Annotated[
         list[int] | None,
         _hardware_option(

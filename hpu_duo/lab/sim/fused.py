@@ -254,6 +254,94 @@ def _rotary(
     return (x * cos.float() + turned * sin.float()).to(input.dtype)
 
 
+# Codes
+
+
+def _fp8_max() -> float:
+    return 240.0 if device_name() == "GAUDI2" else 448.0
+
+
+def _widened_shapes(
+    input: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    return input.new_empty(*input.shape[:-1], 8 * input.shape[-1], dtype=out_dtype)
+
+
+def _nibbles(words: torch.Tensor) -> torch.Tensor:
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    return ((words[..., None] >> shifts) & 15).flatten(-2)
+
+
+def _widened(
+    input: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Codes ``[K, N / 8]`` of 4 bits in int32 words, with scales ``[G, N]`` of groups of inputs."""
+    codes = _nibbles(input).float()
+    repeats = codes.shape[0] // scale.shape[0]
+    if zero_point is not None:
+        codes = codes - _nibbles(zero_point).float().repeat_interleave(repeats, 0)
+    return (codes * scale.float().repeat_interleave(repeats, 0)).to(out_dtype)
+
+
+def _rounded_shapes(
+    input: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    stochastic_rounding: bool = False,
+    is_amax: bool = False,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    scale_shape: list[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return input.new_empty(input.shape, dtype=dtype), input.new_empty((), dtype=torch.float32)
+
+
+def _rounded(
+    input: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    stochastic_rounding: bool = False,
+    is_amax: bool = False,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    scale_shape: list[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multiply with the scale, and round to the fp8 numbers of the device."""
+    if stochastic_rounding or is_amax or scale_shape is not None:
+        raise NotImplementedError("simulated are calls that round to the nearest, and return no maxima")
+    scaled = input.float() if scale is None else input.float() * scale
+    return scaled.clamp(-_fp8_max(), _fp8_max()).to(dtype), torch.zeros(())
+
+
+def _product_shapes(
+    A: torch.Tensor, trans_A: bool, B: torch.Tensor, trans_B: bool, D: Any, out_dtype: torch.dtype, *_: Any
+) -> torch.Tensor:
+    rows, columns = A.shape[1 if trans_A else 0], B.shape[0 if trans_B else 1]
+    return A.new_empty(rows, columns, dtype=out_dtype)
+
+
+def _product(
+    A: torch.Tensor,
+    trans_A: bool,
+    B: torch.Tensor,
+    trans_B: bool,
+    D: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    A_scale_inv: torch.Tensor | None = None,
+    B_scale_inv: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    accumulate: bool = False,
+    B_scale_shape: list[int] | None = None,
+) -> torch.Tensor:
+    """Product of fp8 matrices, multiplied with the scales of rows and columns."""
+    if D is not None or accumulate or B_scale_shape is not None:
+        raise NotImplementedError("simulated are calls with a result of their own")
+    for codes in (A, B):
+        if bool((codes.float().abs() > _fp8_max()).any()):
+            raise ValueError(f"expected fp8 numbers up to {_fp8_max():g}, got larger ones")
+    left, right = A.float(), B.float()
+    y = torch.matmul(left.t() if trans_A else left, right.t() if trans_B else right)
+    for scale in (A_scale_inv, B_scale_inv):
+        y = y if scale is None else y * scale.float()
+    return (y if bias is None else y + bias.float()).to(out_dtype)
+
+
 _OPERATORS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     (
         "sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, float p, float scale, "
@@ -279,5 +367,23 @@ _OPERATORS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
         "int mode) -> Tensor",
         _rotary,
         _rotary_shapes,
+    ),
+    (
+        "convert_from_uint4(Tensor input, Tensor scale, Tensor? zero_point, ScalarType out_dtype) -> Tensor",
+        _widened,
+        _widened_shapes,
+    ),
+    (
+        "cast_to_fp8_v2(Tensor input, Tensor? scale=None, bool stochastic_rounding=False, "
+        "bool is_amax=False, ScalarType dtype=None, int[]? scale_shape=None) -> (Tensor, Tensor)",
+        _rounded,
+        _rounded_shapes,
+    ),
+    (
+        "fp8_gemm_v2(Tensor A, bool trans_A, Tensor B, bool trans_B, Tensor? D, ScalarType out_dtype, "
+        "Tensor? A_scale_inv=None, Tensor? B_scale_inv=None, Tensor? bias=None, bool accumulate=False, "
+        "int[]? B_scale_shape=None) -> Tensor",
+        _product,
+        _product_shapes,
     ),
 )

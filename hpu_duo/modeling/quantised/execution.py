@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from hpu_duo.config.engine import ModelConfig
+from hpu_duo.modeling.quantised import hpu, panels
 from hpu_duo.modeling.quantised.checkpoint import quantisation_of
 from hpu_duo.modeling.quantised.config import METHODS
 from hpu_duo.modeling.quantised.linear import DEQUANTISED, Keeps, WeightExecution
 from hpu_duo.modeling.quantised.rounding import FORMATS
+from kernels_ref.x86.library import is_available
 
 AUTO, STORED, DEQUANTISE = "auto", "stored", "dequantise"
 
 
-def kernel_for(device_type: str, dtype: torch.dtype) -> Keeps | None:
+def kernel_for(device: torch.device, dtype: torch.dtype) -> Keeps | None:
     """Return which weights a kernel of a device reads as codes; None where there is no such kernel.
 
     Args:
-        device_type: "cpu", "hpu" or "cuda".
+        device: where the model runs.
         dtype: of activations.
     """
+    if device.type == "hpu" and dtype == torch.bfloat16:
+        return partial(hpu.fits, device=device)
+    if device.type == "cpu" and dtype == torch.bfloat16 and is_available():
+        return partial(panels.fits, dtype=dtype)
     return None
 
 
-def choose_execution(model: ModelConfig, dtype: torch.dtype, device_type: str) -> WeightExecution:
+def choose_execution(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> WeightExecution:
     """Return how the weights of a checkpoint are executed.
 
     Args:
         model: with the checkpoint and what its user wants.
         dtype: of the model.
-        device_type: where it runs.
+        device: where it runs.
 
     Raises:
         ValueError: weights are plain, of another producer, or already quantised; or see ``quantisation_of``.
@@ -42,7 +49,9 @@ def choose_execution(model: ModelConfig, dtype: torch.dtype, device_type: str) -
         return WeightExecution(rounding=rounding)
     if execution == STORED:
         return WeightExecution(_always, rounding)
-    keeps = kernel_for(device_type, dtype)
+    # Unpacked weights are read by no kernel.
+    is_packed = device.type != "cpu" or model.pack_weights is not False
+    keeps = kernel_for(device, dtype) if is_packed else None
     return WeightExecution(rounding=rounding) if keeps is None else WeightExecution(keeps, rounding)
 
 

@@ -1,0 +1,161 @@
+"""Linear layers of codes by the operators of Gaudi's software: fp8 products, and 4 bits widened at each use.
+
+Sources: the PyTorch bridge (``fp8_ops.cpp``, ``test_hpu_convert_from_int4.py``) and callers in vllm-gaudi.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import nn
+
+from hpu_duo.modeling.quantised.linear import QuantisedLinear
+from hpu_duo.modeling.quantised.weight import NIBBLE, QuantisedWeight, unpack_nibbles
+
+_WORD = 8
+"""Codes of 4 bits in an int32 word."""
+_FP8_MAX = {True: 240.0, False: 448.0}
+"""Largest fp8 number, by whether the device is a Gaudi 2."""
+KERNEL = "HPU operators"
+"""Name of the kernels in reports."""
+_LEAST = 1e-8
+
+
+def fits(stored: QuantisedWeight, device: torch.device) -> bool:
+    """Whether an operator of the device reads a weight, and has passed a trial.
+
+    Args:
+        stored: 4 bits in groups of neighbours, or fp8 with a scale of each output or of the tensor.
+        device: an HPU.
+    """
+    if stored.bits == NIBBLE:
+        # Inputs and outputs are counted in whole groups and words.
+        is_whole = stored.shape[1] % stored.block[1] == 0 and stored.shape[0] % _WORD == 0
+        is_plain = stored.block[0] == 1 and stored.group_of is None
+        return is_whole and is_plain and _passes(HPUInt4Linear, device, False)
+    is_fp8 = stored.codes.dtype == torch.float8_e4m3fn and stored.scales.shape[1] == 1
+    return is_fp8 and _passes(HPUFp8Linear, device, is_gaudi2(device))
+
+
+def is_gaudi2(device: torch.device) -> bool:
+    """Whether an HPU is a Gaudi 2."""
+    return str(torch.get_device_module(device).get_device_name()).endswith("2")
+
+
+class HPUInt4Linear(nn.Module):
+    """A layer of 4-bit codes, which become a plain weight in the dtype of the inputs at each use.
+
+    Args:
+        layer: ``fits``.
+        is_narrow: not used.
+    """
+
+    words: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+
+    def __init__(self, layer: QuantisedLinear, is_narrow: bool = False) -> None:
+        super().__init__()
+        stored = layer.stored
+        self.in_features, self.out_features, self.label = layer.in_features, layer.out_features, stored.label
+        self.register_parameter("bias", layer.bias)
+        zeros = stored.zeros
+        if isinstance(zeros, int):
+            zeros = torch.full(stored.scales.shape, zeros, dtype=torch.uint8)
+        codes = unpack_nibbles(stored.codes, self.in_features)
+        for name, table in (
+            ("words", _words(codes)),
+            ("scales", stored.scales.t()),
+            ("zeros", _words(zeros)),
+        ):
+            self.register_buffer(name, table.contiguous(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = torch.ops.hpu.convert_from_uint4(self.words, self.scales.to(x.dtype), self.zeros, x.dtype)
+        y = torch.matmul(x, weight)
+        return y if self.bias is None else y + self.bias
+
+
+def _words(codes_NK: torch.Tensor) -> torch.Tensor:
+    """Codes turned round, ``[K, N / 8]``: eight outputs in a word, the first in its lowest bits."""
+    parts = codes_NK.t().to(torch.int64).unflatten(1, (-1, _WORD))
+    words = (parts << torch.arange(0, 4 * _WORD, 4)).sum(dim=-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+class HPUFp8Linear(nn.Module):
+    """A layer of fp8 codes. Inputs are rounded to fp8, each token by a scale of its own.
+
+    Args:
+        layer: ``fits``.
+        is_narrow: whether fp8 ends at 240: codes are halved then, see ``QuantisedWeight.halved``.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    def __init__(self, layer: QuantisedLinear, is_narrow: bool = False) -> None:
+        super().__init__()
+        stored = layer.stored.halved() if is_narrow else layer.stored
+        self.in_features, self.out_features, self.label = layer.in_features, layer.out_features, stored.label
+        self.largest = _FP8_MAX[is_narrow]
+        self.register_parameter("bias", layer.bias)
+        turned = stored.codes.view(torch.uint8).t().contiguous().view(stored.codes.dtype)
+        scales = stored.scales.float().reshape(1, -1).expand(1, self.out_features).contiguous()
+        self.register_buffer("codes", turned, persistent=False)
+        self.register_buffer("scales", scales, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, -2)
+        scale = (rows.abs().amax(dim=-1, keepdim=True).float() + _LEAST) / self.largest
+        codes = torch.ops.hpu.cast_to_fp8_v2(rows, 1 / scale, False, False, self.codes.dtype)[0]
+        y = torch.ops.hpu.fp8_gemm_v2(
+            codes, False, self.codes, False, None, x.dtype, scale, self.scales, None, False
+        ).unflatten(0, x.shape[:-1])
+        return y if self.bias is None else y + self.bias
+
+
+def use_operators(model: nn.Module, device: torch.device) -> int:
+    """Replace the layers of codes that operators read, in place; returns their number.
+
+    Args:
+        model: on the host still.
+        device: it will run on, an HPU.
+    """
+    targets = [
+        (module, name)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if isinstance(child, QuantisedLinear) and fits(child.stored, device)
+    ]
+    for module, name in targets:
+        child = getattr(module, name)
+        kind = HPUInt4Linear if child.bits == NIBBLE else HPUFp8Linear
+        setattr(module, name, kind(child, is_gaudi2(device)))
+    return len(targets)
+
+
+@cache
+def _passes(kind: type[HPUInt4Linear | HPUFp8Linear], device: torch.device, is_narrow: bool) -> bool:
+    """Whether the operators of a layer exist there, run, and return the product of a small weight."""
+    generator = torch.Generator().manual_seed(0)
+    shape = 16, 64
+    if kind is HPUInt4Linear:
+        codes = torch.randint(0, 256, (16, 32), generator=generator, dtype=torch.uint8)
+        zeros = torch.randint(0, 16, (16, 2), generator=generator, dtype=torch.uint8)
+        stored = QuantisedWeight(
+            codes, torch.rand(16, 2, generator=generator).bfloat16(), shape, (1, 32), zeros, 4
+        )
+    else:
+        values = torch.randn(16, 64, generator=generator).to(torch.float8_e4m3fn)
+        stored = QuantisedWeight(values, torch.rand(16, 1, generator=generator), shape, (1, 64))
+    x = torch.randn(3, 64, generator=generator).bfloat16()
+    layer = QuantisedLinear(64, 16, None, stored)
+    expected = x.double() @ layer.dequantised(torch.float32).double().t()
+    try:
+        got = kind(layer, is_narrow).to(device)(x.to(device)).cpu().double()
+    except (RuntimeError, AttributeError, TypeError, ValueError, NotImplementedError):
+        return False
+    # Numbers of fp8 are rounded by 2^-4 at most.
+    return bool((got - expected).norm() <= 2**-4 * expected.norm())

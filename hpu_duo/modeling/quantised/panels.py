@@ -1,0 +1,166 @@
+"""Linear layers whose codes are laid out once for our kernel of x86 processors."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from hpu_duo.modeling.quantised.hpu import KERNEL as HPU_KERNEL
+from hpu_duo.modeling.quantised.hpu import HPUFp8Linear, HPUInt4Linear
+from hpu_duo.modeling.quantised.linear import QuantisedLinear
+from hpu_duo.modeling.quantised.weight import NIBBLE, QuantisedWeight, unpack_nibbles
+from kernels_ref.x86 import quantised as kernel
+from kernels_ref.x86.linear import pack_bias
+
+KERNEL = "x86, codes read as stored"
+"""Name of the kernel in reports."""
+
+
+class Arena(Protocol):
+    """Memory that pieces are taken from."""
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return the next piece, as zeros."""
+        ...
+
+
+def fits(stored: QuantisedWeight, dtype: torch.dtype) -> bool:
+    """Whether the kernel multiplies activations of a dtype with a weight on this machine."""
+    return kernel.fits(dtype, stored.scales.shape[1], stored.block[1]) and _order(stored) is not False
+
+
+def _order(stored: QuantisedWeight) -> torch.Tensor | bool | None:
+    """The order of inputs in which groups are neighbours; None if they are, False if their sizes differ."""
+    if stored.group_of is None:
+        return None
+    sizes = stored.group_of.bincount(minlength=stored.scales.shape[1])
+    return stored.group_of.argsort(stable=True) if bool((sizes == stored.block[1]).all()) else False
+
+
+class PanelQuantisedLinear(nn.Module):
+    """A ``QuantisedLinear`` whose codes are in panels for our kernel.
+
+    Args:
+        layer: ``fits``.
+        memory: receives the panels; see ``num_bytes``.
+        live: as of ``PanelLinear``.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    bias: torch.Tensor | None
+    order: torch.Tensor | None
+    live: torch.Tensor | None
+
+    def __init__(self, layer: QuantisedLinear, memory: Arena, live: torch.Tensor | None) -> None:
+        super().__init__()
+        stored = layer.stored
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.label = stored.label
+        order = _order(stored)
+        assert order is None or isinstance(order, torch.Tensor), "the weight fits"
+        num_groups = stored.scales.shape[1]
+        self.group = stored.block[1] if num_groups > 1 else kernel.padded(self.in_features)
+        bias = None if layer.bias is None else pack_bias(layer.bias.detach())
+        for name, tensor in (
+            ("codes", _packed(stored, order, memory)),
+            ("scales", kernel.pack_table(_by_output(stored.scales, stored))),
+            ("zeros", _zeros(stored)),
+            ("bias", bias),
+            ("order", order),
+            ("live", live),
+        ):
+            self.register_buffer(name, tensor, persistent=False)
+        self._operator = kernel.operator()
+
+    @staticmethod
+    def num_bytes(layer: QuantisedLinear) -> int:
+        """Bytes of the packed codes."""
+        shape, dtype = _layout(layer.stored)
+        return math.prod(shape) * dtype.itemsize
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Only [1, tokens, features] has the tokens of the step in their order.
+        live = self.live if x.dim() == 3 and x.shape[0] == 1 else None
+        if self.order is not None:
+            x = x.index_select(-1, self.order)
+        return self._operator(
+            x, self.codes, self.scales, self.zeros, self.bias, self.out_features, self.group, live
+        )
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.label} in panels"
+
+
+def _layout(stored: QuantisedWeight) -> tuple[tuple[int, ...], torch.dtype]:
+    if stored.bits == NIBBLE:
+        return kernel.nibbles_shape(*stored.shape), torch.int16
+    is_fp8 = stored.codes.is_floating_point()
+    return kernel.bytes_shape(*stored.shape), stored.codes.dtype if is_fp8 else torch.int8
+
+
+def _packed(stored: QuantisedWeight, order: torch.Tensor | None, memory: Arena) -> torch.Tensor:
+    shape, dtype = _layout(stored)
+    out = memory.take(shape, dtype)
+    codes = stored.codes
+    if stored.bits == NIBBLE:
+        codes = unpack_nibbles(codes, stored.shape[1])
+    if order is not None:
+        codes = codes[:, order]
+    if stored.bits == NIBBLE:
+        kernel.pack_nibbles(codes, out)
+    else:
+        # Unsigned bytes less 128 are signed ones.
+        kernel.pack_bytes(codes ^ 128 if codes.dtype == torch.uint8 else codes, out)
+    return out
+
+
+def _middle(stored: QuantisedWeight) -> int:
+    """The code that the kernel takes for zero."""
+    if stored.bits == NIBBLE:
+        return 8
+    return 128 if stored.codes.dtype == torch.uint8 else 0
+
+
+def _zeros(stored: QuantisedWeight) -> torch.Tensor | None:
+    zeros, middle = stored.zeros, _middle(stored)
+    if isinstance(zeros, int):
+        if zeros == middle:
+            return None
+        zeros = torch.full(stored.scales.shape, zeros, dtype=torch.int16)
+    beyond = (zeros.to(torch.int16) - middle).to(torch.int8)
+    return kernel.pack_table(_by_output(beyond, stored)) if bool(beyond.any()) else None
+
+
+def _by_output(table: torch.Tensor, stored: QuantisedWeight) -> torch.Tensor:
+    """A row for each output of a table that has one for some neighbours."""
+    num_outputs, rows = stored.shape[0], stored.block[0]
+    return table if rows == 1 else table.repeat_interleave(rows, 0)[:num_outputs]
+
+
+LAYERS_OF_CODES = (QuantisedLinear, PanelQuantisedLinear, HPUInt4Linear, HPUFp8Linear)
+"""Classes of layers whose weights stay codes."""
+
+
+def weights_of(model: nn.Module) -> tuple[str, int]:
+    """Return the formats of the linear weights of a model, with their kernels, and the bytes of all weights.
+
+    Args:
+        model: as it is served.
+    """
+    found: Counter[str] = Counter()
+    for module in model.modules():
+        if isinstance(module, PanelQuantisedLinear):
+            found[f"{module.label} ({KERNEL})"] += 1
+        elif isinstance(module, HPUInt4Linear | HPUFp8Linear):
+            found[f"{module.label} ({HPU_KERNEL})"] += 1
+        elif isinstance(module, QuantisedLinear):
+            found[f"{module.stored.label} (dequantised at each use)"] += 1
+    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    names = [f"{name} in {number} layers" for name, number in found.items()]
+    return ", ".join(names) or "plain", sum(each.nbytes for each in tensors.values())

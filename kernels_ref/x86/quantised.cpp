@@ -1,0 +1,435 @@
+// Products of bfloat16 rows with a weight of 8-bit or 4-bit codes, which is read as it is stored: AVX512-BF16.
+//
+// Codes lie in panels of 32 outputs. Bytes: [outputs / 32][inputs / 2][32][2]. Nibbles: [outputs / 32][inputs / 8][32][2]
+// words of 16 bits, whose four nibbles, from the lowest, are inputs 0 + j, 2 + j, 4 + j and 6 + j, j being the last index.
+//
+// All codes are exact in bfloat16. Products with them are summed in float32 for each group of inputs, and the sum of a
+// group is multiplied with its scale. A few rows read codes once, into registers. More rows read some codes at a time
+// as bfloat16, from the second-level cache.
+
+#include "quantised.h"
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "panels.h"
+
+namespace hpu_duo {
+namespace {
+
+constexpr int kFewRows = 2;             // codes are read into registers: more rows would widen them again and again
+constexpr int kRowStep = 6;             // rows of a pass over expanded codes: 24 sums stay in registers
+constexpr int64_t kRowBlock = 240;      // most rows for which codes are expanded once
+constexpr int64_t kPartInputs = 512;    // inputs of a part: its expanded codes take 64 KiB of two panels
+constexpr int kVectors = kPanel / kLanes;
+
+inline __m512 scale_at(const QuantisedWeight &weight, int64_t place) {
+  switch (weight.scale_kind) {
+    case ScaleKind::kFloat: return _mm512_loadu_ps((const float *)weight.scales + place);
+    case ScaleKind::kHalf:
+      return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)weight.scales + place)));
+    default: {
+      const __m256i bits = _mm256_loadu_si256((const __m256i *)((const uint16_t *)weight.scales + place));
+      return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+    }
+  }
+}
+
+inline __m512 zero_at(const QuantisedWeight &weight, int64_t place) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(weight.zeros + place))));
+}
+
+// Sixteen codes of a byte each.
+template <CodeKind kind>
+inline __m512 values_of(const uint8_t *codes) {
+  const __m128i bytes = _mm_loadu_si128((const __m128i *)codes);
+  if constexpr (kind == CodeKind::kInt8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+  // e4m3 to float32: the sign goes to the front, the rest to the end of the exponent, which is 120 too small.
+  const __m512i shifted = _mm512_srai_epi32(_mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 24), 4);
+  const __m512 small = _mm512_castsi512_ps(_mm512_and_si512(shifted, _mm512_set1_epi32((int)0x87F00000)));
+  return _mm512_mul_ps(small, _mm512_set1_ps(0x1p120f));
+}
+
+// Words of four nibbles to bfloat16, for the nibble that `shift` moves to the front: code - 8.
+class Nibbles {
+ public:
+  Nibbles() {
+    alignas(64) uint16_t table[32];
+    for (int code = 0; code < 32; ++code) {
+      const float value = (float)(code % 16 - 8);
+      uint32_t bits;
+      std::memcpy(&bits, &value, sizeof(bits));
+      table[code] = (uint16_t)(bits >> 16);
+    }
+    table_ = _mm512_load_si512(table);
+  }
+  template <int kShift>
+  inline __m512bh at(__m512i words) const {
+    // An index has five bits that matter, and the table does not depend on the fifth.
+    const __m512i index = kShift ? _mm512_srli_epi16(words, kShift) : words;
+    return (__m512bh)_mm512_permutexvar_epi16(index, table_);
+  }
+
+ private:
+  __m512i table_;
+};
+
+inline __m512bh pair_at(const bf16 *x) {
+  uint32_t both;
+  std::memcpy(&both, x, sizeof(both));
+  return (__m512bh)_mm512_set1_epi32((int)both);
+}
+
+// Pairs of neighbours, summed: of 32 numbers 16.
+inline __m512 sum_of_pairs(__m512 low, __m512 high) {
+  const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  return _mm512_add_ps(_mm512_permutex2var_ps(low, even, high), _mm512_permutex2var_ps(low, odd, high));
+}
+
+inline void store(const QuantisedWeight &weight, int64_t row, int64_t panel, __m512 low, __m512 high) {
+  const Outputs out{weight.y + panel * kPanel, weight.outputs, weight.outputs - panel * kPanel,
+                    weight.bias ? weight.bias + panel * kPanel : nullptr, nullptr, 0, true, true};
+  out.finish(row, 0, low, high);
+}
+
+struct Job {
+  const bf16 *x;
+  const float *wide;      // x in float32, where few rows are multiplied with bytes
+  const float *sums;      // of x over groups [rows][groups], where the weight has zero points
+  const QuantisedWeight &weight;
+  int64_t inputs;
+
+  int64_t bytes_per_pair() const { return weight.kind == CodeKind::kInt4 ? kPanel : 2 * kPanel; }
+  const uint8_t *codes(int64_t panel, int64_t input) const {
+    return weight.codes + (panel * inputs + input) / 2 * bytes_per_pair();
+  }
+  // Adds the sum over a group to that of all inputs.
+  inline void scale(int64_t row, int64_t panel, int64_t group, int vector, __m512 sum, __m512 &total) const {
+    const int64_t place = (panel * weight.groups + group) * kPanel + vector * kLanes;
+    if (weight.zeros) {
+      const __m512 all = _mm512_set1_ps(sums[row * weight.groups + group]);
+      sum = _mm512_fnmadd_ps(zero_at(weight, place), all, sum);
+    }
+    total = _mm512_fmadd_ps(sum, scale_at(weight, place), total);
+  }
+};
+
+// All of a few rows with neighbouring panels of bytes.
+template <CodeKind kind, int MR, int NP>
+inline __attribute__((always_inline)) void few_bytes(const Job &job, int64_t panel) {
+  constexpr int kParts = 4 * NP;  // a vector has a pair of inputs for each of eight outputs
+  __m512 total[MR][2 * NP];
+  for (auto &each : total)
+    for (auto &vector : each) vector = _mm512_setzero_ps();
+  for (int64_t group = 0; group < job.weight.groups; ++group) {
+    const int64_t begin = group * job.weight.group, end = std::min(begin + job.weight.group, job.inputs);
+    __m512 sum[MR][kParts];
+#pragma GCC unroll 4
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
+      for (int n = 0; n < kParts; ++n) sum[m][n] = _mm512_setzero_ps();
+    const uint8_t *codes = job.codes(panel, begin);
+    const int64_t ahead = job.inputs * kPanel;
+    for (int64_t input = begin; input < end; input += 2, codes += 2 * kPanel) {
+      __m512 x[MR];
+#pragma GCC unroll 4
+      for (int m = 0; m < MR; ++m) {
+        double both;
+        std::memcpy(&both, job.wide + m * job.inputs + input, sizeof(both));
+        x[m] = _mm512_castpd_ps(_mm512_set1_pd(both));
+      }
+#pragma GCC unroll 2
+      for (int p = 0; p < NP; ++p) {
+        const uint8_t *from = codes + p * ahead;
+        _mm_prefetch((const char *)(from + 2048), _MM_HINT_T0);
+#pragma GCC unroll 4
+        for (int n = 0; n < 4; ++n) {
+          const __m512 value = values_of<kind>(from + n * kLanes);
+#pragma GCC unroll 4
+          for (int m = 0; m < MR; ++m) sum[m][4 * p + n] = _mm512_fmadd_ps(value, x[m], sum[m][4 * p + n]);
+        }
+      }
+    }
+    for (int m = 0; m < MR; ++m)
+      for (int n = 0; n < 2 * NP; ++n)
+        job.scale(m, panel + n / 2, group, n % 2, sum_of_pairs(sum[m][2 * n], sum[m][2 * n + 1]), total[m][n]);
+  }
+  for (int m = 0; m < MR; ++m)
+    for (int p = 0; p < NP; ++p) store(job.weight, m, panel + p, total[m][2 * p], total[m][2 * p + 1]);
+}
+
+// The same of nibbles.
+template <int MR, int NP>
+inline __attribute__((always_inline)) void few_nibbles(const Job &job, int64_t panel) {
+  constexpr int kParts = 2 * NP, kChains = 2;
+  const Nibbles nibbles;
+  __m512 total[MR][kParts];
+  for (auto &each : total)
+    for (auto &vector : each) vector = _mm512_setzero_ps();
+  for (int64_t group = 0; group < job.weight.groups; ++group) {
+    const int64_t begin = group * job.weight.group, end = std::min(begin + job.weight.group, job.inputs);
+    __m512 sum[MR][kParts][kChains];
+#pragma GCC unroll 4
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
+      for (int n = 0; n < kParts; ++n)
+#pragma GCC unroll 2
+        for (int chain = 0; chain < kChains; ++chain) sum[m][n][chain] = _mm512_setzero_ps();
+    const uint8_t *codes = job.codes(panel, begin);
+    const bf16 *x = job.x + begin;
+    const int64_t ahead = job.inputs * kPanel / 2;
+    for (int64_t input = begin; input < end; input += 8, codes += 4 * kPanel, x += 8) {
+#pragma GCC unroll 4
+      for (int n = 0; n < kParts; ++n) {
+        const uint8_t *from = codes + n / 2 * ahead + n % 2 * 64;
+        _mm_prefetch((const char *)(from + 2048), _MM_HINT_T0);
+        const __m512i words = _mm512_loadu_si512(from);
+#pragma GCC unroll 4
+        for (int m = 0; m < MR; ++m) {
+          const bf16 *left = x + m * job.inputs;
+          sum[m][n][0] = _mm512_dpbf16_ps(sum[m][n][0], pair_at(left), nibbles.at<0>(words));
+          sum[m][n][1] = _mm512_dpbf16_ps(sum[m][n][1], pair_at(left + 2), nibbles.at<4>(words));
+          sum[m][n][0] = _mm512_dpbf16_ps(sum[m][n][0], pair_at(left + 4), nibbles.at<8>(words));
+          sum[m][n][1] = _mm512_dpbf16_ps(sum[m][n][1], pair_at(left + 6), nibbles.at<12>(words));
+        }
+      }
+    }
+    for (int m = 0; m < MR; ++m)
+      for (int n = 0; n < kParts; ++n) {
+        const __m512 both = _mm512_add_ps(sum[m][n][0], sum[m][n][1]);
+        job.scale(m, panel + n / 2, group, n % 2, both, total[m][n]);
+      }
+  }
+  for (int m = 0; m < MR; ++m)
+    for (int p = 0; p < NP; ++p) store(job.weight, m, panel + p, total[m][2 * p], total[m][2 * p + 1]);
+}
+
+template <int MR, int NP>
+void few(const Job &job, int64_t panel) {
+  switch (job.weight.kind) {
+    case CodeKind::kInt8: return few_bytes<CodeKind::kInt8, MR, NP>(job, panel);
+    case CodeKind::kFp8: return few_bytes<CodeKind::kFp8, MR, NP>(job, panel);
+    default: return few_nibbles<MR, NP>(job, panel);
+  }
+}
+
+template <int NP>
+void few_rows(const Job &job, int64_t rows, int64_t panel) {
+  rows == 1 ? few<1, NP>(job, panel) : few<2, NP>(job, panel);
+}
+
+// Codes of some inputs of a panel as bfloat16: [inputs / 2][32][2], panels `kPartInputs` inputs apart.
+void expand(const Job &job, int64_t panel, int64_t input, int64_t count, bf16 *out) {
+  const uint8_t *codes = job.codes(panel, input);
+  if (job.weight.kind == CodeKind::kInt4) {
+    const Nibbles nibbles;
+    for (int64_t i = 0; i < count; i += 8, codes += 4 * kPanel, out += 8 * kPanel)
+#pragma GCC unroll 2
+      for (int n = 0; n < kVectors; ++n) {
+        const __m512i words = _mm512_loadu_si512(codes + n * 64);
+        bf16 *to = out + n * 2 * kLanes;
+        _mm512_store_si512(to, (__m512i)nibbles.at<0>(words));
+        _mm512_store_si512(to + 2 * kPanel, (__m512i)nibbles.at<4>(words));
+        _mm512_store_si512(to + 4 * kPanel, (__m512i)nibbles.at<8>(words));
+        _mm512_store_si512(to + 6 * kPanel, (__m512i)nibbles.at<12>(words));
+      }
+    return;
+  }
+  const bool is_fp8 = job.weight.kind == CodeKind::kFp8;
+  for (int64_t i = 0; i < count * kPanel; i += 2 * kLanes) {
+    const __m512 low = is_fp8 ? values_of<CodeKind::kFp8>(codes + i) : values_of<CodeKind::kInt8>(codes + i);
+    const __m512 high = is_fp8 ? values_of<CodeKind::kFp8>(codes + i + kLanes)
+                               : values_of<CodeKind::kInt8>(codes + i + kLanes);
+    _mm512_store_si512(out + i, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+  }
+}
+
+// Expanded codes of neighbouring panels, and where the codes lie that are needed after them.
+struct Part {
+  const bf16 *values;
+  const uint8_t *next;
+  int64_t next_panel, next_pair;  // bytes from a panel to the next one, and from a pair of inputs
+  int64_t panel, input, count;
+  bool is_first;
+};
+
+template <int MR, int NP>
+inline __attribute__((always_inline)) void pass(const Job &job, const Part &part, int64_t first, int64_t row,
+                                                float *totals) {
+  constexpr int kSums = kVectors * NP;
+  const int64_t group_size = job.weight.group;
+  const uint8_t *next = row == 0 ? part.next : nullptr;
+  for (int64_t begin = part.input; begin < part.input + part.count;) {
+    const int64_t group = begin / group_size;
+    const int64_t end = std::min((group + 1) * group_size, part.input + part.count);
+    __m512 sum[MR][kSums];
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
+      for (int n = 0; n < kSums; ++n) sum[m][n] = _mm512_setzero_ps();
+    const bf16 *x = job.x + (first + row) * job.inputs + begin;
+    const bf16 *values = part.values + (begin - part.input) * kPanel;
+    for (int64_t input = begin; input < end; input += 2, x += 2, values += 2 * kPanel) {
+      if (next) {
+#pragma GCC unroll 2
+        for (int p = 0; p < NP; ++p) _mm_prefetch((const char *)(next + p * part.next_panel), _MM_HINT_T1);
+        next += part.next_pair;
+      }
+      __m512bh right[kSums];
+#pragma GCC unroll 8
+      for (int n = 0; n < kSums; ++n)
+        right[n] = (__m512bh)_mm512_load_si512(values + n / 2 * kPartInputs * kPanel + n % 2 * 2 * kLanes);
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; ++m) {
+        const __m512bh left = pair_at(x + m * job.inputs);
+#pragma GCC unroll 8
+        for (int n = 0; n < kSums; ++n) sum[m][n] = _mm512_dpbf16_ps(sum[m][n], left, right[n]);
+      }
+    }
+    const bool is_new = part.is_first && begin == part.input;
+    // Zero points count once for each group, with its last inputs.
+    const bool is_whole = end == std::min((group + 1) * group_size, job.inputs);
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
+      for (int n = 0; n < kSums; ++n) {
+        float *to = totals + (row + m) * kSums * kLanes + n * kLanes;
+        const int64_t place = ((part.panel + n / 2) * job.weight.groups + group) * kPanel + n % 2 * kLanes;
+        __m512 each = sum[m][n];
+        if (job.weight.zeros && is_whole) {
+          const __m512 all = _mm512_set1_ps(job.sums[(first + row + m) * job.weight.groups + group]);
+          each = _mm512_fnmadd_ps(zero_at(job.weight, place), all, each);
+        }
+        const __m512 total = is_new ? _mm512_setzero_ps() : _mm512_load_ps(to);
+        _mm512_store_ps(to, _mm512_fmadd_ps(each, scale_at(job.weight, place), total));
+      }
+    begin = end;
+  }
+}
+
+template <int NP>
+void passes(const Job &job, const Part &part, int64_t first, int64_t rows, float *totals) {
+  const int64_t count = divide_up(rows, kRowStep);
+  int64_t row = 0;
+  for (int64_t left = count; left > 0; --left) {
+    const int64_t some = divide_up(rows - row, left);
+    switch (some) {
+      case 1: pass<1, NP>(job, part, first, row, totals); break;
+      case 2: pass<2, NP>(job, part, first, row, totals); break;
+      case 3: pass<3, NP>(job, part, first, row, totals); break;
+      case 4: pass<4, NP>(job, part, first, row, totals); break;
+      case 5: pass<5, NP>(job, part, first, row, totals); break;
+      default: pass<6, NP>(job, part, first, row, totals);
+    }
+    row += some;
+  }
+}
+
+// Rows from `first` on with NP neighbouring panels.
+template <int NP>
+void many_rows(const Job &job, int64_t first, int64_t rows, int64_t panel) {
+  static thread_local Buffer<float> held;
+  static thread_local Buffer<bf16> expanded;
+  float *totals = held.reserve(rows * NP * kPanel);
+  bf16 *values = expanded.reserve(2 * kPartInputs * kPanel);
+  const int64_t step = even_step(job.inputs, kPartInputs, kDepth);
+  const int64_t panel_bytes = job.inputs / 2 * job.bytes_per_pair();
+  for (int64_t input = 0; input < job.inputs; input += step) {
+    const int64_t count = std::min(step, job.inputs - input);
+    for (int p = 0; p < NP; ++p)
+      expand(job, panel + p, input, count, values + p * kPartInputs * kPanel);
+    const bool is_last = input + count == job.inputs;
+    const uint8_t *next = is_last ? job.codes(panel + NP, 0) : job.codes(panel, input + count);
+    const Part part{values, next, panel_bytes, job.bytes_per_pair(), panel, input, count, input == 0};
+    passes<NP>(job, part, first, rows, totals);
+  }
+  for (int64_t row = 0; row < rows; ++row)
+    for (int p = 0; p < NP; ++p) {
+      const float *from = totals + (row * NP + p) * kPanel;
+      store(job.weight, first + row, panel + p, _mm512_load_ps(from), _mm512_load_ps(from + kLanes));
+    }
+}
+
+float sum_of(const bf16 *x, int64_t count) {
+  const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3F80);
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t i = 0; i < count; i += kDepth) sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(x + i), ones);
+  return _mm512_reduce_add_ps(sum);
+}
+
+void widen(const bf16 *x, int64_t count, float *wide) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const __m256i bits = _mm256_loadu_si256((const __m256i *)(x + i));
+    _mm512_storeu_ps(wide + i, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)));
+  }
+}
+
+// Of each row, the sum of the inputs of each group.
+void sum_groups(const bf16 *x, const QuantisedWeight &weight, int64_t rows, int64_t inputs, float *sums,
+                int num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1 && rows > 1)
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t group = 0; group < weight.groups; ++group) {
+      const int64_t begin = group * weight.group;
+      sums[row * weight.groups + group] = sum_of(x + row * inputs + begin, std::min(weight.group, inputs - begin));
+    }
+}
+
+}  // namespace
+
+// y[rows, outputs] = x[rows, inputs] * weight^T + bias for each weight. `inputs` are a multiple of 32, and so is `group`,
+// unless there is one group only. `live` is null or two numbers: if `rows` is the first one, only as many rows as the
+// second says are computed, the others are 0.
+void quantised_linears(const bf16 *x, const QuantisedWeight *weights, int64_t num_weights, const int *live, int64_t rows,
+                       int64_t inputs, int num_threads) {
+  if (live && rows == live[0] && live[1] < rows) {
+    for (const QuantisedWeight *weight = weights; weight < weights + num_weights; ++weight)
+      std::fill(weight->y + live[1] * weight->outputs, weight->y + rows * weight->outputs, (bf16)0);
+    rows = live[1];
+  }
+  if (!rows) return;
+  static thread_local Buffer<float> wide, sums;
+  const bool is_few = rows <= kFewRows;
+  int64_t num_sums = 0, pairs = 0;
+  bool is_wide = false;
+  for (int64_t n = 0; n < num_weights; ++n) {
+    num_sums += weights[n].zeros ? rows * weights[n].groups : 0;
+    is_wide |= is_few && weights[n].kind != CodeKind::kInt4;
+  }
+  float *as_floats = is_wide ? wide.reserve(rows * inputs) : nullptr;
+  float *of_groups = num_sums ? sums.reserve(num_sums) : nullptr;
+  if (is_wide) widen(x, rows * inputs, as_floats);
+  std::vector<Job> jobs;
+  std::vector<int64_t> ends;  // pairs of panels up to the end of each weight
+  for (int64_t n = 0; n < num_weights; ++n) {
+    jobs.push_back({x, as_floats, weights[n].zeros ? of_groups : nullptr, weights[n], inputs});
+    if (weights[n].zeros) {
+      sum_groups(x, weights[n], rows, inputs, of_groups, num_threads);
+      of_groups += rows * weights[n].groups;
+    }
+    pairs += divide_up(weights[n].outputs, 2 * kPanel);
+    ends.push_back(pairs);
+  }
+  const int64_t step = is_few ? rows : even_step(rows, kRowBlock, kRowStep), blocks = divide_up(rows, step);
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+  for (int64_t item = 0; item < blocks * pairs; ++item) {
+    const int64_t pair = item % pairs, first = item / pairs * step;
+    const size_t n = std::upper_bound(ends.begin(), ends.end(), pair) - ends.begin();
+    const int64_t panel = (pair - (n ? ends[n - 1] : 0)) * 2;
+    const bool is_pair = panel * kPanel + kPanel < weights[n].outputs;
+    if (is_few) {
+      is_pair ? few_rows<2>(jobs[n], rows, panel) : few_rows<1>(jobs[n], rows, panel);
+    } else if (is_pair) {
+      many_rows<2>(jobs[n], first, std::min(step, rows - first), panel);
+    } else {
+      many_rows<1>(jobs[n], first, std::min(step, rows - first), panel);
+    }
+  }
+}
+
+}  // namespace hpu_duo

@@ -1,0 +1,100 @@
+"""Products of rows with codes on x86, against dequantised weights in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpu_duo.modeling.packed_linear import HugePages
+from hpu_duo.modeling.quantised.linear import QuantisedLinear
+from hpu_duo.modeling.quantised.panels import PanelQuantisedLinear, fits
+from hpu_duo.modeling.quantised.weight import QuantisedWeight, pack_nibbles
+from kernels_ref.x86.library import is_available
+from kernels_ref.x86.quantised import each_operator
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="needs AVX512-BF16 and a compiler")
+
+ROWS = [1, 2, 3, 4, 5, 7, 16, 250]
+
+
+def drawn(kind: str, shape: tuple[int, int], block: tuple[int, int], scales: torch.dtype) -> QuantisedWeight:
+    """Codes of all values, and zero points where the kind has "zeros"."""
+    generator = torch.Generator().manual_seed(0)
+    grid = -(-shape[0] // block[0]), -(-shape[1] // block[1])
+    bits, least, most = {"4": (4, 0, 16), "8": (8, -128, 128), "u": (8, 0, 256), "f": (8, 0, 256)}[kind[0]]
+    codes = torch.randint(least, most, shape, generator=generator)
+    dtype = torch.int8 if kind[0] == "8" else torch.uint8
+    zeros: torch.Tensor | int = {"4": 8, "u": 128}.get(kind[0], 0)
+    if "zeros" in kind:
+        zeros = torch.randint(least, most, grid, generator=generator).to(dtype)
+    codes = codes.to(dtype)
+    if kind[0] == "f":
+        codes = torch.where(codes & 127 == 127, 0, codes).view(torch.float8_e4m3fn)  # no NaN
+    scale = (torch.rand(grid, generator=generator) + 0.5).to(scales)
+    return QuantisedWeight(pack_nibbles(codes) if bits == 4 else codes, scale, shape, block, zeros, bits)
+
+
+CASES = {
+    "int8 by output": ("8", (70, 96), (1, 96), torch.bfloat16),
+    "int8 with zero points": ("8 zeros", (64, 80), (1, 80), torch.float32),
+    "int8 of a tensor": ("8", (33, 544), (33, 544), torch.float32),
+    "unsigned groups": ("u zeros", (96, 1088), (1, 64), torch.float16),
+    "fp8 by output": ("f", (96, 160), (1, 160), torch.float32),
+    "fp8 blocks": ("f", (150, 200), (128, 128), torch.float32),
+    "int4 groups": ("4", (96, 1280), (1, 128), torch.bfloat16),
+    "int4 groups with zero points": ("4 zeros", (40, 640), (1, 32), torch.float16),
+    "int4 by output": ("4 zeros", (64, 77), (1, 77), torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products_are_those_of_dequantised_weights(name: str) -> None:
+    stored = drawn(*CASES[name])
+    assert fits(stored, torch.bfloat16)
+    check(stored)
+
+
+def check(stored: QuantisedWeight) -> None:
+    num_outputs, num_inputs = stored.shape
+    generator = torch.Generator().manual_seed(1)
+    bias = torch.nn.Parameter(torch.randn(num_outputs, generator=generator).bfloat16())
+    layer = QuantisedLinear(num_inputs, num_outputs, bias, stored)
+    live = torch.tensor([7, 3], dtype=torch.int32)
+    memory = HugePages(HugePages.rounded(PanelQuantisedLinear.num_bytes(layer)))
+    packed = PanelQuantisedLinear(layer, memory, live)
+    weight = layer.dequantised(torch.float32).double()
+    for rows in ROWS:
+        x = torch.randn(1, rows, num_inputs, generator=generator).bfloat16()
+        with torch.inference_mode():
+            got = packed(x)
+        expected = x.double() @ weight.t() + bias.double()
+        if rows == 7:
+            expected[:, 3:] = 0
+        # The sum is rounded once to bfloat16; it is of float32 numbers as large as the products.
+        size = x.double().abs() @ weight.abs().t()
+        assert bool(((got.double() - expected).abs() <= expected.abs() * 2**-8 + size * 2**-18).all()), rows
+
+
+def test_inputs_whose_groups_are_no_neighbours() -> None:
+    stored = drawn("4 zeros", (64, 256), (1, 32), torch.bfloat16)
+    mixed = stored.select(1, torch.randperm(256, generator=torch.Generator().manual_seed(0)))
+    assert mixed.group_of is not None
+    check(mixed)
+    assert not fits(mixed.select(1, torch.arange(100)), torch.bfloat16), "groups of several sizes"
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_several_weights_of_the_same_rows(rows: int) -> None:
+    layers = []
+    for name in ("int8 with zero points", "unsigned groups", "int4 groups with zero points"):
+        kind, (num_outputs, _), _, scales = CASES[name]
+        stored = drawn(kind, (num_outputs + 8, 640), (1, 64), scales)
+        layer = QuantisedLinear(640, num_outputs + 8, None, stored)
+        memory = HugePages(HugePages.rounded(PanelQuantisedLinear.num_bytes(layer)))
+        layers.append(PanelQuantisedLinear(layer, memory, None))
+    x = torch.randn(1, rows, 640, generator=torch.Generator().manual_seed(2)).bfloat16()
+    lists = zip(
+        *((each.codes, each.scales, each.zeros, None, each.out_features, each.group) for each in layers)
+    )
+    got = each_operator()(x, *map(list, lists), None)
+    assert all(torch.equal(part, layer(x)) for part, layer in zip(got, layers, strict=True))
