@@ -153,6 +153,11 @@ def assemble_around(
         raise ValueError(
             "several ranks load their parts of a checkpoint: expected a path, got a loaded model"
         )
+    if config.model.quantization != "auto":
+        raise ValueError(
+            f"weights are quantised while a checkpoint is read: expected a path for "
+            f"quantization={config.model.quantization}, got a loaded model"
+        )
     make_policy(config.scheduler.scheduling_policy)
     place = Place.of(config)
     with native_code_built(config.model, place, model.dtype):

@@ -95,8 +95,9 @@ WIDE = {
 }
 
 
-def peak_of_loading(member: Member, path: Path) -> tuple[int, int]:
-    """The most that loading adds at any moment, and the bytes of the model."""
+def peak_of_loading(member: Member, path: Path, rounding: str | None = None) -> tuple[int, int]:
+    """The most that loading adds at any moment, and the bytes of the model; rounded weights stay codes."""
+    execution = DEQUANTISED if rounding is None else replace(CODES, rounding=rounding)
     config, peak, is_done = read_config(path), [0], threading.Event()
     # What transformers imports lazily is not of the weights.
     load_model(path.parent / "small", read_config(path.parent / "small"), torch.float32, torch.device("cpu"))
@@ -109,10 +110,10 @@ def peak_of_loading(member: Member, path: Path) -> tuple[int, int]:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    model = load_model(path, config, torch.float32, torch.device("cpu"))
+    model = load_model(path, config, torch.float32, torch.device("cpu"), execution)
     is_done.set()
     watcher.join()
-    return peak[0], sum(parameter.nbytes for parameter in model.parameters())
+    return peak[0], sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 @pytest.mark.slow
@@ -123,3 +124,13 @@ def test_a_load_takes_the_plain_model_and_about_a_layer(name: str, tmp_path: Pat
         write_twins(tmp_path / f"plain {directory}", tmp_path / directory, KINDS[name])
     ((peak, size),) = run_processes(peak_of_loading, (tmp_path / "large",), [{}], 300)
     assert peak < size + size / WIDE["num_hidden_layers"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_load_that_rounds_takes_the_codes_and_about_a_layer(name: str, tmp_path: Path) -> None:
+    for directory, sizes in (("large", WIDE), ("small", SIZES)):
+        save_random(make_config("LlamaConfig", **sizes), tmp_path / directory)
+    ((peak, size),) = run_processes(peak_of_loading, (tmp_path / "large", name), [{}], 300)
+    plain_layer = 4 * (4 * 512 * 512 + 3 * 512 * 1536)
+    assert peak < size + plain_layer

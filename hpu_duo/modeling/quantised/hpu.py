@@ -54,6 +54,7 @@ class HPUInt4Linear(nn.Module):
     words: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor
+    bias: nn.Parameter | None
 
     def __init__(self, layer: QuantisedLinear, is_narrow: bool = False) -> None:
         super().__init__()
@@ -94,6 +95,7 @@ class HPUFp8Linear(nn.Module):
 
     codes: torch.Tensor
     scales: torch.Tensor
+    bias: nn.Parameter | None
 
     def __init__(self, layer: QuantisedLinear, is_narrow: bool = False) -> None:
         super().__init__()

@@ -193,7 +193,7 @@ class _Files:
         if len(self._names) == 1:
             self._names[0][0].rename(self._target / "model.safetensors")
             return
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for number, (file, names) in enumerate(self._names, 1):
             name = f"model-{number:05d}-of-{len(self._names):05d}.safetensors"
             file.rename(self._target / name)
