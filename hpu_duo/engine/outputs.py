@@ -49,6 +49,7 @@ class RequestOutput:
         admitted_at: when its prompt was first admitted, by ``time.perf_counter``; set with the first token of
             each sample, otherwise None.
         num_cached_tokens: prompt tokens that hit the prefix cache.
+        num_predicted: tokens of the predicted output that steps have accepted and rejected so far.
     """
 
     request_id: str
@@ -61,6 +62,7 @@ class RequestOutput:
     error: Exception | None = None
     admitted_at: float | None = field(default=None, compare=False)
     num_cached_tokens: int = 0
+    num_predicted: tuple[int, int] = (0, 0)
 
     @property
     def is_finished(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -456,6 +457,8 @@ class Stepper:
             except Exception as error:
                 self._fail(request, error)
                 continue
+            if self._drafting is not None and request.params.prediction_token_ids:
+                output = replace(output, num_predicted=self._drafting.predicted_of(request))
             if output.finish_reason is not None:
                 self._end(request, output.finish_reason)
             self.output_queue.report(output)

@@ -159,6 +159,9 @@ class GenerationRequest(Fields):
     request_id: Annotated[str, Field(max_length=256)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
 
+    vllm_xargs: dict[str, Any] | None = Field(
+        None, description="speculate: false for no drafts, or the most drafts of a step."
+    )
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -260,6 +263,20 @@ Documents = Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)]
 Variables = Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)]
 
 
+class Prediction(Fields):
+    """A text that the answer is expected to follow."""
+
+    type: Literal["content"]
+    content: Annotated[str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)], Field()]
+
+    @property
+    def text(self) -> str:
+        """The text of all parts."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.words or "" for part in self.content)
+
+
 class ChatRequest(GenerationRequest):
     """A conversation to continue.
 
@@ -267,6 +284,7 @@ class ChatRequest(GenerationRequest):
         max_completion_tokens, max_tokens: two names of one field, the second one deprecated.
         logprobs, top_logprobs: log-probabilities of each token, and the number of top ones.
         chat_template_kwargs: further variables of the chat template.
+        prediction: a text to draft the answer from.
     """
 
     messages: Messages
@@ -286,6 +304,7 @@ class ChatRequest(GenerationRequest):
     documents: Documents | None = None
     chat_template_kwargs: Variables | None = None
     reasoning_effort: Name | None = None
+    prediction: Prediction | None = None
 
 
 def _kind_of_prompt(prompt: object) -> str:
@@ -445,7 +464,7 @@ def failed(message: str) -> ApiError:
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]
 
 REFUSED: Refused = {
-    "prediction": ((), "predicted outputs are not served"),
+    "prediction": ((), "predicted outputs are served for chats only"),
     "store": ((False,), "answers are not stored"),
     "metadata": (({},), "metadata belongs to stored answers, and none are stored"),
     "service_tier": (("auto", "default"), "there is one tier"),
@@ -474,7 +493,6 @@ REFUSED: Refused = {
     "repetition_detection": ((), "repetition_detection is not served; use repetition_penalty"),
     "thinking_token_budget": ((-1,), "thinking is not told apart"),
     "kv_transfer_params": (({},), "keys and values are not transferred"),
-    "vllm_xargs": (({},), "there are no extensions"),
 }
 """Fields by name: values without effect, besides None, and the message for others."""
 

@@ -90,26 +90,38 @@ class Usage:
     Attributes:
         prompt_tokens: each prompt counts once, however many choices it has.
         completion_tokens: sampled tokens, stop tokens included.
+        has_prediction: whether the call has a predicted output.
     """
 
     prompt_tokens: int
     completion_tokens: int = 0
+    has_prediction: bool = False
     _cached: dict[str, int] = field(default_factory=dict)
+    _predicted: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
 
     def count(self, output: RequestOutput) -> None:
         """Count the tokens of an output, and the cached tokens of its prompt."""
         self.completion_tokens += len(output.token_ids)
         if output.sample_index == 0 and output.token_ids:
             self._cached[output.request_id] = output.num_cached_tokens
+        if self.has_prediction:
+            self._predicted[output.request_id, output.sample_index] = output.num_predicted
 
     def fields(self) -> dict[str, Any]:
         """The JSON object."""
-        return {
+        found: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }
+        if self.has_prediction:
+            accepted, rejected = (sum(each) for each in zip((0, 0), *self._predicted.values()))
+            found["completion_tokens_details"] = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": rejected,
+            }
+        return found
 
 
 _SHORT = 512

@@ -83,6 +83,7 @@ class ChatPlanner:
             max_tokens=max_tokens,
             logprobs=_num_logprobs(request),
             structured=await self._format(request, parser),
+            prediction=await self._prediction(request),
             names=names,
         )
         try:
@@ -99,7 +100,7 @@ class ChatPlanner:
             params=params,
             answer=ChatAnswer(
                 AnswerHead(answer_id, model),
-                Usage(len(prompt)),
+                Usage(len(prompt), has_prediction=request.prediction is not None),
                 request.num_samples,
                 names=self._names(request),
                 make_parser=None if parser is None else partial(make_parser, parser, _functions(request)),
@@ -147,6 +148,16 @@ class ChatPlanner:
                 )
         except ChatTemplateError as error:
             raise bad_value(error.field, f"{error.field}: {error}") from error
+
+    async def _prediction(self, request: ChatRequest) -> list[int]:
+        """Token ids of the predicted output; those beyond the longest answer are left out."""
+        if request.prediction is None:
+            return []
+        encoder = self._served.needs_encoder("prediction")
+        with checked_text("prediction", self._served):
+            return await encoder.encode(
+                request.prediction.text, add_special_tokens=False, truncation_side="right"
+            )
 
     def _parser(self, request: ChatRequest) -> str | None:
         """Name of the parser for tool calls; None when no tool may be called."""

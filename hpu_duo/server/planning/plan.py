@@ -416,6 +416,7 @@ def params_of(
     max_tokens: int | None,
     logprobs: int | None,
     structured: StructuredOutputs | None = None,
+    prediction: Sequence[int] = (),
     names: Mapping[str, str] | None = None,
 ) -> SamplingParams:
     """Return the sampling parameters of a request.
@@ -423,6 +424,7 @@ def params_of(
     Args:
         max_tokens: None = as many as fit.
         logprobs, structured: see ``SamplingParams``.
+        prediction: tokens of the predicted output.
         names: names in the request of fields of ``SamplingParams`` that differ.
 
     Raises:
@@ -444,6 +446,8 @@ def params_of(
             max_tokens=max_tokens,
             logprobs=logprobs,
             structured_outputs=structured,
+            prediction_token_ids=prediction,
+            speculate=_speculate(request),
             **given,
         )
     except FieldError as error:
@@ -451,6 +455,19 @@ def params_of(
     if params.stop:
         served.needs_encoder("stop")
     return params
+
+
+def _speculate(request: GenerationRequest) -> bool | int:
+    """Whether drafts are verified, or the most of a step."""
+    given = request.vllm_xargs or {}
+    if unknown := given.keys() - {"speculate"}:
+        raise bad_value("vllm_xargs", f"vllm_xargs: expected speculate, got {min(unknown)!r:.60}")
+    found = given.get("speculate", True)
+    if not isinstance(found, int) or found < 0:
+        raise bad_value(
+            "vllm_xargs", f"vllm_xargs: expected speculate to be a bool or an integer >= 0, got {found!r:.60}"
+        )
+    return found
 
 
 def refusal(error: FieldError, names: Mapping[str, str] | None = None) -> Exception:

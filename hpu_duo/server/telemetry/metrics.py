@@ -132,6 +132,12 @@ METRICS = (
     Row("vllm:request_generation_tokens", HISTOGRAM, _TOKENS, "Tokens generated for a call."),
     Row("vllm:request_params_max_tokens", HISTOGRAM, _TOKENS, "max_tokens of a call, where it has one."),
     Row("vllm:request_params_n", HISTOGRAM, _CHOICES, "Choices of a call."),
+    Row("vllm:spec_decode_num_drafts", COUNTER, "speculation.num_drafts",
+        "Rows of steps that verified drafts."),
+    Row("vllm:spec_decode_num_draft_tokens", COUNTER, "num_drafted_tokens", "Draft tokens verified."),
+    Row("vllm:spec_decode_num_accepted_tokens", COUNTER, "num_accepted_tokens", "Draft tokens accepted."),
+    Row("vllm:spec_decode_num_accepted_tokens_per_pos", COUNTER, lambda stats, _: _accepted(stats),
+        "Draft tokens accepted, by their place in the draft.", (*_MODEL, "position")),
     Row("hpuduo:blocks_used", GAUGE, "used_blocks", "KV blocks allocated."),
     Row("hpuduo:blocks_total", GAUGE, "total_blocks", "KV blocks."),
     Row("hpuduo:rows_used", GAUGE, "used_rows", "Rows allocated."),
@@ -309,6 +315,11 @@ def _read(stats: EngineStats, path: str) -> float:
         if found is None:
             return 0
     return float(found)
+
+
+def _accepted(stats: EngineStats) -> Values:
+    found = () if stats.speculation is None else stats.speculation.num_accepted_tokens_per_pos
+    return {(str(place),): count for place, count in enumerate(found)}
 
 
 def _usage(stats: EngineStats) -> float:
