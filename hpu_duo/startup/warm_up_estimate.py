@@ -349,6 +349,8 @@ def configuration_of(engine: Engine) -> Configuration:
         "limits.max_captured_tokens": runner.graphs.max_captured_tokens,
         "linear_layers": sorted({type(m).__name__ for m in model.modules() if "Linear" in type(m).__name__}),
     }
+    if limits.draft_lens:
+        found["limits.draft_lens"] = list(limits.draft_lens)
     if runner.executor.spread is not None:
         found["parallel.tensor_parallel_size"] = runner.executor.spread.num_ranks
     for number, spec in enumerate(runner.model.specs):

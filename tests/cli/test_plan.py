@@ -1,6 +1,7 @@
 """``hpu-duo plan``: from a config.json to a table, and from a recording to a better one."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import Result
 
-from graphs import StepLimits
+from graphs import BatchShape, StepLimits
 from graphs.bucket_file import read_shapes, read_table
 from graphs.planner import Traffic
 from hpu_duo.llm import HPUDuoModel
@@ -127,6 +128,25 @@ def test_a_table_for_rows_that_decode_several_tokens_serves_them(
     ]
     free, padded = (np.concatenate([each.logprobs for one in found for each in one]) for found in scores)
     np.testing.assert_allclose(padded, free, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_table_for_drafts_serves_them(hpu_duo: Run, model_dir: Path, tmp_path: Path) -> None:
+    out, config = tmp_path / "table.txt", '{"num_speculative_tokens": 4}'
+    arguments = (*LIMITS, "--max-model-len", 512, "--speculative-config", config, "--strategy", "thinned")
+    planned = hpu_duo("plan", "--model", model_dir, *arguments, "--out", out, "--json")
+    assert planned.exit_code == 0, planned.stderr
+    buckets = list(map(BatchShape.parse, json.loads(planned.stdout)["buckets"]))
+    decodes = [bucket for bucket in buckets if bucket.phase.unique and not bucket.phase.causal]
+    lengths = Counter(bucket.query_len // bucket.num_logits for bucket in decodes)
+    assert lengths[1] == lengths[4] == lengths[5] > 0
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 16, "max_model_len": 512}
+    served = HPUDuoModel.from_pretrained(
+        model_dir, **limits, graphs="replay", buckets=out, on_miss="error", speculative_config=config
+    )
+    prompt = [[5, 6, 7, 8] * 6]
+    expected = HPUDuoModel.from_pretrained(model_dir, **limits).generate(prompt, max_new_tokens=24)
+    assert served.generate(prompt, max_new_tokens=24).tolist() == expected.tolist()
 
 
 def test_the_table_is_the_same_whether_prompts_are_trimmed_or_not(hpu_duo: Run, config_dir: Path) -> None:

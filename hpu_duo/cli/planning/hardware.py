@@ -348,11 +348,29 @@ def served_graph_bytes(
 
 
 def graph_memory(
-    model: Path, deployment: Deployment, buckets: Sequence[BatchShape], decode_len: int = 1
+    model: Path,
+    deployment: Deployment,
+    buckets: Sequence[BatchShape],
+    decode_len: int = 1,
+    draft_lens: tuple[int, ...] = (),
 ) -> TableMemory:
-    """Memory that the graphs of a table keep on one device, with either kernels."""
+    """Memory that the graphs of a table keep on one device, with either kernels.
+
+    Args:
+        decode_len, draft_lens: see ``StepLimits``.
+    """
+    from graphs.shape import row_len
+
+    by_len: dict[int, list[BatchShape]] = {}
+    for bucket in buckets:
+        by_len.setdefault(row_len(bucket, decode_len, draft_lens), []).append(bucket)
     portable, fused = (
-        round(sum(map(served_graph_bytes(model, deployment, decode_len, attention), buckets)))
+        round(
+            sum(
+                sum(map(served_graph_bytes(model, deployment, each, attention), alike))
+                for each, alike in by_len.items()
+            )
+        )
         for attention in ("reference", "hpu")
     )
     return deployment.graph_memory(len(buckets), portable, fused)

@@ -55,7 +55,7 @@ PlannedLimits = Annotated[
     EngineOverrides,
     Only(
         *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_chunk_rows"),
-        *("block_size", "decode_len", "trim_chunks"),
+        *("block_size", "decode_len", "speculative_config", "trim_chunks"),
     ),
 ]
 """Limits of the steps that a table is planned for."""
@@ -267,11 +267,12 @@ def plan(
     with user_errors():
         table.check(asked["trim_chunks"])
         output.check()
+        _draft_lens(asked)
         if hardware is None:
             _check_without_hardware(num_blocks, served, kept, output)
         # torch is slow to import: everything that can be refused without it comes first.
         from graphs.planner import evaluate
-        from graphs.table import PlannedPadding
+        from graphs.table import BucketTable, PlannedPadding
         from hpu_duo.cli.planning.setting import Setting, choose, listed, measured_on, write
 
         most_graphs, recorded = within.in_time().most_graphs, table.recorded()
@@ -303,15 +304,26 @@ def plan(
         shapes = kept_memory = None
         if output.takes_table or not table.compare:
             shapes = listed(chosen[table.strategy])
+            if lens := _draft_lens(asked):
+                shapes = BucketTable(shapes).with_drafts(lens).buckets
             comment = f"{table.strategy}, for {setting.size.name} and {limits}"
             planned_padding = PlannedPadding.by(cost, reports[table.strategy].mean)
             write(output.out, output.gaudi_out, shapes, comment, planned_padding)
             if setting.deployment is not None:
-                kept_memory = graph_memory(model, setting.deployment, shapes, limits.decode_len)
+                kept_memory = graph_memory(model, setting.deployment, shapes, limits.decode_len, lens)
     if as_json:
         typer.echo(json.dumps(_fields(setting, reports, shapes, kept_memory), indent=2))
     else:
         _show(setting, reports, None if table.compare else shapes, recorded is not None, kept_memory)
+
+
+def _draft_lens(asked: EngineOverrides) -> tuple[int, ...]:
+    """Tokens of a row that steps without prompts may have; () without drafts.
+
+    Raises:
+        ValueError: ``speculative_config`` is none.
+    """
+    return SchedulerConfig(speculative_config=asked.get("speculative_config")).draft_lens
 
 
 def _graph_bytes(model: Path, setting: Setting) -> Callable[[BatchShape], float]:

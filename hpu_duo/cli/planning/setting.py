@@ -99,7 +99,7 @@ class Setting:
         serving = served.on(hardware, config.scheduler, config.cache.block_size, kept)
         found = served.compare(size, serving, num_graphs)
         deployment = served.deployment(size, serving, config.scheduler.max_model_len or size.max_positions)
-        limits = replace(step_limits(deployment), decode_len=config.scheduler.decode_len)
+        limits = replace(step_limits(deployment), decode_len=asked["decode_len"])
         if num_blocks is not None:
             limits = replace(limits, num_blocks=num_blocks)
         return cls(size, limits, step_cost(deployment), serving, tuple(found), deployment)

@@ -43,7 +43,7 @@ _Offered = Annotated[
         *("block_size", "num_blocks", "kv_cache_bytes", "buckets", "max_captured_tokens"),
         *("graph_memory_bytes", "device_memory_utilization", "enable_prefix_caching"),
         *("num_prefix_snapshots", "tensor_parallel_size", "expert_parallel", "retrieval_parallel"),
-        *("retrieval_parallel_context", "rank_timeout_s"),
+        *("retrieval_parallel_context", "rank_timeout_s", "speculative_config"),
         max_num_seqs=None,
     ),
 ]

@@ -14,6 +14,7 @@ from rich.table import Table
 from hpu_duo.cli.terminal import Waiting, show_bytes
 
 if TYPE_CHECKING:
+    from hpu_duo.engine.drafts import SpeculationStats
     from hpu_duo.engine.engine import Engine
     from hpu_duo.engine.outputs import Completion, RequestOutput
     from hpu_duo.engine.stats import EngineStats, PrefixStats
@@ -180,6 +181,8 @@ def run_table(report: RunReport) -> Table:
         table.add_row("attention rule", f"{ruled.rule} in {ruled.num_heads} heads: {share} of each")
     if stats.prefixes is not None:
         table.add_row("prefix cache", _prefixes(stats.prefixes))
+    if stats.speculation is not None:
+        table.add_row("drafts", _drafts(stats.speculation))
     if stats.num_preemptions:
         table.add_row("preempted", f"{stats.num_preemptions} times, for lack of blocks")
     if stats.num_graph_misses or stats.num_late_captures:
@@ -219,6 +222,11 @@ def _prefixes(prefixes: PrefixStats) -> str:
     if prefixes.context_bytes:
         text += f", {show_bytes(prefixes.context_bytes)} in contexts"
     return f"{text}, {show_bytes(prefixes.snapshot_bytes)} in snapshots"
+
+
+def _drafts(stats: SpeculationStats) -> str:
+    accepted = f"{stats.num_accepted_tokens:,} of {stats.num_draft_tokens:,} tokens accepted"
+    return f"{accepted} in {stats.num_steps:,} steps, {stats.mean_acceptance_length:.2f} tokens each"
 
 
 def kv_text(stats: EngineStats) -> str:
