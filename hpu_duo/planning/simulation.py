@@ -29,6 +29,7 @@ from graphs.table import PlannedPadding
 from hpu_duo.engine.batch import exact_shape
 from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
 from hpu_duo.engine.step_plan import CommittedToken, StepPlan
+from hpu_duo.planning.synthetic_drafts import SyntheticDrafts
 from hpu_duo.request import Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
 
@@ -154,6 +155,7 @@ class SimulatedEngine:
             be used otherwise.
         duration_of: duration of a step in a bucket, above 0, in the units of the clock.
         table: buckets that steps are padded to; None runs each at its exact shape.
+        drafts: of its decodes; None = there are none.
     """
 
     def __init__(
@@ -161,8 +163,11 @@ class SimulatedEngine:
         scheduler: Scheduler,
         duration_of: Callable[[BatchShape], float],
         table: BucketTable | None = None,
+        drafts: SyntheticDrafts | None = None,
     ) -> None:
-        self.scheduler = scheduler
+        self.scheduler, self._drafts = scheduler, drafts
+        if drafts is not None:
+            scheduler.drafting = drafts
         self._duration_of, self._table = duration_of, table
         self._shapes = StepShapes(scheduler.limits.block_size)
         self._shape: BatchShape | None = None
@@ -193,7 +198,10 @@ class SimulatedEngine:
         duration = self._duration_of(bucket)
         if not duration > 0:
             raise ValueError(f"expected a duration above 0 for {bucket}, got {duration}")
-        committed = tuple(self.scheduler.commit(plan, _tokens_of(plan)))
+        accepted = None if self._drafts is None else self._drafts.num_accepted(plan)
+        committed = tuple(self.scheduler.commit(plan, _tokens_of(plan), accepted))
+        if self._drafts is not None:
+            self._drafts.ran(plan, len(committed), duration)
         return SimulatedStep(start, duration, plan, shape, bucket, committed)
 
     def _bucket_of(self, shape: BatchShape) -> BatchShape:

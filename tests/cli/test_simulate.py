@@ -49,6 +49,25 @@ def test_policies_stand_side_by_side_and_in_the_result(hpu_duo: Run, config_dir:
     assert plot.read_text().startswith("<?xml")
 
 
+def test_drafts_that_are_accepted_save_time(hpu_duo: Run, config_dir: Path) -> None:
+    work = ("--workload", "flood:num_users=1,per_s=500,flood_per_s=2000,prompts=40,outputs=64")
+    seconds = []
+    for accepted in (None, 1, 5):
+        drafts = ("--speculative-config", '{"num_speculative_tokens": 8}', "--acceptance-length", accepted)
+        more = () if accepted is None else drafts
+        result = hpu_duo(
+            *("simulate", "--model", config_dir, *SMALL, *work, "--num-requests", 20, "--json"), *more
+        )
+        assert result.exit_code == 0, result.stderr
+        [run] = json.loads(result.stdout)["runs"]
+        assert (run["completed"], run["total_output_tokens"]) == (20, 20 * 64)
+        seconds.append(run["duration"])
+    assert seconds[2] < 0.8 * seconds[0]
+    assert seconds[1] < 1.03 * seconds[0]
+    result = hpu_duo("simulate", "--model", config_dir, *SMALL, *work, "--acceptance-length", 3)
+    assert "--speculative-config and --acceptance-length, both or none" in result.stderr
+
+
 def test_the_same_seed_gives_the_same_run_and_picture(hpu_duo: Run, config_dir: Path) -> None:
     pictures = [config_dir / "one.svg", config_dir / "two.svg"]
     runs = [

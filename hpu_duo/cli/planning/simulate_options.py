@@ -75,6 +75,11 @@ class ServedLimits:
         of_setting("buckets", panel=LIMITS, unset="made from the limits; a measured engine's own"),
     ] = None
     trim_chunks: Annotated[bool, of_setting("trim_chunks", panel=LIMITS)] = False
+    speculative_config: Annotated[str | None, of_setting("speculative_config", panel=LIMITS)] = None
+    acceptance_length: Annotated[
+        float | None,
+        option_in(LIMITS)("Mean tokens of a row that verifies drafts, with --speculative-config; 1 or more."),
+    ] = None
 
     def on(self, machine: MachineOptions, served: HardwareOptions) -> SimulatedServer:
         """Return the server.
@@ -84,6 +89,7 @@ class ServedLimits:
         """
         if (machine.model is None) == (machine.step_times is None):
             raise ValueError("expected --model or --step-times, one of them")
+        self._check_drafts(machine)
         from graphs.bucket_file import read_table
 
         server = self._measured(machine.step_times) if machine.step_times else self._priced(machine, served)
@@ -92,6 +98,14 @@ class ServedLimits:
         if self.trim_chunks and server.table is None:
             raise ValueError("expected --trim-chunks with a table of buckets: the measured engine had none")
         return replace(server, trims_chunks=self.trim_chunks)
+
+    def _check_drafts(self, machine: MachineOptions) -> None:
+        if (self.speculative_config is None) != (self.acceptance_length is None):
+            raise ValueError("expected --speculative-config and --acceptance-length, both or none of them")
+        if self.acceptance_length is not None and not 1 <= self.acceptance_length < float("inf"):
+            raise ValueError(f"expected an --acceptance-length of 1 or more, got {self.acceptance_length}")
+        if self.speculative_config is not None and machine.model is None:
+            raise ValueError("expected --model with --speculative-config: measured steps verify no drafts")
 
     def _measured(self, path: Path) -> SimulatedServer:
         from hpu_duo.lab.simulate.server import SimulatedServer
@@ -127,7 +141,8 @@ class ServedLimits:
         )
         deployment = served.deployment(size, serving, self.max_model_len or size.max_positions)
         # The other limits are among what decides how much fits.
-        server = SimulatedServer.on(deployment)
+        lens = SchedulerConfig(speculative_config=self.speculative_config).draft_lens
+        server = SimulatedServer.on(deployment, lens, self.acceptance_length or 1.0)
         return server.with_limits(self._replaced(server.limits, "max_chunk_rows", "num_blocks"))
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from graphs import BatchShape, BucketTable, CostFunction, Miss, StepCost, StepLimits
+from graphs.shape import row_len
 from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
 from hpu_duo.lab.simulate.forecast import Forecast
 from hpu_duo.lab.simulate.run_log import RunLog
@@ -15,6 +16,7 @@ from hpu_duo.lab.simulate.step_times import StepTimes
 from hpu_duo.lab.traces import Session
 from hpu_duo.planning import Deployment, step_cost, step_limits
 from hpu_duo.planning.simulation import SimulatedEngine, Simulation
+from hpu_duo.planning.synthetic_drafts import SyntheticDrafts
 from hpu_duo.scheduling import make_policy
 
 
@@ -29,6 +31,7 @@ class SimulatedServer:
         table: its buckets; None runs steps at their exact shapes.
         trims_chunks: whether prompts end at the borders of buckets.
         source: of the seconds, in words.
+        acceptance_length: mean tokens of a row that verifies drafts; only with ``limits.draft_lens``.
     """
 
     limits: StepLimits
@@ -37,19 +40,38 @@ class SimulatedServer:
     table: BucketTable | None = None
     trims_chunks: bool = False
     source: str = ""
+    acceptance_length: float = 1.0
 
     @classmethod
-    def on(cls, deployment: Deployment) -> SimulatedServer:
+    def on(
+        cls, deployment: Deployment, draft_lens: tuple[int, ...] = (), acceptance_length: float = 1.0
+    ) -> SimulatedServer:
         """A model on Gaudi, by the cost model, with the table that is made from its limits.
+
+        Args:
+            draft_lens: tokens of a row that steps without prompts may verify; () = no drafts.
+            acceptance_length: see ``acceptance_length``.
 
         Raises:
             ValueError: not one request of the longest length fits.
         """
-        limits = replace(step_limits(deployment), uses_rows=deployment.plan(1, 1).uses_rows)
+        limits = replace(
+            step_limits(deployment),
+            uses_rows=deployment.plan(1, 1).uses_rows,
+            decode_len=max(draft_lens, default=1),
+            draft_lens=draft_lens,
+        )
         cost = step_cost(deployment)
-        seconds_of = lru_cache(maxsize=None)(lambda bucket: deployment.bucket_seconds(bucket).value)
+        by_len = {
+            each: replace(deployment, serving=replace(deployment.serving, decode_len=each))
+            for each in draft_lens or (1,)
+        }
+        seconds_of = lru_cache(maxsize=None)(
+            lambda bucket: by_len[row_len(bucket, 1, draft_lens)].bucket_seconds(bucket).value
+        )
         source = f"cost model, {deployment.serving.num_devices} x {deployment.serving.hardware.title}"
-        return cls(limits, seconds_of, cost, BucketTable.exponential(limits, cost=cost), source=source)
+        table = _table(limits, cost)
+        return cls(limits, seconds_of, cost, table, source=source, acceptance_length=acceptance_length)
 
     @classmethod
     def measured(cls, times: StepTimes) -> SimulatedServer:
@@ -62,7 +84,7 @@ class SimulatedServer:
         """The same with other limits, and the table that is made from them if there is a table."""
         if limits == self.limits:
             return self
-        table = None if self.table is None else BucketTable.exponential(limits, cost=self.cost)
+        table = None if self.table is None else _table(limits, self.cost)
         return replace(self, limits=limits, table=table)
 
     def with_table(self, table: BucketTable) -> SimulatedServer:
@@ -71,6 +93,8 @@ class SimulatedServer:
         Raises:
             ValueError: they do not hold every step that may come.
         """
+        if self.limits.draft_lens:
+            table = table.with_drafts(self.limits.draft_lens)
         for phase in self.limits.reachable_phases:
             found = table.fit(self.limits.largest_of(phase))
             if isinstance(found, Miss):
@@ -132,7 +156,10 @@ class SimulatedServer:
         if self.trims_chunks and self.table is not None:
             trimming = ChunkTrimming(self.table, self.limits.block_size).num_postponed
         scheduler = Scheduler(self.limits, trimming, make_policy(policy))
-        return SimulatedEngine(scheduler, self.seconds_of, self.table)
+        drafts = None
+        if lens := self.limits.draft_lens:
+            drafts = SyntheticDrafts(lens, self.acceptance_length)
+        return SimulatedEngine(scheduler, self.seconds_of, self.table, drafts)
 
     @property
     def max_request_len(self) -> int:
@@ -141,3 +168,9 @@ class SimulatedServer:
             return self.limits.max_model_len
         # The last token that a request samples is never cached.
         return min(self.limits.max_model_len, self.limits.num_blocks * self.limits.block_size + 1)
+
+
+def _table(limits: StepLimits, cost: CostFunction) -> BucketTable:
+    """The table that is made from limits."""
+    table = BucketTable.exponential(limits.without_drafts, cost=cost)
+    return table.with_drafts(limits.draft_lens) if limits.draft_lens else table
