@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from hpu_duo.drafting import Drafter
+from hpu_duo.request import Request
 from hpu_duo.sampling import FieldError, SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
-from tests.modeling.families import prompts_of
+from tests.modeling.families import VOCAB, prompts_of
 
 LOOPS = [[5, 9, 6, 8, 7] * 5, [3, 4] * 8, *prompts_of([17, 1], seed=4)]
 """Prompts of which two repeat themselves, so that drafts are found at once."""
@@ -120,6 +123,40 @@ def test_drafters_keep_nothing_of_requests_that_have_ended(tiny: Tiny) -> None:
     assert drafting.engine.drafter.num_bytes > 0  # type: ignore[union-attr]
     drafting.engine.abort(ended)
     assert drafting.engine.drafter.num_bytes == 0  # type: ignore[union-attr]
+
+
+class Always(Drafter):
+    """Proposes the same token for ever."""
+
+    def __init__(self, token: int) -> None:
+        self._token = token
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        return [self._token] * most
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_draws_behind_and_in_place_of_drafts_follow_the_distribution(tiny: Tiny) -> None:
+    """A second, independent check: chi-square of 20,000 second tokens, each of which had a draft."""
+    num_draws, (prompt,) = 20_000, prompts_of([9], seed=2)
+    with torch.no_grad():
+        first = tiny.model(torch.tensor([prompt])).logits[0, -1].softmax(0)
+        each = torch.tensor([[*prompt, token] for token in range(VOCAB)])
+        chance = (first @ tiny.model(each).logits[:, -1].softmax(1)).double().numpy()
+    drafting = tiny.load(decode_len=3, max_num_batched_tokens=16)
+    drafting.engine.drafter = Always(int(chance.argmax()))
+    params = [SamplingParams(max_tokens=3, ignore_eos=True, seed=seed) for seed in range(num_draws)]
+    done = drafting.engine.generate([prompt] * num_draws, params)
+    assert drafting.stats().num_drafted_tokens >= num_draws
+    found = np.bincount([sample.token_ids[1] for (sample,) in done], minlength=VOCAB)
+    expected = num_draws * chance / chance.sum()
+    often = expected >= 5
+    found, expected = (np.append(each[often], each[~often].sum()) for each in (found, expected))
+    distance = ((found - expected) ** 2 / np.maximum(expected, 1)).sum()
+    freedom = len(expected) - 1
+    # Five standard deviations of the statistic; with fixed seeds the result is the same in every run.
+    assert abs(distance - freedom) < 5 * (2 * freedom) ** 0.5
 
 
 def test_what_is_no_configuration_is_refused(tiny: Tiny) -> None:
