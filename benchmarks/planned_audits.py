@@ -293,8 +293,8 @@ class Tracer:
             sizes = geometry.block_size, geometry.max_chunk_rows, geometry.decode_len
             for group in GroupSizes.of_layer(spec, *sizes):
                 runs = count_attention(group, bucket)[1]
-                held = traced_runs(runs, bucket.phase)
-                found.append((held._replace(band_sinks=0.0), cut_loops(runs, bucket.phase)))
+                held = traced_runs(group, runs, bucket.phase)
+                found.append((held._replace(band_sinks=0.0), cut_loops(group, runs, bucket.phase)))
         return bucket.phase, tuple(found)
 
     def trace(self, bucket: BatchShape) -> Traced:

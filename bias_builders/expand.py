@@ -88,15 +88,15 @@ def causal_mask(
     """Mask of the new keys that each new query sees.
 
     Args:
-        query_row, key_row: row of each token, int32 ``[q]`` and ``[k]``; ``no_row`` marks padding and decode
-            rows, which are excluded.
-        query_position, key_position: int32 ``[q]`` and ``[k]``.
+        query_row, key_row: row of each token, int32 ``[..., q]`` and ``[..., k]``; ``no_row`` marks padding
+            and decode rows, which are excluded.
+        query_position, key_position: int32 ``[..., q]`` and ``[..., k]``.
         rule: which earlier tokens a token sees; None = all.
     Returns:
-        bool ``[q, k]``.
+        bool ``[..., q, k]``.
     """
-    same_row = (query_row[:, None] == key_row[None, :]) & (query_row[:, None] < no_row)
-    q, k = query_position[:, None], key_position[None, :]
+    same_row = (query_row[..., None] == key_row[..., None, :]) & (query_row[..., None] < no_row)
+    q, k = query_position[..., None], key_position[..., None, :]
     return same_row & (sees_causal(q, k) if rule is None else rule.sees(q, k))
 
 

@@ -7,8 +7,14 @@ from typing import NamedTuple
 MOST_INLINE = 2
 """Most slices or chunks of a part in the graph of a layer: with six parts, below 600 nodes."""
 
+MOST_CAUSAL = 4
+"""Most slices of fused causal attention in the graph of a layer, each of some 63 nodes."""
+
 MOST_RINGS = 1
 """Most slices of prompts that read their rings in the graph of a layer: with two it has 611 nodes."""
+
+MOST_ROUNDS = 4
+"""Most chunks of the shared part in the body of its loop: with 109 nodes each, below 600."""
 
 MEMORY_SHARE = 32
 """One pass of the unique part makes at most this fraction of an HPU's memory, see ``ChunkBounds.of_hpu``."""
@@ -65,7 +71,8 @@ class ChunkBounds(NamedTuple):
 
         Args:
             memory_bytes: of the device, used memory included.
-            score_bytes: see there; masks have the same bound.
+            score_bytes: see there. Masks have it too, or an eighth of what the unique part may make, which is
+                256 MiB on a Gaudi 2 or 3.
 
         Raises:
             ValueError: no memory.
@@ -78,7 +85,7 @@ class ChunkBounds(NamedTuple):
             score_bytes=score_bytes,
             key_bytes=max(least.key_bytes, unique_bytes // 16),
             key_slots=SHARED_SLOTS,
-            mask_bytes=score_bytes,
+            mask_bytes=max(score_bytes, unique_bytes // 8),
             unique_bytes=unique_bytes,
             most_inline=MOST_INLINE,
             one_pass=True,
@@ -107,6 +114,42 @@ class ChunkBounds(NamedTuple):
         return max(
             1, min(self.mask_bytes // mask_bytes, self.key_bytes // key_bytes, self.key_slots // block_size)
         )
+
+    def causal_slice(self, num_queries: int, least: int, element_bytes: int) -> int:
+        """Return the queries of a slice of fused causal attention over all earlier keys.
+
+        ``least``, or as many as make ``MOST_CAUSAL`` slices, if the mask of the last one fits ``mask_bytes``.
+
+        Args:
+            element_bytes: of an element of the mask.
+        """
+        each = num_parts(num_parts(num_queries, MOST_CAUSAL), QUERY_STEP) * QUERY_STEP
+        fits = (1 + element_bytes) * each * num_queries <= self.mask_bytes
+        return max(least, each) if fits else least
+
+    def ring_slice(self, num_slots: int, least: int, element_bytes: int) -> int:
+        """Return the queries of a slice of fused attention to the rings of prompts: what a mask allows.
+
+        Args:
+            num_slots: of all gathered rings.
+            element_bytes: of an element of the mask.
+        """
+        return max(least, self.mask_bytes // ((1 + element_bytes) * max(1, num_slots)))
+
+    def has_one_band(self, num_queries: int, size: int, window_size: int, element_bytes: int) -> bool:
+        """Return whether fused attention within a window is one product of all slices of queries.
+
+        Each slice then has the keys that it reaches and the sinks. A mask of all slices has to fit
+        ``mask_bytes``, and a window that reaches over all new tokens has slices of its own.
+
+        Args:
+            size: queries of a slice.
+            window_size: tokens that a query sees.
+            element_bytes: of an element of the mask.
+        """
+        num_slices, num_keys = num_parts(num_queries, size), band_keys(size, window_size)
+        mask_bytes = (1 + element_bytes) * num_slices * size * num_keys
+        return num_slices > 1 and num_keys <= num_queries and mask_bytes <= self.mask_bytes
 
     def unique(self, num_rows: int, num_heads: int, block_size: int, head_dim: int, key_bytes: int) -> int:
         """Return the number of whole blocks that the unique part reads at a time.
@@ -170,6 +213,16 @@ class Slices(NamedTuple):
 
 DEFAULT_SLICES = Slices()
 """Measured sizes, or derived from memory."""
+
+
+def band_keys(size: int, window_size: int) -> int:
+    """Return the keys that a slice of ``size`` queries may see, each a window that ends with itself."""
+    return size + window_size - 1
+
+
+def looped_rounds(num_chunks: int) -> int:
+    """Return the chunks of the shared part that one call of the body of its loop reads."""
+    return num_parts(num_chunks, num_parts(num_chunks, MOST_ROUNDS))
 
 
 def num_parts(total: int, size: int) -> int:

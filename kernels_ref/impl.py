@@ -16,9 +16,9 @@ import torch
 
 from bias_builders import TopBlocks
 from kernels_ref import loops
-from kernels_ref.chunks import MOST_RINGS, QUERY_STEP, even_size, num_parts
+from kernels_ref.chunks import MOST_CAUSAL, MOST_RINGS, QUERY_STEP, even_size, looped_rounds, num_parts
 from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators
-from kernels_ref.hpu.parts import FusedKernels
+from kernels_ref.hpu.parts import FusedKernels, causal_slice, ring_slice
 from kernels_ref.loops import How, as_operator, loop, run_body
 from kernels_ref.partial import Partial, Scoring, empty
 from kernels_ref.sparse import MASK_BYTES
@@ -194,11 +194,15 @@ class LoopedKernels(FusedKernels):
 
     def causal(self, inputs: PartInputs) -> Partial:
         """Tokens of prompt rows against the new keys of their own row."""
-        t, num_queries, most = inputs.tensors, inputs.q.shape[0], self._slice(inputs.scoring)
-        if num_parts(num_queries, most) <= self.most:
+        t, num_queries, scoring = inputs.tensors, inputs.q.shape[0], inputs.scoring
+        most, most_slices = scoring.slices.queries, self.most
+        if self.fuses(scoring):
+            most = causal_slice(inputs)
+            most_slices = MOST_CAUSAL if inputs.rule is None else self.most
+        if num_parts(num_queries, most) <= most_slices or self.has_one_band(inputs):
             return super().causal(inputs)
         size = even_size(num_queries, most, QUERY_STEP)
-        how = How(inputs.scoring, self.operators, size, t.row_start.shape[0], inputs.rule)
+        how = How(scoring, self.operators, size, t.row_start.shape[0], rule=inputs.rule)
         plan = (t.causal_row, t.positions, t.row_query_start)
         return as_operator("causal", inputs.q, (*inputs.new, *plan), how)
 
@@ -213,21 +217,25 @@ class LoopedKernels(FusedKernels):
         else:
             size = scoring.chunks.shared(num_queries * num_kv * group, slots, key_bytes)
         num_blocks = t.shared_block.shape[0]
-        if num_parts(num_blocks, size) <= self.most_shared:
+        num_chunks = num_parts(num_blocks, size)
+        if num_chunks <= self.most_shared:
             return super().shared_blocks(inputs)
-        size = even_size(num_blocks, size)
-        how = How(scoring, self.operators, size, rule=rule, layout=units.layout, format=units.encoding.format)
+        rounds = looped_rounds(num_chunks)
+        size = num_parts(num_blocks, num_parts(num_chunks, rounds) * rounds)
+        read = {"layout": units.layout, "format": units.encoding.format}
+        how = How(scoring, self.operators, size, rounds=rounds, rule=rule, **read)
         plan = [t.row_start, t.row, t.shared_block, t.shared_start, t.shared_reads]
         plan += [] if rule is None else [t.positions]
         return as_operator("shared_blocks", q_QKGD, (*units.tensors, *plan), how)
 
     def shared_rings(self, inputs: PartInputs, ring: RingStep) -> Partial:
         """Tokens of prompt rows against their rings as of before the step."""
-        t, num_queries, most = inputs.tensors, inputs.q.shape[0], self._slice(inputs.scoring)
+        t, num_queries, scoring = inputs.tensors, inputs.q.shape[0], inputs.scoring
+        most = ring_slice(inputs, ring) if self.fuses(scoring) else scoring.slices.queries
         if num_parts(num_queries, most) <= self.most_rings:
             return super().shared_rings(inputs, ring)
         size = even_size(num_queries, most, QUERY_STEP)
-        how = How(inputs.scoring, self.operators, size, rule=inputs.window)
+        how = How(scoring, self.operators, size, rule=inputs.window)
         plan = (t.causal_row, t.positions, t.chunk_row, ring.chunk_position)
         return as_operator("shared_rings", inputs.q, (*inputs.scratch, *plan), how)
 
@@ -248,10 +256,6 @@ class LoopedKernels(FusedKernels):
         how = How(scoring, self.operators, size, rule=rule, layout=units.layout, format=units.encoding.format)
         plan = (t.owner,) if rule is None else (t.owner, t.owner_start, blocks.end)
         return as_operator("unique_blocks", q_NKHD, (*total, *units.tensors, *plan), how)
-
-    def _slice(self, scoring: Scoring) -> int:
-        slices = scoring.slices
-        return slices.masked_queries if self.fuses(scoring) else slices.queries
 
 
 @loop
@@ -279,12 +283,12 @@ def causal(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How) -> P
 
 @loop
 def shared_blocks(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How) -> Partial:
-    """Every query against one chunk of shared blocks after the other."""
+    """Every query against some chunks of shared blocks after the other."""
     q_QKGD, number = q_QKGD.contiguous(), _zero(q_QKGD)
     num, has_rule = how.format.num_tensors, how.rule is not None
     block, rest = tensors[num + 2], (q_QKGD, *(tensors if has_rule else tensors[: num + 5]))
     total: Sequence[torch.Tensor] = empty(q_QKGD)
-    for _ in range(num_parts(len(block), how.size)):
+    for _ in range(num_parts(len(block), how.size * how.rounds)):
         *total, number = run_body(loops.shared_chunk, how, number, *total, *rest)
     return Partial(*total)
 

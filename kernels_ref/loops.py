@@ -35,6 +35,7 @@ class How(NamedTuple):
         operators: fused operators to call.
         size: queries of a slice, or blocks of a chunk.
         num_rows: rows of the step (N).
+        rounds: chunks of shared blocks that one body reads.
         rule: which earlier tokens a token sees; of rings, their window.
         layout: of the units that are read.
         format: of their keys and values.
@@ -44,6 +45,7 @@ class How(NamedTuple):
     operators: FusedOperators
     size: int
     num_rows: int = 0
+    rounds: int = 1
     rule: Rule | None = None
     layout: UnitLayout | None = None
     format: KVFormat = PLAIN
@@ -99,7 +101,7 @@ def as_operator(name: str, q: torch.Tensor, tensors: Sequence[torch.Tensor], how
     scoring, operators = how.scoring, how.operators
     flags = (
         *(int(scoring.softmax is Softmax.FAST), int(operators.attention), int(operators.softmax)),
-        *(int(operators.block_softmax), operators.line_bytes, how.size, how.num_rows),
+        *(int(operators.block_softmax), operators.line_bytes, how.size, how.num_rows, how.rounds),
     )
     rule = encode_rule(how.rule)
     ints = [*flags, len(rule), *rule, *(how.layout or ())]
@@ -117,13 +119,14 @@ def run_loop(
         name: of the loop, and behind a space that of the format of keys and values if it is not plain.
     """
     name, _, kv_format = name.partition(" ")
-    fast, attention, softmax, blocks, line_bytes, size, num_rows, length, *rest = ints
+    fast, attention, softmax, blocks, line_bytes, size, num_rows, rounds, length, *rest = ints
     layout = rest[length:]
     how = How(
         Scoring(floats[0] or None, Softmax.FAST if fast else Softmax.EXACT),
         FusedOperators(bool(attention), bool(softmax), bool(blocks), line_bytes, floats[1]),
         size,
         num_rows,
+        rounds,
         decode_rule(rest[:length]),
         UnitLayout(*layout) if layout else None,
         format_of(kv_format) if kv_format else PLAIN,
@@ -232,7 +235,7 @@ def shared_chunk(
     q_QKGD: torch.Tensor,
     *tensors: torch.Tensor,
 ) -> Tensors:
-    """Every query against one chunk of shared blocks.
+    """Every query against some chunks of shared blocks, ``how.rounds`` of them.
 
     Args:
         tensors: those of the store, ``row_start``, ``row``, ``shared_block``, ``shared_start`` and
@@ -243,17 +246,19 @@ def shared_chunk(
         how.units(tensors[:num], q_QKGD),
         tensors[num:],
     )
-    some, exists = part_places(number, how.size, len(block))
     # One more entry, for the row index of padding.
     stored = torch.cat([row_start, row_start.new_zeros(1)])[:, None]
-    reads = reads_NX.index_select(1, some) * exists.to(reads_NX.dtype)
-    start = gather(start, some)
-    visible_row_X = (stored - start) * reads
-    seen, ruled = (gather(block, some), visible_row_X, row), None
-    if how.rule is not None:
-        ruled = shared_visible(how.rule, positions[0], start, units.layout.num_slots)
-    partial = reference.some_shared_blocks(q_QKGD, units, *seen, how.scoring, _dense(how), ruled)
-    return *in_order(merge(Partial(attn, largest, total), partial)), number + 1
+    merged = Partial(attn, largest, total)
+    for _ in range(how.rounds):
+        some, exists = part_places(number, how.size, len(block))
+        reads = reads_NX.index_select(1, some) * exists.to(reads_NX.dtype)
+        begin = gather(start, some)
+        seen, ruled = (gather(block, some), (stored - begin) * reads, row), None
+        if how.rule is not None:
+            ruled = shared_visible(how.rule, positions[0], begin, units.layout.num_slots)
+        partial = reference.some_shared_blocks(q_QKGD, units, *seen, how.scoring, _dense(how), ruled)
+        merged, number = merge(merged, partial), number + 1
+    return *in_order(merged), number
 
 
 def rings(

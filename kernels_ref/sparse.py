@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from bias_builders import Rule, TopBlocks, Window, causal_mask, leading_slots
-from kernels_ref.chunks import QUERY_STEP
+from kernels_ref.chunks import QUERY_STEP, num_parts
 from kernels_ref.partial import FLOOR, Partial, Scoring, attend, empty, merge, soften
 from kernels_ref.step import PartInputs, StepTensors
 from kernels_ref.units import gather
@@ -44,6 +45,51 @@ def reached_keys(rule: Rule | None, begin: int, end: int, tile: int = QUERY_STEP
 def picked(x: torch.Tensor, places: list[slice]) -> torch.Tensor:
     """Some entries of the first dimension: a view if they are contiguous."""
     return x[places[0]] if len(places) == 1 else torch.cat([x[place] for place in places])
+
+
+Tiles: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Scoring], Partial]
+"""Slices of queries ``[X, Q, K, G, D]`` against keys and values of each, ``[X, T, K, D]``, under masks."""
+
+
+def band(inputs: PartInputs, size: int, attend: Tiles) -> Partial:
+    """Tokens of prompt rows against the new keys in their window, all slices of queries at once.
+
+    A slice has as many keys as its queries reach, and the sinks of the one row that may have begun before
+    them. Those that are no keys, before the first token and after the last one, are hidden.
+
+    Args:
+        size: queries of a slice.
+        attend: how slices attend.
+    """
+    q_QKGD, new, _, t, scoring, _, _ = inputs
+    window, num_queries, no_row = inputs.window, len(q_QKGD), t.row_start.shape[0]
+    options = {"dtype": t.causal_row.dtype, "device": q_QKGD.device}
+    num_slices = num_parts(num_queries, size)
+    begin_X1 = torch.arange(num_slices, **options)[:, None] * size - (window.recent - 1)
+    key_XT = begin_X1 + torch.arange(size + window.recent - 1, **options)
+    exists_XT = (key_XT >= 0) & (key_XT < num_queries)
+    if window.sink:
+        owner_X = gather(t.causal_row, begin_X1[:, 0].clamp(min=0))
+        row_begin = torch.cat([t.row_query_start, t.row_query_start.new_zeros(1)])
+        sink_XT = gather(row_begin, owner_X)[:, None] + torch.arange(window.sink, **options)
+        exists_XT = torch.cat([sink_XT < begin_X1, exists_XT], dim=1)
+        key_XT = torch.cat([sink_XT, key_XT], dim=1)
+    key = key_XT.clamp(0, num_queries - 1).view(-1)
+    q, row, position = q_QKGD, t.causal_row, t.positions
+    if num_slices * size > num_queries:
+        place = torch.arange(num_slices * size, **options).clamp(max=num_queries - 1)
+        q, row, position = gather(q, place), gather(row, place), gather(position, place)
+    visible_XQT = causal_mask(
+        row.view(num_slices, size),
+        position.view(num_slices, size),
+        torch.where(exists_XT, gather(t.causal_row, key).view_as(key_XT), no_row),
+        gather(t.positions, key).view_as(key_XT),
+        no_row,
+        window,
+    )
+    k, v = (gather(x, key).unflatten(0, key_XT.shape) for x in new)
+    partial = attend(q.unflatten(0, (num_slices, size)), k, v, visible_XQT, scoring)
+    return Partial(*(x.flatten(0, 1)[:num_queries] for x in partial))
 
 
 def slot_positions(start_X: torch.Tensor, num_slots: int) -> torch.Tensor:

@@ -12,10 +12,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from bias_builders import Window, tails_per_row
+from bias_builders import Rule, Window, tails_per_row
 from graphs import BatchShape, Phase
-from kernels_ref import HeadGroup, Implementation, LayerSpec, Owner, Rings
-from kernels_ref.chunks import DEFAULT_BOUNDS, DEFAULT_SLICES, ChunkBounds, unique_block_bytes
+from kernels_ref import Blocks, HeadGroup, Implementation, LayerSpec, Owner, Rings
+from kernels_ref.chunks import (
+    DEFAULT_BOUNDS,
+    DEFAULT_SLICES,
+    ChunkBounds,
+    band_keys,
+    num_parts,
+    unique_block_bytes,
+)
 
 Size: TypeAlias = Any
 """An int, or an int64 array of sizes that broadcasts with the other sizes of a step."""
@@ -137,6 +144,32 @@ class GroupSizes:
         """Queries that are processed at a time."""
         return DEFAULT_SLICES.masked_queries if self.is_fused else DEFAULT_SLICES.queries
 
+    @property
+    def rule(self) -> Rule | None:
+        """Rule of the causal part, None where a token sees all new ones before it."""
+        kind = self.heads.kind
+        return kind.rule if isinstance(kind, Blocks) else self.window
+
+    def causal_slice(self, query_len: int) -> int:
+        """Queries that the causal part processes at a time."""
+        if not self.is_fused or self.rule is not None:
+            return self.query_slice
+        return self.chunks.causal_slice(query_len, self.query_slice, _DTYPE_BYTES)
+
+    @property
+    def ring_slice(self) -> int:
+        """Queries that read rings of prompts at a time."""
+        if not self.is_fused:
+            return self.query_slice
+        num_slots = self.max_chunk_rows * self.heads.kind.num_slots(self.block_size)
+        return self.chunks.ring_slice(num_slots, self.query_slice, _DTYPE_BYTES)
+
+    def has_one_band(self, query_len: int) -> bool:
+        """Whether the causal part within the window is one product."""
+        if not (self.is_fused and isinstance(self.rule, Window)):
+            return False
+        return self.chunks.has_one_band(query_len, self.query_slice, self.rule.size, _DTYPE_BYTES)
+
 
 def _unique_chunk(num_rows: int, chunks: ChunkBounds, *sizes: int) -> int:
     return chunks.unique(num_rows, *sizes)
@@ -201,6 +234,7 @@ class AttentionRuns(NamedTuple):
             of other groups.
         causal, causal_slices, causal_cuts: the causal part of blocks, its slices, and 1 if they are several.
         band, band_slices, band_sinks, band_cuts: the same of rings, and slices with sinks before them.
+        one_band: 1 if the slices of rings are one product, in place of their cuts.
         shared, shared_chunks: the shared part of blocks, and its chunks.
         rings_read, rings_read_slices: the shared part of rings, and its slices.
         unique, unique_chunks: the unique part of blocks, and its chunks.
@@ -219,6 +253,7 @@ class AttentionRuns(NamedTuple):
     band_slices: Any = 0.0
     band_sinks: Any = 0.0
     band_cuts: Any = 0.0
+    one_band: Any = 0.0
     shared: Any = 0.0
     shared_chunks: Any = 0.0
     rings_read: Any = 0.0
@@ -245,7 +280,7 @@ def _count_blocks(sizes: GroupSizes, bucket: Bucket) -> tuple[AttentionCounts, A
     keys: Any = 0
     num_partials: Any = 0
     if phase.causal:
-        pairs, keys, slices, _ = by_size(_causal, query_len, sizes.query_slice, None)
+        pairs, keys, slices = by_size(_of_causal, query_len, sizes)
         num_partials = 1
         runs = runs._replace(causal=1, causal_slices=slices, causal_cuts=1 * (slices > 1))
     if phase.shared:
@@ -285,11 +320,12 @@ def _count_rings(sizes: GroupSizes, bucket: Bucket, window: Window) -> tuple[Att
     keys: Any = 0
     num_partials = 0
     if phase.causal:
-        pairs, keys, slices, sinks = by_size(_causal, query_len, sizes.query_slice, window)
+        pairs, keys, slices, sinks, is_one = by_size(_of_band, query_len, sizes, window)
         num_partials = 1
-        runs = runs._replace(band=1, band_slices=slices, band_sinks=sinks, band_cuts=1 * (slices > 1))
+        runs = runs._replace(band=1, band_slices=slices, band_sinks=sinks)
+        runs = runs._replace(band_cuts=1 * (slices > 1), one_band=is_one)
         if phase.shared:
-            slices = -(-query_len // sizes.query_slice)
+            slices = -(-query_len // sizes.ring_slice)
             gathered = sizes.max_chunk_rows * num_slots
             pairs = pairs + query_len * gathered
             keys = keys + slices * gathered
@@ -321,6 +357,20 @@ def _with_lists(
         list_elements=keys * 2 * sizes.heads.num_heads * dim,
         partial_elements=num_partials * heads * dim,
     )
+
+
+def _of_causal(query_len: int, sizes: GroupSizes) -> tuple[int, int, int]:
+    """Pairs, keys and slices of the causal part of blocks."""
+    return _causal(query_len, sizes.causal_slice(query_len), None)[:3]
+
+
+def _of_band(query_len: int, sizes: GroupSizes, window: Window) -> tuple[int, int, int, int, int]:
+    """Pairs, keys, slices and those with sinks of the causal part of rings, and 1 if it is one product."""
+    size = sizes.query_slice
+    if not sizes.has_one_band(query_len):
+        return *_causal(query_len, size, window), 0
+    keys = num_parts(query_len, size) * band_keys(size, window.size)
+    return size * keys, keys, 1, 0, 1
 
 
 def _causal(query_len: int, query_slice: int, window: Window | None) -> tuple[int, int, int, int]:

@@ -501,8 +501,8 @@ def mean_launches(
         layers: the groups of heads of each.
         is_whole: whether the step is captured whole, so that loops are unrolled; else they are cut out.
     """
-    runs = [count_attention(sizes, bucket)[1] for layer in layers for sizes in layer]
-    held = runs if is_whole else [traced_runs(each, bucket.phase) for each in runs]
+    groups = [(sizes, count_attention(sizes, bucket)[1]) for layer in layers for sizes in layer]
+    held = [runs if is_whole else traced_runs(sizes, runs, bucket.phase) for sizes, runs in groups]
     return kernels.layer_launches + sum(map(kernels.attention_launches, held)) / len(layers)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from bias_builders import Rule
 from graphs import BatchShape, Phase
 from hpu_duo.planning.attention_counts import (
     AttentionRuns,
@@ -17,8 +16,16 @@ from hpu_duo.planning.attention_counts import (
     by_size,
     count_attention,
 )
-from kernels_ref import Blocks
-from kernels_ref.chunks import MOST_INLINE, MOST_RINGS, QUERY_STEP, even_size, num_parts
+from kernels_ref.chunks import (
+    MOST_CAUSAL,
+    MOST_INLINE,
+    MOST_RINGS,
+    MOST_ROUNDS,
+    QUERY_STEP,
+    even_size,
+    looped_rounds,
+    num_parts,
+)
 from kernels_ref.loops import slices_reached
 from kernels_ref.units import SCRATCH_STORES
 
@@ -26,17 +33,18 @@ _SIDE_BY_SIDE = (("causal_slices", "shared_chunks"), ("band_slices", "rings_read
 """Loops of a group with nothing between them that would be compiled."""
 
 
-def cut_loops(runs: AttentionRuns, phase: Phase) -> frozenset[str]:
+def cut_loops(sizes: GroupSizes, runs: AttentionRuns, phase: Phase) -> frozenset[str]:
     """Return the loops of a group outside the graph of its layer, by their fields of ``runs``."""
-    return frozenset(name for name, is_cut in _are_cut(runs, phase).items() if is_cut)
+    return frozenset(name for name, is_cut in _are_cut(sizes, runs, phase).items() if is_cut)
 
 
-def _are_cut(runs: AttentionRuns, phase: Phase) -> dict[str, Any]:
+def _are_cut(sizes: GroupSizes, runs: AttentionRuns, phase: Phase) -> dict[str, Any]:
     """Whether each loop is outside the graph of its layer."""
+    most_causal = MOST_CAUSAL if sizes.is_fused and sizes.rule is None else MOST_INLINE
     most_shared = 0 if phase.causal else MOST_INLINE
     most_unique = 0 if phase.causal and not phase.shared else MOST_INLINE
     most = {
-        "causal_slices": MOST_INLINE,
+        "causal_slices": most_causal,
         "band_slices": MOST_INLINE,
         "shared_chunks": most_shared,
         "rings_read_slices": MOST_RINGS,
@@ -45,10 +53,12 @@ def _are_cut(runs: AttentionRuns, phase: Phase) -> dict[str, Any]:
     return {name: getattr(runs, name) > held for name, held in most.items()}
 
 
-def traced_runs(runs: AttentionRuns, phase: Phase) -> AttentionRuns:
+def traced_runs(sizes: GroupSizes, runs: AttentionRuns, phase: Phase) -> AttentionRuns:
     """Return the runs that are traced and compiled: those in the graph, and one of each loop outside."""
-    cut = cut_loops(runs, phase)
+    cut = cut_loops(sizes, runs, phase)
     once = dict.fromkeys(cut, 1.0)
+    if "shared_chunks" in cut:
+        once["shared_chunks"] = float(looped_rounds(int(runs.shared_chunks)))
     if "band_slices" in cut:
         once["band_sinks"] = min(1.0, runs.band_sinks)
     return runs._replace(**once)
@@ -57,14 +67,16 @@ def traced_runs(runs: AttentionRuns, phase: Phase) -> AttentionRuns:
 def num_region_calls(sizes: GroupSizes, bucket: Bucket, runs: AttentionRuns) -> Any:
     """Regions that the host calls for a group of a layer, beyond the one graph of the layer.
 
-    A round of each loop outside the graph is a call, and so is the piece of the layer after it. A slice of
-    queries is a round for each slice of keys that it reaches.
+    A round of each loop outside the graph is a call, some chunks of the shared part together, and so is the
+    piece of the layer after it. A slice of queries is a round for each slice of keys that it reaches.
     """
-    are_cut = {name: cut for name, cut in _are_cut(runs, bucket.phase).items() if np.any(cut)}
+    are_cut = {name: cut for name, cut in _are_cut(sizes, runs, bucket.phase).items() if np.any(cut)}
     calls: Any = 0.0
     for name, is_cut in are_cut.items():
         rounds = getattr(runs, name)
-        if name == "unique_chunks":
+        if name == "shared_chunks":
+            rounds = -(-rounds // MOST_ROUNDS)
+        elif name == "unique_chunks":
             rounds = sizes.looped_rounds(bucket.num_logits, bucket.num_unique_blocks)
         elif name in ("causal_slices", "band_slices"):
             rounds = _causal_rounds(sizes, bucket.query_len)
@@ -77,15 +89,13 @@ def num_region_calls(sizes: GroupSizes, bucket: Bucket, runs: AttentionRuns) -> 
 
 def _causal_rounds(sizes: GroupSizes, query_len: Size) -> Any:
     """Rounds over slices of keys, of all slices of queries, with those for sinks; see ``looped.causal``."""
-    kind = sizes.heads.kind
-    rule = kind.rule if isinstance(kind, Blocks) else sizes.window
-    return by_size(_rounds, query_len, sizes.query_slice, rule)
+    return by_size(_rounds, query_len, sizes)
 
 
-def _rounds(query_len: int, query_slice: int, rule: Rule | None) -> int:
+def _rounds(query_len: int, sizes: GroupSizes) -> int:
     if not query_len:
         return 0
-    size = even_size(query_len, query_slice, QUERY_STEP)
+    rule, size = sizes.rule, even_size(query_len, sizes.causal_slice(query_len), QUERY_STEP)
     num_slices = num_parts(query_len, size)
     reached = num_slices if rule is None else slices_reached(rule, size, num_slices)
     rounds = sum(min(place, reached) + 1 for place in range(num_slices))
@@ -123,7 +133,7 @@ def num_compiled(
         pieces += 1
         for sizes in groups:
             runs = count_attention(sizes, bucket)[1]
-            cut = cut_loops(runs, phase)
+            cut = cut_loops(sizes, runs, phase)
             pieces += len(cut) - sum(cut.issuperset(both) for both in _SIDE_BY_SIDE)
             bodies.update((sizes, name) for name in cut)
             if {"band_slices", "causal_slices"} & cut and _has_sinks_before(sizes, bucket.query_len):
@@ -133,8 +143,7 @@ def num_compiled(
 
 
 def _has_sinks_before(sizes: GroupSizes, query_len: int) -> bool:
-    kind = sizes.heads.kind
-    rule = kind.rule if isinstance(kind, Blocks) else sizes.window
+    rule = sizes.rule
     if rule is None or not rule.sink:
         return False
     size = even_size(query_len, sizes.query_slice, QUERY_STEP)

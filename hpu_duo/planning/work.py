@@ -120,6 +120,7 @@ FUSED = KernelWork(
         band_slices=10.0,
         band_sinks=36.0,
         band_cuts=3.0,
+        one_band=25.0,
         shared=16.2,
         shared_chunks=46.8,
         rings_read=26.8,

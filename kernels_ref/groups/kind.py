@@ -292,4 +292,7 @@ def causal_bytes(heads: HeadSizes, sizes: PartSizes) -> int:
     """Scores or mask of one slice of the causal part; 0 if it does not run."""
     if not sizes.parts.causal:
         return 0
-    return dense_bytes(heads, sizes, sizes.query_slice * sizes.query_len)
+    size = sizes.query_slice
+    if sizes.is_fused:
+        size = min(sizes.query_len, sizes.chunks.causal_slice(sizes.query_len, size, heads.dtype_bytes))
+    return dense_bytes(heads, sizes, size * sizes.query_len)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from bias_builders import Held, Leading, Ring, Seen, Window, ring_slot, slot_position, stays_in_ring
+from kernels_ref.chunks import DEFAULT_SLICES, band_keys, num_parts
 from kernels_ref.groups.kind import (
     FLOAT32,
     SCORE_COPIES,
@@ -144,9 +145,23 @@ class Rings(GroupKind):
     def transient_bytes(self, heads: HeadSizes, sizes: PartSizes) -> int:
         """Scores of one slice of prompts, or of all decode rows."""
         num_slots, per_slot = self.num_slots(sizes.block_size), heads.num_query_heads * FLOAT32
-        shared = sizes.parts.shared * dense_bytes(heads, sizes, sizes.query_slice * num_slots)
+        size, least = sizes.query_slice, DEFAULT_SLICES.masked_queries
+        if sizes.is_fused:
+            size = sizes.chunks.ring_slice(num_slots, least, heads.dtype_bytes)
+        shared = sizes.parts.shared * dense_bytes(heads, sizes, min(size, sizes.query_len) * num_slots)
         unique = sizes.parts.unique * sizes.num_rows * sizes.decode_len * num_slots * per_slot
-        return max(causal_bytes(heads, sizes), shared, SCORE_COPIES * unique)
+        return max(self._causal_bytes(heads, sizes), shared, SCORE_COPIES * unique)
+
+    def _causal_bytes(self, heads: HeadSizes, sizes: PartSizes) -> int:
+        size, num_queries = DEFAULT_SLICES.masked_queries, sizes.query_len
+        is_joined = sizes.is_fused and sizes.chunks.has_one_band(
+            num_queries, size, self.window.size, heads.dtype_bytes
+        )
+        if not (sizes.parts.causal and is_joined):
+            return causal_bytes(heads, sizes)
+        num_keys = num_parts(num_queries, size) * band_keys(size, self.window.size)
+        # Keys and values of a slice are gathered, and turned for the operator.
+        return dense_bytes(heads, sizes, size * num_keys) + 4 * heads.unit_bytes(num_keys)
 
 
 def _seen(rows: DecodeRows, ring: Ring) -> Seen:

@@ -34,14 +34,27 @@ def attend_dense(
     Source: vllm-gaudi, ``SlicedFusedSDPA``, which passes a mask even where causality would suffice, because
     the operator's causal form returns other statistics.
     """
-    hidden = hiding(q_QKGD.dtype)
-    mask_QT = torch.where(visible_QT, q_QKGD.new_zeros(()), hidden)
-    # [1, K, G, Q, D] and [1, K, 1, T, D]: keys are broadcast to the queries of a group.
+    tiles = q_QKGD[None], k_TKD[None], v_TKD[None], visible_QT[None]
+    return Partial(*(x[0] for x in attend_tiles(*tiles, softmax, inverse_scale)))
+
+
+def attend_tiles(
+    q_XQKGD: torch.Tensor,
+    k_XTKD: torch.Tensor,
+    v_XTKD: torch.Tensor,
+    visible_XQT: torch.Tensor,
+    softmax: Softmax,
+    inverse_scale: float,
+) -> Partial:
+    """``attend_dense`` of several slices of queries, each with keys of its own: ``[X, Q, K, G, ...]``."""
+    hidden = hiding(q_XQKGD.dtype)
+    mask_XQT = torch.where(visible_XQT, q_XQKGD.new_zeros(()), hidden)
+    # [X, K, G, Q, D] and [X, K, 1, T, D]: keys are broadcast to the queries of a group.
     out, largest, inverse, _ = torch.ops.hpu.sdpa_recomp_fwd(
-        q_QKGD.permute(1, 2, 0, 3).contiguous()[None],
-        k_TKD.transpose(0, 1).contiguous()[None, :, None],
-        v_TKD.transpose(0, 1).contiguous()[None, :, None],
-        mask_QT[None, None, None],
+        q_XQKGD.permute(0, 2, 3, 1, 4).contiguous(),
+        k_XTKD.transpose(1, 2).contiguous()[:, :, None],
+        v_XTKD.transpose(1, 2).contiguous()[:, :, None],
+        mask_XQT[:, None, None],
         0.0,
         1.0,
         False,
@@ -50,7 +63,7 @@ def attend_dense(
         None,
         "right",
     )
-    attn, largest, inverse = (x[0].movedim(2, 0).float() for x in (out, largest, inverse))
+    attn, largest, inverse = (x.movedim(3, 1).float() for x in (out, largest, inverse))
     largest, inverse = largest[..., 0], inverse[..., 0]
     # The result of a query that sees no key is made of hidden keys.
     sees_any = largest > hidden / 2

@@ -10,16 +10,32 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bias_builders import Window
 from kernels_ref import reference
 from kernels_ref.hpu import attention
 from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators, attend_dense
 from kernels_ref.partial import Partial, Scoring, attend
 from kernels_ref.reference import AddBlocks, merge_by_owner
-from kernels_ref.sparse import MASK_BYTES
+from kernels_ref.sparse import MASK_BYTES, band
 from kernels_ref.step import PartInputs
 
 if TYPE_CHECKING:
     from kernels_ref.step import BlockStep, RingStep
+
+
+def causal_slice(inputs: PartInputs) -> int:
+    """Queries of a slice of fused causal attention."""
+    q_QKGD, scoring, least = inputs.q, inputs.scoring, inputs.scoring.slices.masked_queries
+    if inputs.rule is not None:
+        return least
+    return scoring.chunks.causal_slice(len(q_QKGD), least, q_QKGD.element_size())
+
+
+def ring_slice(inputs: PartInputs, ring: RingStep) -> int:
+    """Queries of a slice of fused attention to the rings of prompts."""
+    scoring, element_bytes = inputs.scoring, inputs.q.element_size()
+    least = scoring.slices.masked_queries
+    return scoring.chunks.ring_slice(ring.chunk_position.numel(), least, element_bytes)
 
 
 @dataclass(frozen=True)
@@ -44,7 +60,9 @@ class FusedKernels:
         """Tokens of prompt rows against the new keys of their own row."""
         if not self.fuses(inputs.scoring):
             return reference.causal(inputs)
-        return reference.causal(inputs, self.dense, inputs.scoring.slices.masked_queries)
+        if self.has_one_band(inputs):
+            return band(inputs, inputs.scoring.slices.masked_queries, self._tiles)
+        return reference.causal(inputs, self.dense, causal_slice(inputs))
 
     def shared_blocks(self, inputs: PartInputs) -> Partial:
         """Every query against the blocks that several rows read, or a prompt row."""
@@ -60,7 +78,7 @@ class FusedKernels:
         """Tokens of prompt rows against their rings as of before the step."""
         if not self.fuses(inputs.scoring):
             return reference.shared_rings(inputs, ring)
-        return reference.shared_rings(inputs, ring, self.dense, inputs.scoring.slices.masked_queries)
+        return reference.shared_rings(inputs, ring, self.dense, ring_slice(inputs, ring))
 
     def unique_blocks(self, inputs: PartInputs, blocks: BlockStep) -> Partial:
         """Decode rows against the blocks that only they read."""
@@ -78,6 +96,14 @@ class FusedKernels:
         k, v = inputs.units.tile(slice(0, inputs.q.shape[0]))
         return attention.attend_rows(inputs.q, k, v, ring.masks, inputs.scoring.softmax)
 
+    def has_one_band(self, inputs: PartInputs) -> bool:
+        """Whether the causal part is one product of all slices: see ``ChunkBounds.has_one_band``."""
+        q_QKGD, rule, scoring = inputs.q, inputs.rule, inputs.scoring
+        if not (self.fuses(scoring) and isinstance(rule, Window)):
+            return False
+        sizes = len(q_QKGD), scoring.slices.masked_queries, rule.size, q_QKGD.element_size()
+        return scoring.chunks.has_one_band(*sizes)
+
     def fuses(self, scoring: Scoring) -> bool:
         """Whether attention is one operator, which has no soft cap."""
         return self.operators.attention and scoring.softcap is None
@@ -93,6 +119,17 @@ class FusedKernels:
         """Queries against one list of keys, as one operator."""
         scale = self.operators.inverse_scale
         return attend_dense(q_QKGD, k_TKD, v_TKD, visible_QT, scoring.softmax, scale)
+
+    def _tiles(
+        self,
+        q_XQKGD: torch.Tensor,
+        k_XTKD: torch.Tensor,
+        v_XTKD: torch.Tensor,
+        visible_XQT: torch.Tensor,
+        scoring: Scoring,
+    ) -> Partial:
+        scale = self.operators.inverse_scale
+        return attention.attend_tiles(q_XQKGD, k_XTKD, v_XTKD, visible_XQT, scoring.softmax, scale)
 
     @property
     def add(self) -> AddBlocks:
