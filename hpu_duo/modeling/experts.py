@@ -24,6 +24,12 @@ HELD = "num_held_experts"
 GROUP_BYTES = 256 << 20
 """Bound on the intermediates of the experts that run together; a smaller one means more launches."""
 
+HPU_GROUP_BYTES = 2 << 30
+"""The same on an HPU, as far as it takes to run in ``MOST_GROUPS`` groups."""
+
+MOST_GROUPS = 4
+"""Most groups of experts in the graph of a layer on an HPU, each of some 30 nodes, if their bound allows."""
+
 _PASSES_OF_A_COPY = 3
 """Passes over gathered weights: they are read, written, and read again."""
 
@@ -45,9 +51,39 @@ def copies_weights(num_chosen: int, num_experts: int) -> bool:
     return _PASSES_OF_A_COPY * num_chosen < num_experts
 
 
-def experts_at_a_time(bytes_of_one: int, group_bytes: int = GROUP_BYTES) -> int:
-    """Number of experts to run together, from the bytes of intermediates of one, and of all of them."""
-    return max(1, group_bytes // (2 * bytes_of_one))
+def weighs_inner(inner_size: int, hidden_size: int) -> bool:
+    """Whether activations of experts are weighed before their last product: where they are the smaller ones.
+
+    Results then are summed as they are. Only for experts without biases, and without a norm behind them.
+    """
+    return inner_size < hidden_size
+
+
+def elements_per_token(projected: int, inner_size: int, hidden_size: int) -> int:
+    """Elements of the intermediates of one expert for each token.
+
+    Args:
+        projected: results of the first product, those of gates included.
+    """
+    if weighs_inner(inner_size, hidden_size):
+        return max(2 * projected, inner_size + hidden_size)
+    return 2 * (projected + hidden_size)
+
+
+def experts_at_a_time(
+    num_experts: int, bytes_of_one: int, group_bytes: int = GROUP_BYTES, *, is_hpu: bool = False
+) -> int:
+    """Number of experts to run together, of equal groups where they are few.
+
+    Args:
+        bytes_of_one: intermediates of one expert.
+        group_bytes: bound on those of a group.
+        is_hpu: see ``HPU_GROUP_BYTES``.
+    """
+    size = max(1, group_bytes // bytes_of_one)
+    if is_hpu:
+        size = max(size, min(-(-num_experts // MOST_GROUPS), HPU_GROUP_BYTES // bytes_of_one))
+    return min(size, num_experts)
 
 
 def run_experts(
@@ -138,8 +174,11 @@ def _run_all(
     share_TkE = torch.where(index_Tk[..., None] == expert_E, top_k_weights[..., None], 0)
     share_ET = share_TkE.sum(dim=1).t()
     up_proj = self.gate_up_proj if _has(self, "gate", True) else self.up_proj
-    made_per_token = up_proj[0].numel() // hidden_TH.shape[1] + hidden_TH.shape[1]
-    group = experts_at_a_time(num_tokens * made_per_token * hidden_TH.element_size(), group_bytes)
+    hidden_size, down_proj = hidden_TH.shape[1], self.down_proj
+    sizes = up_proj[0].numel() // hidden_size, down_proj[0].numel() // hidden_size, hidden_size
+    bytes_of_one = num_tokens * elements_per_token(*sizes) * hidden_TH.element_size()
+    is_hpu = hidden_TH.device.type == "hpu"
+    group = experts_at_a_time(num_experts, bytes_of_one, group_bytes, is_hpu=is_hpu)
     total_TH = torch.zeros_like(hidden_TH, dtype=torch.float32)
     for begin in range(0, num_experts, group):
         total_TH = total_TH + _run_group(self, hidden_TH, share_ET, slice(begin, begin + group))
@@ -149,6 +188,13 @@ def _run_all(
 def _run_group(self: Any, hidden_TH: torch.Tensor, share_ET: torch.Tensor, some: slice) -> torch.Tensor:
     """The weighted outputs of some experts for all tokens, float32 ``[T, H]``; frees intermediates."""
     share_XT1 = share_ET[some, :, None]
+    inner_size = self.down_proj[0].numel() // hidden_TH.shape[1]
+    is_linear = not (_has(self, "bias", False) or _has(self, "post_expert_norm", False))
+    if is_linear and weighs_inner(inner_size, hidden_TH.shape[1]):
+        inner_XTI = _activated(self, hidden_TH, lambda weights: weights[some])
+        inner_XTI = torch.where(share_XT1 != 0, inner_XTI * share_XT1, 0)
+        out_XTH = _project(self, inner_XTI, "down_proj", lambda weights: weights[some])
+        return out_XTH.sum(dim=0, dtype=torch.float32)
     out_XTH = _run_some(self, hidden_TH, lambda weights: weights[some]) * share_XT1
     # Selecting, not only multiplying, excludes overflows in experts that were not chosen.
     return torch.where(share_XT1 != 0, out_XTH, 0).float().sum(dim=0)
@@ -156,13 +202,17 @@ def _run_group(self: Any, hidden_TH: torch.Tensor, share_ET: torch.Tensor, some:
 
 def _run_some(self: Any, x: torch.Tensor, pick: Pick) -> torch.Tensor:
     """Tokens through the experts that are picked: ``[T, H]`` or ``[X, 1, H]`` to ``[X, T or 1, H]``."""
-    has_gate = _has(self, "gate", True)
-    inner = _project(self, x, "gate_up_proj" if has_gate else "up_proj", pick)
-    inner = self._apply_gate(inner) if has_gate else self.act_fn(inner)
-    out = _project(self, inner, "down_proj", pick)
+    out = _project(self, _activated(self, x, pick), "down_proj", pick)
     if _has(self, "post_expert_norm", False):
         out = self.post_expert_norm(out)
     return out
+
+
+def _activated(self: Any, x: torch.Tensor, pick: Pick) -> torch.Tensor:
+    """Activations of the experts that are picked, between their products."""
+    has_gate = _has(self, "gate", True)
+    inner: torch.Tensor = _project(self, x, "gate_up_proj" if has_gate else "up_proj", pick)
+    return self._apply_gate(inner) if has_gate else self.act_fn(inner)  # type: ignore[no-any-return]
 
 
 def _project(self: Any, x: torch.Tensor, name: str, pick: Pick) -> torch.Tensor:

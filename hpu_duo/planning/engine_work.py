@@ -18,7 +18,7 @@ import numpy as np
 from graphs import BatchShape, Phase, StepLimits
 from hpu_duo.config.limits import CacheConfig, SchedulerConfig
 from hpu_duo.kv.plan import LayerKV
-from hpu_duo.modeling.experts import GROUP_BYTES, copies_weights, experts_at_a_time
+from hpu_duo.modeling.experts import copies_weights, elements_per_token, experts_at_a_time, weighs_inner
 from hpu_duo.parallel import HeadExchanges, head_exchanges, summed_score_bytes
 from hpu_duo.planning.attention_counts import (
     AttentionCounts,
@@ -44,10 +44,7 @@ from hpu_duo.planning.work import (
     Work,
 )
 from kernels_ref import Budget, HeadGroup, Implementation, LayerSpec, Owner
-from kernels_ref.chunks import (
-    DEFAULT_BOUNDS,
-    ChunkBounds,
-)
+from kernels_ref.chunks import DEFAULT_BOUNDS, ChunkBounds, num_parts
 
 SECONDS_PER_GRAPH = (0.7, 14.0)
 """Seconds of warm-up of one graph with one kind of layer: from 49 s for 72 graphs (Llama 8B, bf16, Gaudi 2,
@@ -161,9 +158,12 @@ class WarmUp:
 _EXPERT_MATRICES = 3
 """Matrices of an expert: gate, up and down."""
 
-_MOVED_INNER, _MOVED_HIDDEN = 8, 10
+_MOVED = 8, 10
 """Elements that operators read and write for each token of an expert, by its inner and by the hidden size:
 products, gate, share of the token, and the sum in float32 (``hpu_duo/modeling/experts.py``)."""
+
+_MOVED_WEIGHED = 13, 2
+"""The same where activations are weighed before the last product."""
 
 _EXCHANGE_COPIES, _EXCHANGE_LAUNCHES = 4, 12
 """Additional reads and writes of exchanged data, and operators around each exchange: packing, receiving,
@@ -441,22 +441,27 @@ class EngineWork:
     @property
     def _expert_bytes(self) -> float:
         """Bytes that one token moves through every expert of every layer, weights apart."""
-        model = self.model
-        hidden = len(model.layers) * model.experts.num_experts * model.hidden_size
-        inner = model.experts.num_params / (_EXPERT_MATRICES * model.hidden_size)
-        return (
-            ACTIVATION_BYTES * (_MOVED_INNER * inner + _MOVED_HIDDEN * hidden)
-            if model.experts.num_params
-            else 0.0
-        )
+        model, inner = self.model, self._expert_inner
+        if not inner:
+            return 0.0
+        num_experts = len(model.layers) * model.experts.num_experts
+        of_inner, of_hidden = _MOVED_WEIGHED if weighs_inner(inner, model.hidden_size) else _MOVED
+        return ACTIVATION_BYTES * num_experts * (of_inner * inner + of_hidden * model.hidden_size)
+
+    @property
+    def _expert_inner(self) -> int:
+        """Inner size of an expert, 0 without experts."""
+        model, experts = self.model, self.model.experts
+        num_rows = len(model.layers) * experts.num_experts * _EXPERT_MATRICES * model.hidden_size
+        return round(experts.num_params / num_rows) if experts.num_params else 0
 
     def _expert_launches(self, tokens: Size, copies: Any) -> Any:
         """Additional operators of a layer with experts."""
         experts, hidden = self.model.experts, self.model.hidden_size
         if not experts.num_params:
             return 0.0
-        num_weights = len(self.model.layers) * experts.num_experts * _EXPERT_MATRICES * hidden
-        made = (2 * experts.num_params / num_weights + hidden) * ACTIVATION_BYTES
+        inner = self._expert_inner
+        made = elements_per_token(2 * inner, inner, hidden) * ACTIVATION_BYTES
         num_groups = _where(copies, 1, by_size(_expert_groups, tokens, experts.num_experts, made))
         return _ROUTING_LAUNCHES + _GROUP_LAUNCHES * num_groups
 
@@ -477,8 +482,9 @@ class _Attending(NamedTuple):
     dealt: GroupSizes | None
 
 
-def _expert_groups(tokens: int, num_experts: int, bytes_of_token: float) -> int:
-    return -(-num_experts // experts_at_a_time(max(1, round(tokens * bytes_of_token)), GROUP_BYTES))
+def _expert_groups(tokens: int, num_experts: int, bytes_of_token: int) -> int:
+    size = experts_at_a_time(num_experts, max(1, tokens) * bytes_of_token, is_hpu=True)
+    return num_parts(num_experts, size)
 
 
 def _where(condition: Any, value: Any, other: Any) -> Any:

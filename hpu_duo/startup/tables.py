@@ -30,7 +30,15 @@ from hpu_duo.engine.batch import RowCounts, StepGeometry
 from hpu_duo.engine.step_input import message_fields
 from hpu_duo.kv.allocations import block_moves
 from hpu_duo.kv.plan import MemoryPlan, chunk_grid, last_chunk, widest_row
-from hpu_duo.modeling.experts import EXPERTS_PER_TOKEN, HELD, NUM_EXPERTS, copies_weights, experts_at_a_time
+from hpu_duo.modeling.experts import (
+    EXPERTS_PER_TOKEN,
+    HELD,
+    NUM_EXPERTS,
+    copies_weights,
+    elements_per_token,
+    experts_at_a_time,
+    weighs_inner,
+)
 from hpu_duo.planning.engine_work import EngineWork
 from hpu_duo.planning.model import GAUDI2, GAUDI3, AttentionSize, ModelSize
 from hpu_duo.planning.simulation import plan_buckets
@@ -197,7 +205,12 @@ class StepSizes:
         num_chosen = query_len * self.experts_per_token
         if copies_weights(num_chosen, self.num_experts):
             return num_chosen * (inner * hidden * self.dtype_bytes + gates)
-        group = min(self.num_experts, experts_at_a_time(query_len * (inner + hidden) * self.dtype_bytes))
+        sizes = inner, self.expert_size, hidden
+        bytes_of_one = query_len * elements_per_token(*sizes) * self.dtype_bytes
+        # Only an HPU has one pass.
+        group = experts_at_a_time(self.num_experts, bytes_of_one, is_hpu=self.chunks.one_pass)
+        if weighs_inner(self.expert_size, hidden):
+            return group * bytes_of_one + query_len * hidden * _FLOAT32
         # The results, weighed and selected, and in float32.
         results = (self.expert_size + 3 * hidden) * self.dtype_bytes + hidden * _FLOAT32
         return group * query_len * max(gates, results)

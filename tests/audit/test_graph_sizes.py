@@ -14,7 +14,7 @@ from hpu_duo.device.rules import REGION_NODES
 from hpu_duo.heads import HeadPattern
 from hpu_duo.lab.audit import LoweredGraph, build_structure, lower_bucket
 from hpu_duo.planning import GAUDI3
-from tests.modeling.families import make_config
+from tests.modeling.families import IS_5, make_config
 from tests.tiers import every
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -30,10 +30,16 @@ SIZES: dict[str, dict[str, Any]] = {
     "Qwen2Config": {"hidden_size": 3584, "intermediate_size": 18_944, "num_attention_heads": 28},
     "Qwen3Config": {"hidden_size": 4096, "intermediate_size": 12_288, "num_attention_heads": 32},
     "Gemma2Config": {"hidden_size": 3584, "intermediate_size": 14_336, "num_attention_heads": 16},
+    "Qwen3MoeConfig": {
+        **{"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32},
+        **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    },
     "MixtralConfig": {"hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32},
 }
-KV_HEADS = {"Qwen2Config": 4, "LlamaConfig, 7B": 32}
+KV_HEADS = {"Qwen2Config": 4, "Qwen3MoeConfig": 4, "LlamaConfig, 7B": 32}
 HEAD_DIM = {"Gemma2Config": 256}
+MANY = "Qwen3MoeConfig"
+"""With so many experts that they run in groups."""
 BLOCKS = 262_144 // 128
 LONG = (
     f"csu/q2048/s{BLOCKS}/u{BLOCKS}/l17",
@@ -46,7 +52,7 @@ LONG = (
     "c--/q2048/s0/u0/l1",
 )
 CASES = [("LlamaConfig", shape) for shape in LONG]
-CASES += [(name, shape) for name in SIZES if name != "LlamaConfig" for shape in LONG[::2]]
+CASES += [(name, shape) for name in SIZES if name not in ("LlamaConfig", MANY) for shape in LONG[::2]]
 
 
 def graphs_of(name: str, attention: str, shape: str, directory: Path) -> tuple[LoweredGraph, ...]:
@@ -109,6 +115,13 @@ def test_a_decode_after_a_long_context_is_one_graph_for_each_layer(
     graphs = graphs_of("LlamaConfig", attention, shape, tmp_path)
     check(graphs)
     assert [graph.region for graph in graphs] == ["prepare", "run_layer"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_5, reason="before 5, experts have shapes that depend on the routing")
+@pytest.mark.parametrize("shape", [LONG[1], f"csu/q1940/s{BLOCKS}/u{BLOCKS}/l17"])
+def test_no_graph_of_many_experts_is_large(shape: str, tmp_path: Path) -> None:
+    check(graphs_of(MANY, "hpu", shape, tmp_path))
 
 
 @pytest.mark.slow

@@ -24,6 +24,12 @@ NUM_EXPERTS = 16
 # Gated; gated in another way, with biases and transposed weights; without gates.
 KINDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "mixtral": ("mixtral", "MixtralExperts", "MixtralConfig", {"num_local_experts": NUM_EXPERTS}),
+    "of small experts": (
+        "mixtral",
+        "MixtralExperts",
+        "MixtralConfig",
+        {"num_local_experts": NUM_EXPERTS, "intermediate_size": 24},
+    ),
     "gpt_oss": ("gpt_oss", "GptOssExperts", "GptOssConfig", {"num_local_experts": NUM_EXPERTS}),
     "nemotron_h": (
         "nemotron_h",
@@ -161,6 +167,25 @@ def test_what_overflows_in_an_expert_that_nobody_chose_is_dropped() -> None:
     torch.testing.assert_close(
         experts.run_in_static_shapes(made, hidden, index, weights), expected, atol=1e-4, rtol=1e-4
     )
+
+
+def test_what_overflows_in_a_small_expert_that_nobody_chose_is_dropped() -> None:
+    made = make_experts("of small experts")
+    hidden, index, weights = route(12, 2, seed=3)
+    index = index % (NUM_EXPERTS - 1)
+    made.gate_up_proj[NUM_EXPERTS - 1] = torch.inf
+    expected = made(hidden, index, weights)
+    torch.testing.assert_close(
+        experts.run_in_static_shapes(made, hidden, index, weights), expected, atol=1e-4, rtol=1e-4
+    )
+
+
+def test_an_hpu_runs_few_groups_of_experts_if_memory_allows() -> None:
+    assert experts.experts_at_a_time(128, 48 << 20) == 5
+    assert experts.experts_at_a_time(128, 48 << 20, is_hpu=True) == 32
+    assert experts.experts_at_a_time(128, 1 << 20, is_hpu=True) == 128
+    # Two of these make what an HPU allows.
+    assert experts.experts_at_a_time(128, 1 << 30, is_hpu=True) == 2
 
 
 def test_many_tokens_copy_no_weights() -> None:
