@@ -30,6 +30,7 @@ HPU_GROUP_BYTES = 2 << 30
 MOST_GROUPS = 4
 """Most groups of experts in the graph of a layer on an HPU, each of some 30 nodes, if their bound allows."""
 
+_FLOAT32 = 4
 _PASSES_OF_A_COPY = 3
 """Passes over gathered weights: they are read, written, and read again."""
 
@@ -84,6 +85,36 @@ def experts_at_a_time(
     if is_hpu:
         size = max(size, min(-(-num_experts // MOST_GROUPS), HPU_GROUP_BYTES // bytes_of_one))
     return min(size, num_experts)
+
+
+def expert_bytes(
+    num_tokens: int,
+    num_chosen: int,
+    num_experts: int,
+    inner_size: int,
+    hidden_size: int,
+    element_bytes: int,
+    *,
+    is_hpu: bool = False,
+) -> int:
+    """Peak of the intermediates of gated experts in static shapes, in bytes.
+
+    Args:
+        num_chosen: experts of each token.
+        is_hpu: see ``HPU_GROUP_BYTES``.
+    """
+    projected = 2 * inner_size
+    # Both projections, and their product with what is left of one of them.
+    gates = 2 * projected * element_bytes
+    if copies_weights(num_tokens * num_chosen, num_experts):
+        return num_tokens * num_chosen * (projected * hidden_size * element_bytes + gates)
+    bytes_of_one = num_tokens * elements_per_token(projected, inner_size, hidden_size) * element_bytes
+    group = experts_at_a_time(num_experts, bytes_of_one, is_hpu=is_hpu)
+    if weighs_inner(inner_size, hidden_size):
+        return group * bytes_of_one + num_tokens * hidden_size * _FLOAT32
+    # The results, weighed and selected, and in float32.
+    results = (inner_size + 3 * hidden_size) * element_bytes + hidden_size * _FLOAT32
+    return group * num_tokens * max(gates, results)
 
 
 def run_experts(

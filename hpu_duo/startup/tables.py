@@ -30,15 +30,7 @@ from hpu_duo.engine.batch import RowCounts, StepGeometry
 from hpu_duo.engine.step_input import message_fields
 from hpu_duo.kv.allocations import block_moves
 from hpu_duo.kv.plan import MemoryPlan, chunk_grid, last_chunk, widest_row
-from hpu_duo.modeling.experts import (
-    EXPERTS_PER_TOKEN,
-    HELD,
-    NUM_EXPERTS,
-    copies_weights,
-    elements_per_token,
-    experts_at_a_time,
-    weighs_inner,
-)
+from hpu_duo.modeling.experts import EXPERTS_PER_TOKEN, HELD, NUM_EXPERTS, expert_bytes
 from hpu_duo.planning.engine_work import EngineWork
 from hpu_duo.planning.model import GAUDI2, GAUDI3, AttentionSize, ModelSize
 from hpu_duo.planning.simulation import plan_buckets
@@ -199,21 +191,11 @@ class StepSizes:
     def _expert_bytes(self, query_len: int) -> int:
         if not self.num_experts:
             return 0
-        hidden, inner = self.hidden_size, 2 * self.expert_size
-        # Both projections, and their product with what is left of one of them.
-        gates = 2 * inner * self.dtype_bytes
-        num_chosen = query_len * self.experts_per_token
-        if copies_weights(num_chosen, self.num_experts):
-            return num_chosen * (inner * hidden * self.dtype_bytes + gates)
-        sizes = inner, self.expert_size, hidden
-        bytes_of_one = query_len * elements_per_token(*sizes) * self.dtype_bytes
+        sizes = self.expert_size, self.hidden_size, self.dtype_bytes
         # Only an HPU has one pass.
-        group = experts_at_a_time(self.num_experts, bytes_of_one, is_hpu=self.chunks.one_pass)
-        if weighs_inner(self.expert_size, hidden):
-            return group * bytes_of_one + query_len * hidden * _FLOAT32
-        # The results, weighed and selected, and in float32.
-        results = (self.expert_size + 3 * hidden) * self.dtype_bytes + hidden * _FLOAT32
-        return group * query_len * max(gates, results)
+        return expert_bytes(
+            query_len, self.experts_per_token, self.num_experts, *sizes, is_hpu=self.chunks.one_pass
+        )
 
     def _attention_bytes(self, shape: BatchShape) -> int:
         query_len, heads, dim = shape.query_len, self.num_heads, self.head_dim
