@@ -182,12 +182,27 @@ class AttentionLayer(nn.Module):
 
     One compiled function then serves all layers whose specs and layouts are equal. Stores are lists of
     vectors; each layer derives the views of units that attention reads.
+
+    Args:
+        scales: of keys and of values, which are divided by them for all stores of the layer; scores and
+            results are those of the keys and values themselves.
     """
 
+    kv_scales: torch.Tensor
+
     def __init__(
-        self, spec: LayerSpec, cache: LayerCache, running: RunningStep, rows: RowTensors = ()
+        self,
+        spec: LayerSpec,
+        cache: LayerCache,
+        running: RunningStep,
+        rows: RowTensors = (),
+        scales: tuple[float, float] | None = None,
     ) -> None:
         super().__init__()
+        self.has_scales = scales is not None
+        if scales is not None:
+            device = cache[0].tensors[0].device
+            self.register_buffer("kv_scales", torch.tensor(scales, device=device), persistent=False)
         self.spec, self.running = spec, running
         self.parts = tuple(self._register(i, units) for i, units in enumerate(cache))
         self.layouts = tuple((part.layout, part.region_layout) for part in self.parts)
@@ -226,7 +241,12 @@ class AttentionLayer(nn.Module):
             raise ValueError(_NO_STEP)
         # One after the other: a graph that writes a store must not use a view of it from before a cut.
         cache = (self._units(part) for part in self.parts)
+        if self.has_scales:
+            k_scale, v_scale = self.kv_scales.unbind()
+            q, k, v = q * k_scale, k / k_scale, v / v_scale
         output = unified_attention(q, k, v, cache, step, self.spec, sinks)
+        if self.has_scales:
+            output = output * v_scale
         for kind, names in self._rows:
             kind.advance(tuple(getattr(self, name) for name in names), step)
         return output

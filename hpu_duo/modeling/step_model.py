@@ -72,6 +72,7 @@ class StepModel(NotPicklable):
         caches: Sequence[LayerCache],
         live: LiveRows,
         row_tensors: Sequence[RowTensors] = (),
+        scales: Sequence[tuple[float, float] | None] = (),
     ) -> None:
         self.model, self.live = model, live
         self.specs = tuple(specs)
@@ -84,8 +85,10 @@ class StepModel(NotPicklable):
         self._mask = placeholder_mask(caches[0][0].tensors[0].device)
         kinds: dict[LayerKind, LayerKind] = {}
         of_rows = row_tensors or [()] * len(caches)
-        for layer, spec, cache, rows in zip(layers, specs, caches, of_rows):
-            setattr(layer.attention, LAYER_ATTRIBUTE, AttentionLayer(spec, cache, self._running, rows))
+        for layer, spec, cache, rows, of_kv in zip(
+            layers, specs, caches, of_rows, scales or [None] * len(caches)
+        ):
+            setattr(layer.attention, LAYER_ATTRIBUTE, AttentionLayer(spec, cache, self._running, rows, of_kv))
             kind = LayerKind(layer.module, spec)
             # Equal kinds become one object, which dictionaries find without comparing.
             kind = kinds.setdefault(kind, kind)

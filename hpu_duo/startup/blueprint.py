@@ -25,7 +25,7 @@ from hpu_duo.modeling.probe import DecoderLayer, rotary_frequencies
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.startup.heads import ChosenHeads, HeadAssignment, choose_heads, kv_layers
 from hpu_duo.startup.kv_budget import resolve_kv_budget
-from hpu_duo.startup.kv_formats import stored_cache, with_formats
+from hpu_duo.startup.kv_formats import scales_of, stored_cache, with_formats
 from hpu_duo.startup.tables import StepTables
 from kernels_ref import Budget, FusedOperators, HeadGroup, Implementation, LayerSpec, Softmax
 from kernels_ref.chunks import MOST_INLINE, ChunkBounds
@@ -430,7 +430,9 @@ class Blueprint:
     def build(self, model: PreTrainedModel, memory: MemoryPlan, live: LiveRows) -> tuple[KVStore, StepModel]:
         """Allocate the stores, and attach them to the model; heads are in the order of their groups."""
         store = KVStore(memory, self.dtype, self.device)
-        return store, StepModel(model, self.layers, self.specs, store.layers, live, store.row_tensors)
+        scales = scales_of(self.config.model.path, self.specs, memory.layers)
+        parts = (store.layers, live, store.row_tensors, scales)
+        return store, StepModel(model, self.layers, self.specs, *parts)
 
 
 def fix_served_len(model: PreTrainedModel, config: EngineConfig) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from hpu_duo.config.limits import SLIDING_WINDOW, CacheConfig
-from hpu_duo.kv.plan import in_format
+from hpu_duo.kv.plan import LayerKV, in_format
 from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.modeling.quantised.kv_scales import kv_scales
 from hpu_duo.startup.heads import HeadAssignment
-from kernels_ref import PLAIN, Blocks, Budget, GroupKind, Implementation, KVFormat, Rings
+from kernels_ref import PLAIN, Blocks, Budget, GroupKind, Implementation, KVFormat, LayerSpec, Rings
 from kernels_ref.formats import ROUNDED, format_of
 from kernels_ref.x86 import library as x86
 
@@ -47,6 +49,23 @@ def with_formats(
             _check_sizes(kv_format, layer.call.head_dim, number)
         found.append(each._replace(groups=in_format(each.groups, chosen, of_rows)))
     return tuple(found)
+
+
+def scales_of(
+    path: str | Path, specs: Sequence[LayerSpec], layers: Sequence[LayerKV]
+) -> tuple[tuple[float, float] | None, ...]:
+    """Return the constants that keys and values of each layer are divided by, if their formats take them.
+
+    Raises:
+        ValueError: see ``kv_scales``.
+    """
+    takes = [any(group.format.takes_scales for group in spec.groups) for spec in specs]
+    found = kv_scales(path, len(specs)) if any(takes) else None
+    if found is None:
+        return (None,) * len(specs)
+    # A layer that reads the stores of another one has its scales.
+    sources = (number if kv.source is None else kv.source for number, kv in enumerate(layers))
+    return tuple(found[source] if is_scaled else None for source, is_scaled in zip(sources, takes))
 
 
 def stored_cache(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -34,9 +34,11 @@ class VectorFormat(ABC):
 
     Attributes:
         num_parts: tensors that a store consists of.
+        takes_scale: whether vectors are stored divided by a constant of the layer, if there is one.
     """
 
     num_parts: ClassVar[int] = 1
+    takes_scale: ClassVar[bool] = False
 
     @abstractmethod
     def parts(self, dim: int) -> tuple[VectorPart, ...]:
@@ -110,18 +112,24 @@ class KVFormat:
         name: by which users choose it.
         keys, values: the formats.
         is_plain: whether both are ``Floats``.
+        is_floats: whether they are plain, or 16-bit floats, which kernels of a CPU read by pointer.
     """
 
     name: str
     keys: VectorFormat
     values: VectorFormat
     is_plain: bool = False
+    is_floats: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        stored = (self.keys, self.values)
+        is_narrow = all(isinstance(x, Rounded) and x.dtype.itemsize == 2 for x in stored)
+        object.__setattr__(self, "is_floats", self.is_plain or is_narrow)
 
     @property
-    def is_floats(self) -> bool:
-        """Whether keys and values are plain, or 16-bit floats, which kernels of a CPU read by pointer."""
-        stored = (self.keys, self.values)
-        return self.is_plain or all(isinstance(x, Rounded) and x.dtype.itemsize == 2 for x in stored)
+    def takes_scales(self) -> bool:
+        """Whether keys or values are stored divided by a constant of the layer, if there is one."""
+        return self.keys.takes_scale or self.values.takes_scale
 
     @property
     def num_tensors(self) -> int:

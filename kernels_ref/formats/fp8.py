@@ -28,6 +28,8 @@ def _values(codes: torch.Tensor) -> torch.Tensor:
 class Fp8(VectorFormat):
     """Elements as they are, in 8 bits; those beyond 448 are stored as that."""
 
+    takes_scale: ClassVar[bool] = True
+
     def parts(self, dim: int) -> tuple[VectorPart, ...]:
         """Return the codes."""
         return (VectorPart("codes", dim, torch.uint8),)

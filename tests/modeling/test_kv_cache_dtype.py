@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from graphs import BucketTable
 from graphs.backends.compile import CompileBackend
@@ -227,3 +229,32 @@ def test_a_device_that_reads_codes_differently_is_found_at_load(
                 ValueError, match=f"kv_cache_dtype 'k8v4' is not available on hpu.*: {problem}"
             ):
                 tiny.load(**options)
+
+
+@pytest.mark.parametrize("options", [{}, DUO, {"attention": "sdpa"}], ids=["full", "duo", "sdpa"])
+def test_scales_of_a_checkpoint_divide_what_is_stored_in_fp8(
+    tiny: Tiny, options: dict[str, Any], tmp_path: Path
+) -> None:
+    shutil.copytree(tiny.path, tmp_path, dirs_exist_ok=True)
+    scaled, file = Tiny(tmp_path, tiny.model), tmp_path / "model.safetensors"
+    stored = load_file(file)
+
+    def write(**scales: float) -> None:
+        each = {f"model.layers.{n}.self_attn.{end}": scales[end] for n in (0, 1) for end in scales}
+        save_file(stored | {name: torch.tensor(x) for name, x in each.items()}, file, {"format": "pt"})
+
+    # Powers of two change nothing in vectors of float32 that are divided by them.
+    for name, k_scale, v_scale in ((f"float32{PAIR}fp8", 4.0, 1.0), (f"fp8{PAIR}float32", 1.0, 0.125)):
+        expected = scored(tiny.load(kv_cache_dtype=name, **options))
+        write(k_scale=k_scale, v_scale=v_scale)
+        assert scored(scaled.load(kv_cache_dtype=name, **options)) == pytest.approx(expected, abs=1e-5)
+        # What is below 1/1024 of a scale is stored as 0.
+        write(k_scale=1e4, v_scale=1e4)
+        assert scored(scaled.load(kv_cache_dtype=name, **options)) != pytest.approx(expected, abs=1e-4)
+    assert scored(scaled.load(**options)) == pytest.approx(scored(tiny.load(**options)), abs=1e-5)
+    write(k_scale=0.3)
+    with pytest.raises(ValueError, match="expected v_scale of layer 0, as others have, found none"):
+        scaled.load(kv_cache_dtype="fp8", **options)
+    write(k_scale=0.0, v_scale=1.0)
+    with pytest.raises(ValueError, match=r"k_scale to be above 0 and finite, got 0\.0"):
+        scaled.load(kv_cache_dtype="fp8", **options)

@@ -125,7 +125,7 @@ def stored_tensors(path: str | Path, dtype: torch.dtype) -> dict[str, StoredTens
         ValueError: a file is damaged, or its tensors are not what the configuration says of their encoding,
             or are codes of which it says nothing.
     """
-    headers = _headers(Path(path))
+    headers = headers_of(Path(path))
     found = quantisation_of(path)
     if found is not None:
         return dequantised(headers, found, dtype)
@@ -139,7 +139,12 @@ def stored_tensors(path: str | Path, dtype: torch.dtype) -> dict[str, StoredTens
     return dict(headers)
 
 
-def _headers(path: Path) -> dict[str, Header]:
+def headers_of(path: Path) -> dict[str, Header]:
+    """Read the headers of all tensors of a checkpoint, by name; none where the directory has no weights.
+
+    Raises:
+        ValueError: a file cannot be read, or a tensor is in several.
+    """
     headers: dict[str, Header] = {}
     for file in _files(path):
         try:
