@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from hpu_duo import HPUDuoModel
 from hpu_duo.drafting import Drafter
+from hpu_duo.lab.replay import replay
 from hpu_duo.request import Request
 from hpu_duo.sampling import FieldError, SamplingParams
+from hpu_duo.startup.recorded_steps import options_of, read_log
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import VOCAB, prompts_of
 
@@ -123,6 +127,19 @@ def test_drafters_keep_nothing_of_requests_that_have_ended(tiny: Tiny) -> None:
     assert drafting.engine.drafter.num_bytes > 0  # type: ignore[union-attr]
     drafting.engine.abort(ended)
     assert drafting.engine.drafter.num_bytes == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("graphs", ["eager", "replay"])
+def test_recorded_steps_of_several_lengths_are_replayed(tiny: Tiny, tmp_path: Path, graphs: str) -> None:
+    options = {"max_num_batched_tokens": 24, "pattern": PATTERN, "graphs": graphs}
+    served = tiny.load(**options, speculative_config=SUFFIX, record_steps=tmp_path / "steps")
+    serve(served, LOOPS, SEEDED)
+    assert served.stats().num_accepted_tokens > 0
+    served.engine.step_recorder.close()  # type: ignore[union-attr]
+    log = read_log(tmp_path / "steps")
+    again = HPUDuoModel.from_pretrained(tiny.path, **options_of(log.origin))
+    assert again.engine.scheduler.limits.draft_lens == (1, 4, 6)
+    assert replay(again.engine, tiny.path, log).differences == ()
 
 
 class Always(Drafter):
