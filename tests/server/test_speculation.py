@@ -8,10 +8,32 @@ from typing import Any
 import httpx
 import pytest
 
+from hpu_duo.server.running.admission import Timing
 from tests.server.conftest import TinyChat
 from tests.server.live import Live, live
 
 CHAT = {"messages": [{"role": "user", "content": "tell me"}], "seed": 4, "max_tokens": 24, "ignore_eos": True}
+
+
+class Watch:
+    """Notes latencies."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def first_token(self, seconds: float) -> None:
+        pass
+
+    def next_token(self, seconds: float) -> None:
+        self.found.append(seconds)
+
+
+def test_latencies_between_tokens_are_those_between_steps() -> None:
+    watch = Watch()
+    timing = Timing(watch)
+    for choice, at in ((0, 1.0), (1, 1.0), (0, 2.0), (0, 2.0), (1, 2.0), (0, 3.5)):
+        timing.came(choice, at)
+    assert watch.found == [1.0, 1.0, 1.5]
 
 
 @pytest.fixture(scope="module")

@@ -155,7 +155,7 @@ class TokenWatch(Protocol):
         """Time since the request arrived."""
 
     def next_token(self, seconds: float) -> None:
-        """Time since the previous token of the same choice."""
+        """Time since the step of the previous token of the same choice."""
 
 
 class Timing:
@@ -181,7 +181,10 @@ class Timing:
     def came(self, choice: int, at: float, admitted_at: float | None = None) -> None:
         """Record a token of a choice.
 
+        Further tokens of the same step are not reported to the watch: latencies are those between steps.
+
         Args:
+            at: end of its step.
             admitted_at: when its prompt was admitted, if reported.
         """
         before = self._last_of.get(choice)
@@ -192,5 +195,5 @@ class Timing:
             return
         if before is None:
             self._watch.first_token(at - self.arrived)
-        else:
+        elif at != before:
             self._watch.next_token(at - before)
