@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from graphs.shape import BatchShape
-from graphs.table import BucketTable, Miss
+from graphs.table import BucketTable, Miss, PlannedPadding
 
 if TYPE_CHECKING:
     from graphs.backends.base import CaptureBackend, Inputs, Outputs, Region
@@ -266,12 +266,14 @@ class GraphCache:
         dropped: BatchShape,
         fn_of: Callable[[BatchShape], Callable[[Inputs], Any]],
         make_inputs: Callable[[BatchShape], Inputs],
+        padding: float | None = None,
     ) -> None:
         """Capture another bucket, then drop one; no late capture, and if it fails, nothing has changed.
 
         Args:
             added: the new bucket.
             dropped: a bucket of the table, whose executable and regions are freed.
+            padding: planned padding of the table afterwards; None if unknown.
             fn_of, make_inputs: see ``warm_up``.
 
         Raises:
@@ -290,7 +292,8 @@ class GraphCache:
         finally:
             self._is_sealed = is_sealed
         kept = (bucket for bucket in (*before, added) if bucket != dropped)
-        self._table = self._planned = replace(before, buckets=tuple(kept))
+        planned = None if padding is None else PlannedPadding.by(before.cost, padding)
+        self._table = self._planned = replace(before, buckets=tuple(kept), planned_padding=planned)
         self._free(dropped)
 
     def _free(self, bucket: BatchShape) -> None:

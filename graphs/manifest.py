@@ -244,7 +244,9 @@ def _parse(fields: dict[str, Any]) -> Manifest:
 def _planned_padding(text: Any) -> PlannedPadding | None:
     """The planned padding of a table; manifests of older versions have none."""
     found = PlannedPadding.find(text) if isinstance(text, str) else None
-    _expect(text is None or found is not None, "promise", 'a text such as "padding: 0.1 by StepCost"', text)
+    _expect(
+        text is None or found is not None, "promise", 'a text such as "padding: 0.1 by StepSeconds"', text
+    )
     return found
 
 

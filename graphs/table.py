@@ -22,7 +22,7 @@ _TEXT = re.compile(r"padding: (?P<padding>\S+) by (?P<measure>\w+)")
 
 @dataclass(frozen=True)
 class PlannedPadding:
-    """Padding of the steps that a table was planned for; printed as ``padding: 0.064 by StepCost``.
+    """Padding of the steps that a table was planned for; printed as ``padding: 0.064 by StepSeconds``.
 
     Attributes:
         padding: mean cost of padded steps over that of exact ones, minus 1.

@@ -141,8 +141,10 @@ class Engine(NotPicklable):
                 "replan needs a table of buckets to exchange: expected graphs other than 'eager', or "
                 "buckets, got neither"
             )
-        sample = self._stepper.telemetry.shapes.reservoir
-        self._stepper.replanner = Replanner(self.runner, self.scheduler.limits, sample, budget_s, first_plan)
+        shapes = self._stepper.telemetry.shapes
+        self._stepper.replanner = Replanner(
+            self.runner, self.scheduler.limits, shapes.reservoir, budget_s, first_plan, shapes.restart
+        )
 
     def replan_idle(self) -> bool:
         """Exchange a bucket of a table that was planned again, while no request waits.

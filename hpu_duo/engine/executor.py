@@ -522,17 +522,20 @@ class StepWarmUp:
             return executor.graphs.warm_up(bucket, executor.step_of, self._padding)
 
     @torch.inference_mode()
-    def exchange(self, added: BatchShape, dropped: BatchShape) -> None:
+    def exchange(self, added: BatchShape, dropped: BatchShape, padding: float | None = None) -> None:
         """Capture a bucket between steps, and drop another one from the table.
+
+        Args:
+            padding: planned padding of the table afterwards; None if unknown.
 
         Raises:
             ValueError: the new bucket is in the table, or the old one is not.
         """
         executor = self._executor
-        padding = executor.model.live.none_of(added, executor.geometry.row_len(added))
-        with executor.leading(Exchange(added, dropped)):
-            with executor.runtime.step(), padding:
-                executor.graphs.exchange(added, dropped, executor.step_of, self._padding)
+        none_live = executor.model.live.none_of(added, executor.geometry.row_len(added))
+        with executor.leading(Exchange(added, dropped, padding)):
+            with executor.runtime.step(), none_live:
+                executor.graphs.exchange(added, dropped, executor.step_of, self._padding, padding)
             if executor.runtime.compiles_operators:
                 self._run_operators((added,))
 

@@ -41,7 +41,7 @@ class WarmsUp(Protocol):
         """End the warm-up."""
         ...
 
-    def exchange(self, added: BatchShape, dropped: BatchShape) -> None:
+    def exchange(self, added: BatchShape, dropped: BatchShape, padding: float | None = None) -> None:
         """Capture a bucket, and drop another one from the table."""
         ...
 
@@ -127,14 +127,19 @@ class FinishWarmUp:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The capture of a bucket while serving, in place of another one."""
+    """The capture of a bucket while serving, in place of another one.
+
+    Attributes:
+        padding: planned padding of the table afterwards; None if unknown.
+    """
 
     added: BatchShape
     dropped: BatchShape
+    padding: float | None = None
 
     def carry_out(self, runner: WorkerRank) -> None:
         """Capture it."""
-        runner.warmup.exchange(self.added, self.dropped)
+        runner.warmup.exchange(self.added, self.dropped, self.padding)
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,8 @@ class ExchangesBuckets(Protocol):
         """The current table."""
         ...
 
-    def exchange(self, added: BatchShape, dropped: BatchShape) -> None:
-        """Capture a bucket, and drop another one from the table."""
+    def exchange(self, added: BatchShape, dropped: BatchShape, padding: float | None = None) -> None:
+        """Capture a bucket, and drop another one from the table, which then has that planned padding."""
         ...
 
 
@@ -81,6 +81,7 @@ class Replanner:
         budget_s: seconds that captures may take; none begins that would exceed it if it took as long as the
             longest so far.
         first_plan: number of steps before the first plan.
+        changed: called after each exchange.
         clock: returns seconds.
 
     Attributes:
@@ -94,9 +95,11 @@ class Replanner:
         sample: ShapeReservoir,
         budget_s: float,
         first_plan: int = FIRST_PLAN,
+        changed: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._runner, self._limits, self._sample, self._clock = runner, limits, sample, clock
+        self._changed = changed
         self._planning: _Planning | None = None
         self._waiting: deque[Exchange] = deque()
         self._next_plan, self._has_failed = first_plan, False
@@ -174,7 +177,8 @@ class Replanner:
 
     def _capture(self, exchange: Exchange) -> None:
         began = self._clock()
-        self._runner.exchange(exchange.added, exchange.dropped)
+        self._runner.exchange(exchange.added, exchange.dropped, exchange.padding)
+        self._changed()
         now = self._clock()
         took = now - began
         self._capture_s += took

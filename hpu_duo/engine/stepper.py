@@ -137,9 +137,9 @@ class Runner(NotPicklable):
         """The bucket table."""
         return self.executor.graphs.table
 
-    def exchange(self, added: BatchShape, dropped: BatchShape) -> None:
+    def exchange(self, added: BatchShape, dropped: BatchShape, padding: float | None = None) -> None:
         """See ``StepWarmUp.exchange``."""
-        self.warmup.exchange(added, dropped)
+        self.warmup.exchange(added, dropped, padding)
 
     @property
     def model(self) -> StepModel:

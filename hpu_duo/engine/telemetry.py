@@ -442,6 +442,11 @@ class ShapeWatch:
                 window, self._window = self._window, []
                 self._judge(window)
 
+    def restart(self) -> None:
+        """Judge another table: compare steps from now on with its planned padding."""
+        self._window.clear()
+        self.drift = None
+
     def _judge(self, window: list[tuple[BatchShape, BatchShape]]) -> None:
         table = self._table()
         planned_padding, cost = table.planned_padding, table.cost

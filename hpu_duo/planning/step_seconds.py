@@ -23,10 +23,12 @@ class StepSeconds:
     Attributes:
         work: of the steps of an engine.
         hardware: that they run on.
+        is_fused: whether everything between matrix products is fused, as in software of published figures.
     """
 
     work: EngineWork
     hardware: Hardware
+    is_fused: bool = False
     _known: dict[BatchShape, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def at(
@@ -36,7 +38,9 @@ class StepSeconds:
         sizes = (query_len, num_shared_blocks, num_unique_blocks, num_logits)
         shapes = Shapes(phase, *(size.astype(np.int64) if np.ndim(size) else int(size) for size in sizes))
         work = self.work.of(shapes)
-        return predict_seconds(work, self.hardware, self.work.num_devices, FITTED).total
+        return predict_seconds(
+            work.fused if self.is_fused else work, self.hardware, self.work.num_devices, FITTED
+        ).total
 
     def __call__(self, shape: BatchShape) -> float:
         """Seconds of one step at ``shape``."""

@@ -9,7 +9,7 @@ import pytest
 
 from graphs import BatchShape, BucketTable
 from graphs.planner.replan import Exchange, Replan
-from graphs.table import ShapeReservoir
+from graphs.table import PlannedPadding, ShapeReservoir
 from hpu_duo import HPUDuoModel
 from hpu_duo.engine import replanning
 from hpu_duo.engine.replanning import Replanner
@@ -67,6 +67,8 @@ def test_shifted_traffic_leads_to_a_table_that_pads_less_and_to_the_same_tokens(
     assert 0 < found.capture_s < found.budget_s
     assert len(graphs.table) == len(COARSE)
     assert graphs.table.buckets != COARSE.buckets
+    # The drift warning compares with the current table.
+    assert graphs.table.planned_padding == PlannedPadding.by(graphs.table.cost, found.padding)
     captures = graphs.counters.captures
     assert tokens(served) == expected
     after = graphs.counters
@@ -92,7 +94,7 @@ class Captured:
         self.table, self.now = COARSE, 0.0
         self.done: list[BatchShape] = []
 
-    def exchange(self, added: BatchShape, dropped: BatchShape) -> None:
+    def exchange(self, added: BatchShape, dropped: BatchShape, padding: float | None = None) -> None:
         self.done.append(added)
         self.now += 1.0
 

@@ -57,6 +57,19 @@ def test_far_more_padding_than_promised_is_told_once(
     assert [record.getMessage() for record in caplog.records] == [str(drift)]
 
 
+def test_another_table_is_judged_by_its_own_planned_padding() -> None:
+    tables = [TABLE]
+    watched = ShapeWatch(lambda: tables[-1], Replanning("a model", LIMITS), WINDOW)
+    for _ in range(WINDOW):
+        watched.add(SMALL, LARGE)
+    assert watched.drift is not None
+    tables.append(replace(TABLE, planned_padding=PlannedPadding.by(COST, 100.0)))
+    watched.restart()
+    for _ in range(WINDOW):
+        watched.add(SMALL, LARGE)
+    assert watched.drift is None
+
+
 def test_without_a_recording_the_sample_is_written_for_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
