@@ -191,7 +191,7 @@ class Padding:
         return float(counts @ spent / (counts @ own) - 1), float((spent / own).max() - 1)
 
 
-def held_back(text: str, cost: StepSeconds, num_steps: int, seed: int) -> Steps:
+def held_back(text: str, cost: StepSeconds, num_steps: int, seed: int) -> dict[BatchShape, int]:
     """Steps of a generator of the load tests, which take as long as predicted."""
     sessions = make_workload(text, seed).sessions(6000)
     engine = SimulatedEngine(Scheduler(LIMITS), cost)
