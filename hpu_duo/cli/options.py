@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def _finder(needs_weights: bool) -> Callable[[Path | None], Path | None]:
-    """What turns the id of a model into the directory of its files."""
+    """Callback that turns the id of a model into the directory of its files."""
 
     def find(given: Path | None) -> Path | None:
         # What is no id is for the command to refuse, after what it checks first.

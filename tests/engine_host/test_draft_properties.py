@@ -60,7 +60,7 @@ class Guessing:
 
 @dataclass
 class Served:
-    """What has happened."""
+    """Events so far."""
 
     num_steps: int = 0
     preempted: list[list[str]] = field(default_factory=list)

@@ -27,7 +27,7 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Written:
-    """What was written.
+    """Result of writing a checkpoint.
 
     Attributes:
         num_quantised: linear layers of codes.
