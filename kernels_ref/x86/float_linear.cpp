@@ -121,9 +121,11 @@ void multiply_tiles(const Part<Stored> &part, int64_t row, const Sums &out) {
     for (int n = 0; n < kVectors; ++n) out.end(row + m, part.first_tile * kHalf + n * kLanes, sum[m][n]);
 }
 
+constexpr int kLeastTiles = kWide / kTileVectors;  // of the most rows of a pass
+
 // How many tiles a pass takes: a panel, if there are registers for it, and four sums at least.
 constexpr int tiles_of(int rows) {
-  return rows == 1 ? 4 / kTileVectors : std::clamp(kTileRows * kWide / (rows * kTileVectors), 1, 2);
+  return rows == 1 ? 4 / kTileVectors : std::clamp(kTileRows * kWide / (rows * kTileVectors), kLeastTiles, 2);
 }
 
 template <class Stored>
@@ -165,10 +167,33 @@ class DirectProduct {
       constexpr int kRows = decltype(most)::value, kTiles = tiles_of(kRows);
       for (; tiles >= kTiles; tiles -= kTiles, part.first_tile += kTiles)
         multiply_tiles<Stored, kRows, kTiles>(part, row, out);
-      for (; tiles; --tiles, ++part.first_tile) multiply_tiles<Stored, kRows, 1>(part, row, out);
+      for (; tiles > 0; tiles -= kLeastTiles, part.first_tile += kLeastTiles)
+        multiply_tiles<Stored, kRows, kLeastTiles>(part, row, out);
     });
   }
 };
+
+// Some rows as [inputs][rows].
+void lay_out(const float *x, int64_t stride, int rows, int inputs, float *to) {
+  for (int row = 0; row < rows; ++row)
+    for (int i = 0; i < inputs; ++i) to[(int64_t)i * rows + row] = x[row * stride + i];
+}
+
+// ROWS rows with kTileColumns outputs, from widened inputs [inputs][kTileColumns].
+template <int ROWS>
+void multiply_tile(const float *left, const float *right, int inputs, int64_t row, int64_t column,
+                          const Sums &out) {
+  F sum[ROWS][kWide];
+#pragma GCC unroll 12
+  for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 2
+    for (int n = 0; n < kWide; ++n) sum[m][n] = out.begin(row + m, column + n * kLanes);
+  add_products<ROWS>(left, 1, ROWS, right, kTileColumns, inputs, sum);
+#pragma GCC unroll 12
+  for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 2
+    for (int n = 0; n < kWide; ++n) out.end(row + m, column + n * kLanes, sum[m][n]);
+}
 
 // Many rows with panels of which some inputs at a time are widened.
 template <class Stored>
@@ -197,12 +222,6 @@ class WidenedProduct {
   }
 
  private:
-  // [inputs][rows]
-  static void lay_out(const float *x, int64_t stride, int rows, int inputs, float *to) {
-    for (int row = 0; row < rows; ++row)
-      for (int i = 0; i < inputs; ++i) to[(int64_t)i * rows + row] = x[row * stride + i];
-  }
-
   // [outputs / kTileColumns][inputs][kTileColumns]
   static void widen_panel(const typename Stored::Item *weight, int inputs, float *to) {
     for (int i = 0; i < inputs; i += kDepth, weight += kStepItems)
@@ -215,21 +234,6 @@ class WidenedProduct {
           Lanes::store(out + kTileColumns, widened<Stored, 1>(tile, pair, column % kHalf));
         }
       }
-  }
-
-  template <int ROWS>
-  static void multiply_tile(const float *left, const float *right, int inputs, int64_t row, int64_t column,
-                            const Sums &out) {
-    F sum[ROWS][kWide];
-#pragma GCC unroll 12
-    for (int m = 0; m < ROWS; ++m)
-#pragma GCC unroll 2
-      for (int n = 0; n < kWide; ++n) sum[m][n] = out.begin(row + m, column + n * kLanes);
-    add_products<ROWS>(left, 1, ROWS, right, kTileColumns, inputs, sum);
-#pragma GCC unroll 12
-    for (int m = 0; m < ROWS; ++m)
-#pragma GCC unroll 2
-      for (int n = 0; n < kWide; ++n) out.end(row + m, column + n * kLanes, sum[m][n]);
   }
 };
 
