@@ -21,7 +21,7 @@
 namespace hpu_duo {
 namespace {
 
-constexpr int kFewRows = 2;             // codes are read into registers: more rows would widen them again and again
+constexpr int kFewRows = 4;             // codes are read into registers: more rows would widen them again and again
 constexpr int kRowStep = 6;             // rows of a pass over expanded codes: 24 sums stay in registers
 constexpr int64_t kRowBlock = 240;      // most rows for which codes are expanded once
 constexpr int64_t kPartInputs = 512;    // inputs of a part: its expanded codes take 64 KiB of two panels
@@ -49,7 +49,7 @@ inline __m512 values_of(const uint8_t *codes) {
   const __m128i bytes = _mm_loadu_si128((const __m128i *)codes);
   if constexpr (kind == CodeKind::kInt8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
   // e4m3 to float32: the sign goes to the front, the rest to the end of the exponent, which is 120 too small.
-  const __m512i shifted = _mm512_srai_epi32(_mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 24), 4);
+  const __m512i shifted = _mm512_slli_epi32(_mm512_cvtepi8_epi32(bytes), 20);
   const __m512 small = _mm512_castsi512_ps(_mm512_and_si512(shifted, _mm512_set1_epi32((int)0x87F00000)));
   return _mm512_mul_ps(small, _mm512_set1_ps(0x1p120f));
 }
@@ -220,7 +220,13 @@ void few(const Job &job, int64_t panel) {
 
 template <int NP>
 void few_rows(const Job &job, int64_t rows, int64_t panel) {
-  rows == 1 ? few<1, NP>(job, panel) : few<2, NP>(job, panel);
+  switch (rows) {
+    case 1: return few<1, NP>(job, panel);
+    case 2: return few<2, NP>(job, panel);
+    // The sums of more rows fill the registers with one panel.
+    case 3: return few<3, 1>(job, panel);
+    default: return few<4, 1>(job, panel);
+  }
 }
 
 // Codes of some inputs of a panel as bfloat16: [inputs / 2][32][2], panels `kPartInputs` inputs apart.
@@ -423,7 +429,8 @@ void quantised_linears(const bf16 *x, const QuantisedWeight *weights, int64_t nu
     const int64_t panel = (pair - (n ? ends[n - 1] : 0)) * 2;
     const bool is_pair = panel * kPanel + kPanel < weights[n].outputs;
     if (is_few) {
-      is_pair ? few_rows<2>(jobs[n], rows, panel) : few_rows<1>(jobs[n], rows, panel);
+      is_pair && rows <= 2 ? few_rows<2>(jobs[n], rows, panel) : few_rows<1>(jobs[n], rows, panel);
+      if (is_pair && rows > 2) few_rows<1>(jobs[n], rows, panel + 1);
     } else if (is_pair) {
       many_rows<2>(jobs[n], first, std::min(step, rows - first), panel);
     } else {

@@ -39,6 +39,7 @@ CASES = {
     "int8 with zero points": ("8 zeros", (64, 80), (1, 80), torch.float32),
     "int8 of a tensor": ("8", (33, 544), (33, 544), torch.float32),
     "unsigned groups": ("u zeros", (96, 1088), (1, 64), torch.float16),
+    "groups of many outputs": ("8 zeros", (530, 1088), (1, 64), torch.bfloat16),
     "fp8 by output": ("f", (96, 160), (1, 160), torch.float32),
     "fp8 blocks": ("f", (150, 200), (128, 128), torch.float32),
     "int4 groups": ("4", (96, 1280), (1, 128), torch.bfloat16),
