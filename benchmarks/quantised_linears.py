@@ -1,6 +1,6 @@
 """Linear layers of 8-bit and 4-bit codes against bfloat16 ones, by our kernels on this CPU.
 
-Every round runs all formats one after the other, so a loaded machine slows all of them, and CPU time is counted.
+Every round runs all formats one after the other, so a loaded machine slows all of them; CPU time is counted.
 Reported are the best time of each, and the median over rounds of bfloat16's time divided by its own.
 Weights are copied until they exceed the caches, as those of a model do.
 
