@@ -88,11 +88,11 @@ def report(num_rounds: int, threads: int) -> str:
         "# Linear layers of codes",
         "",
         f"{description()}, {flags}, {os.cpu_count()} cores, {threads} thread, load average {load:.1f} at the "
-        "start: other work ran on the machine. `python benchmarks/quantised_linears.py`; "
+        "start: other work ran on the machine, so CPU time is counted. `python benchmarks/quantised_linears.py`; "
         f"{num_rounds} rounds, all formats in each. Ratios: median over rounds of bf16's time to that of the "
         "format. GB/s: bytes of the weight as it is stored, at the best time. int4 has groups of 128.",
         "",
-        "| outputs x inputs | rows | bf16: ms, GB/s, ratio | int8 | fp8 | int4 g128 |",
+        "| outputs x inputs | rows | bf16: ms, GB/s | int8: ms, GB/s, ratio | fp8 | int4 g128 |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     with torch.inference_mode():
@@ -114,7 +114,7 @@ def main() -> None:
     """Parse arguments, measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="page to write")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
