@@ -88,7 +88,8 @@ def report(num_rounds: int, threads: int) -> str:
         "# Linear layers of codes",
         "",
         f"{description()}, {flags}, {os.cpu_count()} cores, {threads} thread, load average {load:.1f} at the "
-        "start: other work ran on the machine, so CPU time is counted. `python benchmarks/quantised_linears.py`; "
+        "start: other work ran on the machine, so CPU time is counted. "
+        "`python benchmarks/quantised_linears.py`; "
         f"{num_rounds} rounds, all formats in each. Ratios: median over rounds of bf16's time to that of the "
         "format. GB/s: bytes of the weight as it is stored, at the best time. int4 has groups of 128.",
         "",
