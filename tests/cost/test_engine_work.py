@@ -67,8 +67,9 @@ def test_what_is_compiled_of_a_layer_does_not_grow_with_the_context_and_what_is_
 ) -> None:
     deployment = Deployment(LLAMA_3_8B, Serving(GAUDI3, attention=attention), sparsity, PLAIN, 262_144)
     work, shape = deployment.engine_work, "csu/q2048/s{n}/u{n}/l16"
-    short, long = (BatchShape.parse(shape.format(n=size)) for size in (64, 64 << doublings))
-    assert work.traced_launches(long) <= work.traced_launches(short) + 100
+    short, long = (BatchShape.parse(shape.format(n=size)) for size in (128, 128 << doublings))
+    # The body of the loop over shared blocks reads up to four chunks.
+    assert work.traced_launches(long) <= work.traced_launches(short) + 150
     assert work.traced_launches(long) < 600
     assert (work.of(long).num_launches > work.of(short).num_launches) is (sparsity < 1.0)
 
@@ -122,7 +123,7 @@ def test_steps_with_all_parts_call_as_many_regions_with_two_kinds_of_heads_as_wi
     served = (Deployment(LLAMA_3_8B, Serving(GAUDI3), share, PLAIN, 131_072) for share in (0.0, 0.5))
     one, two = (each.engine_work for each in served)
     num_layers = len(LLAMA_3_8B.layers)
-    for text, beyond in (("csu/q512/s128/u4096/l17", 2), ("csu/q512/s256/u4096/l17", 3)):
+    for text, beyond in (("csu/q512/s512/u4096/l17", 2), ("csu/q512/s1024/u4096/l17", 3)):
         bucket = BatchShape.parse(text)
         assert one.of(bucket).num_region_calls == beyond * num_layers
         # Rings stay in the graph; those of 16 layers are copied to the scratch by one call.
