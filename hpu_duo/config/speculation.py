@@ -32,6 +32,8 @@ class SpeculativeConfig:
         suffix_decoding_min_token_prob: least probability of a draft, by how often it has followed.
         draft_lens: tokens of a row that steps without prompts may verify, ascending from 1; each size is
             captured apart. None = 1, 4 and ``num_speculative_tokens + 1``.
+        num_speculative_tokens_per_batch_size: ``[first, last, most]`` for ranges of numbers of rows: most
+            drafts of each row in steps of so many rows, in place of the engine's choice.
 
     Raises:
         ValueError: a value of another type or out of range; the message names key, value and expectation.
@@ -46,6 +48,7 @@ class SpeculativeConfig:
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
     draft_lens: tuple[int, ...] | None = None
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -66,6 +69,7 @@ class SpeculativeConfig:
         if not _is_real(least) or not 0 <= least <= 1:
             raise _error("suffix_decoding_min_token_prob", "a number from 0 to 1", least)
         self._check_lens()
+        self._check_batch_sizes()
 
     def _check_integers(self) -> None:
         _check_int("num_speculative_tokens", self.num_speculative_tokens, 1, MOST_DRAFTS)
@@ -91,6 +95,28 @@ class SpeculativeConfig:
                 "draft_lens", f"ascending integers from 1 to num_speculative_tokens + 1 = {most}", lens
             )
         object.__setattr__(self, "draft_lens", each)
+
+    def _check_batch_sizes(self) -> None:
+        key, ranges = "num_speculative_tokens_per_batch_size", self.num_speculative_tokens_per_batch_size
+        if ranges is None:
+            return
+        is_list = isinstance(ranges, Iterable) and not isinstance(ranges, str | Mapping)
+        found, last = [], 0
+        for each in ranges if is_list else ():
+            numbers = tuple(each) if isinstance(each, Iterable) and not isinstance(each, str) else ()
+            if len(numbers) != 3 or not all(map(_is_int, numbers)) or not last < numbers[0] <= numbers[1]:
+                break
+            if not 0 <= numbers[2] <= self.num_speculative_tokens:
+                break
+            found.append(numbers)
+            last = numbers[1]
+        if not found or len(found) != len(tuple(ranges)):
+            expected = (
+                "a list of [first, last, most] with ascending ranges of rows and most from 0 to "
+                f"num_speculative_tokens={self.num_speculative_tokens}"
+            )
+            raise _error(key, expected, ranges)
+        object.__setattr__(self, key, tuple(found))
 
     @classmethod
     def of(cls, given: SpeculativeConfig | Mapping[str, Any] | str) -> SpeculativeConfig:

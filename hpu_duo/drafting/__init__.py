@@ -11,6 +11,12 @@ __all__ = ["Drafter", "NgramDrafter", "PredictedOutput", "SuffixDrafter", "Suffi
 
 def make_drafter(config: SpeculativeConfig) -> Drafter:
     """Create the drafter of a configuration."""
+    drafter = _make(config)
+    drafter.most_by_rows = config.num_speculative_tokens_per_batch_size or ()
+    return drafter
+
+
+def _make(config: SpeculativeConfig) -> Drafter:
     num_drafts = config.num_speculative_tokens
     if config.method == "ngram":
         return NgramDrafter(*config.ngram_sizes, num_drafts)

@@ -17,7 +17,13 @@ class Drafter:
     methods are called between steps, by one thread, so what takes long delays all requests.
     ``request.tokens`` up to ``request.num_tokens`` are prompt and output; nothing of a request may be
     changed.
+
+    Attributes:
+        most_by_rows: most drafts of a row for ranges of numbers of rows, ``(first, last, most)``; the engine
+            chooses where none has the number of a step.
     """
+
+    most_by_rows: Sequence[tuple[int, int, int]] = ()
 
     def begin(self, request: Request) -> None:
         """Prepare for a request, before any other call for it."""

@@ -160,7 +160,9 @@ class Drafting:
         if self._lengths is not None:
             forced = [len(drafts) for request, drafts in found.items() if request.num_drafts]
             own = {request: len(drafts) for request, drafts in found.items() if not request.num_drafts}
-            longest = min(longest, max(self._lengths.choose(own, num_rows), 1 + max(forced, default=0)))
+            given = [most for first, last, most in self.drafter.most_by_rows if first <= num_rows <= last]
+            chosen = 1 + given[0] if given else self._lengths.choose(own, num_rows)
+            longest = min(longest, max(chosen, 1 + max(forced, default=0)))
         if longest > 1:
             self.counters.num_steps += 1
         else:

@@ -155,6 +155,12 @@ def test_the_configuration_says_which_drafter_there_is() -> None:
         ),
         ({"suffix_decoding_max_spec_factor": 0}, "max_spec_factor to be a number above 0, got 0"),
         ({"suffix_decoding_min_token_prob": "x"}, "min_token_prob to be a number from 0 to 1, got 'x'"),
+        (
+            {"num_speculative_tokens_per_batch_size": [[1, 4, 9]]},
+            r"ascending ranges of rows and most from 0 to num_speculative_tokens=8, got \[\[1, 4, 9\]\]",
+        ),
+        ({"num_speculative_tokens_per_batch_size": [[1, 4, 3], [4, 9, 1]]}, "ascending ranges of rows"),
+        ({"num_speculative_tokens_per_batch_size": 4}, "a list of .*, got 4"),
         ({"draft_lens": [1, 4]}, "draft_lens to be ascending integers from 1 to .* = 9, got"),
     ],
 )

@@ -61,6 +61,18 @@ def test_tokens_are_those_without_drafts(
     assert stats.num_graph_misses == 0
 
 
+def test_the_most_drafts_may_be_given_by_the_number_of_rows(tiny: Tiny) -> None:
+    expected = serve(tiny.load(), LOOPS[:2], GREEDY)
+    for ranges, most in (([[1, 1, 2], [2, 4, 2]], 2), ([[1, 4, 0]], 0)):
+        config = {**SUFFIX, "num_speculative_tokens_per_batch_size": ranges}
+        drafting = tiny.load(max_num_batched_tokens=24, speculative_config=config)
+        assert tokens_of(serve(drafting, LOOPS[:2], GREEDY)) == tokens_of(expected)
+        stats = drafting.stats().speculation
+        assert stats is not None
+        assert stats.num_draft_tokens <= most * stats.num_drafts
+        assert bool(stats.num_drafts) == bool(most)
+
+
 def test_one_request_may_take_fewer_drafts_or_none(tiny: Tiny) -> None:
     expected = serve(tiny.load(), LOOPS[:1], GREEDY)
     for speculate, most in ((False, 0), (0, 0), (2, 2), (True, 5)):
