@@ -130,7 +130,7 @@ class StepGeometry:
 
     def row_len(self, bucket: BatchShape) -> int:
         """Most new tokens of a decode row (M) in a step of a bucket."""
-        return row_len(bucket, self.decode_len, self.draft_lens)
+        return row_len(bucket, self.decode_len, self.draft_lens) if self.draft_lens else self.decode_len
 
     def counts(self, bucket: BatchShape) -> RowCounts:
         """Return the number of rows of each kind in a step of a bucket."""
@@ -298,7 +298,8 @@ def _fill_rows(
     host["row_query_start"][rows.row_id] = query_start
     number = ranges(batch.num_samples)
     first = (query_start + rows.num_new - batch.num_samples).repeat(batch.num_samples)
-    place = (rows.row_id * geometry.row_len(bucket)).repeat(batch.num_samples)
+    row_len = len(host["logit_index"]) // max(1, bucket.num_logits)
+    place = (rows.row_id * row_len).repeat(batch.num_samples)
     host["logit_index"][place + number] = first + number
     reads_ring = rows.row_id[~rows.is_decode & (rows.start > 0)]
     if not geometry.uses_rows:

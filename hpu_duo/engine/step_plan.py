@@ -166,7 +166,8 @@ class StepDraft:
         self.num_free_tokens = limits.max_num_batched_tokens
         self._grid, self._last_chunk = limits.chunk_grid, limits.last_chunk
         # Of steps with prompts; drafts may make rows of other steps longer.
-        self._decode_len, self._draft_lens = limits.prompt_decode_len, limits.draft_lens
+        self._draft_lens = lens = limits.draft_lens
+        self._decode_len = lens[0] if lens else limits.decode_len
         self._decodes_one = self._decode_len == 1 and not self._grid
         self.preempted: list[Request] = []
         self._max_chunk_rows = limits.max_chunk_rows
