@@ -13,6 +13,8 @@ _NUM_TIMES, _MAX_AGE = 8, 1024
 _MOST_LOSS = 0.02
 """Share of the time of decodes that drafts may lose to find out whether they are accepted."""
 _FREE_STEPS = 4
+_LEAST_GAIN = 0.1
+"""Tokens of a row that a longer row saves and costs at least, over a plain step's."""
 _LONGEST_PAUSE = 32
 
 
@@ -114,7 +116,8 @@ class DraftLengths:
         for each, seconds in known.items():
             assert seconds is not None, "all are known"
             gained = self._expected(num_drafts, each)
-            if (num_rows + gained) / seconds > rate:
+            # Measured times are noisy: what saves next to nothing is not worth a difference of them.
+            if gained > _LEAST_GAIN * num_rows and (num_rows + gained) / seconds > rate:
                 best, rate = each, (num_rows + gained) / seconds
         if best == shortest:
             if self._num_tries < _FREE_STEPS or self._loss_s < _MOST_LOSS * self._total_s:
@@ -154,6 +157,8 @@ class DraftLengths:
         if plain_s is None or took_s is None:
             return
         self._total_s += took_s
+        if row_len > self._lens[0]:
+            took_s = max(took_s, (1 + _LEAST_GAIN) * plain_s)
         # Savings are no credit for losses.
         self._loss_s = max(0.0, self._loss_s + took_s - plain_s * num_tokens / num_rows)
 
