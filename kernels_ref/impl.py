@@ -222,8 +222,15 @@ class LoopedKernels(FusedKernels):
             return super().shared_blocks(inputs)
         rounds = looped_rounds(num_chunks)
         size = num_parts(num_blocks, num_parts(num_chunks, rounds) * rounds)
-        read = {"layout": units.layout, "format": units.encoding.format}
-        how = How(scoring, self.operators, size, rounds=rounds, rule=rule, **read)
+        how = How(
+            scoring,
+            self.operators,
+            size,
+            rounds=rounds,
+            layout=units.layout,
+            rule=rule,
+            format=units.encoding.format,
+        )
         plan = [t.row_start, t.row, t.shared_block, t.shared_start, t.shared_reads]
         plan += [] if rule is None else [t.positions]
         return as_operator("shared_blocks", q_QKGD, (*units.tensors, *plan), how)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -63,7 +63,7 @@ def band(inputs: PartInputs, size: int, attend: Tiles) -> Partial:
     """
     q_QKGD, new, _, t, scoring, _, _ = inputs
     window, num_queries, no_row = inputs.window, len(q_QKGD), t.row_start.shape[0]
-    options = {"dtype": t.causal_row.dtype, "device": q_QKGD.device}
+    options: Any = {"dtype": t.causal_row.dtype, "device": q_QKGD.device}
     num_slices = num_parts(num_queries, size)
     begin_X1 = torch.arange(num_slices, **options)[:, None] * size - (window.recent - 1)
     key_XT = begin_X1 + torch.arange(size + window.recent - 1, **options)

@@ -243,7 +243,7 @@ def _activated(self: Any, x: torch.Tensor, pick: Pick) -> torch.Tensor:
     """Activations of the experts that are picked, between their products."""
     has_gate = _has(self, "gate", True)
     inner: torch.Tensor = _project(self, x, "gate_up_proj" if has_gate else "up_proj", pick)
-    return self._apply_gate(inner) if has_gate else self.act_fn(inner)  # type: ignore[no-any-return]
+    return self._apply_gate(inner) if has_gate else self.act_fn(inner)
 
 
 def _project(self: Any, x: torch.Tensor, name: str, pick: Pick) -> torch.Tensor:
