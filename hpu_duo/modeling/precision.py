@@ -126,8 +126,8 @@ def widen(model: PreTrainedModel, arithmetic: torch.dtype) -> None:
     else:  # a family that computes with its table
         stored = None
     for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            is_narrow = tensor is not None and tensor.is_floating_point() and tensor.dtype.itemsize == 2
-            if is_narrow and module is not stored and not isinstance(module, PanelLinear):
-                assert tensor is not None
+        if module is stored or isinstance(module, PanelLinear):
+            continue
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor.is_floating_point() and tensor.dtype.itemsize == 2:
                 tensor.data = tensor.data.to(arithmetic)
