@@ -102,7 +102,7 @@ def test_what_is_not_listed_as_refused_is_served(served: HPUDuoModel, name: str)
 def test_fields_that_are_not_refused_are_those_of_our_class() -> None:
     ours = {field.name for field in dataclasses.fields(SamplingParams)}
     beside = {"forced_token_ids", "decoded_prompt_tokens", "stop_like_transformers", "host_sampler"}
-    beside |= {"cache_salt", "priority", "user", "expected_tokens"}
+    beside |= {"cache_salt", "priority", "user", "expected_tokens", "speculate", "prediction_token_ids"}
     assert {name for name, verdict in PARAMS.items() if verdict != "refused"} == ours - beside
     text = PAGE.read_text(encoding="utf-8")
     assert all(f"`{name}`" in text for name in beside)

@@ -156,7 +156,7 @@ FUSED = {
 """Modules that each family computes plainly: Gemma's norm adds one to its weight, Cohere turns neighbours."""
 
 
-MISSING = {"gemma2": {ATTENTION}, "mistral_sliding": {SOFTMAX, BLOCK_SOFTMAX}}
+MISSING = {"gemma2": {ATTENTION}, "mistral_sliding": {BLOCK_SOFTMAX}}
 """Between a product and its softmax, one operator has no place for a soft cap.
 Rings are no blocks, and in a step without prompts one operator computes their whole attention."""
 

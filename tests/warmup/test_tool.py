@@ -48,7 +48,7 @@ def load(tiny: Tiny, way: str, **options: Any) -> HPUDuoModel:
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> str:
     if request.param == "hpu-sim":
-        request.getfixturevalue("device")
+        request.getfixturevalue("simulated_hpu")
     return str(request.param)
 
 

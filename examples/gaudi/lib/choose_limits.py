@@ -15,7 +15,8 @@ from pathlib import Path
 
 from hpu_duo.heads import HeadPattern
 from hpu_duo.modeling.hub import find_checkpoint, is_id, split_revision
-from hpu_duo.planning import Deployment, Format, Serving, find_hardware
+from hpu_duo.planning import Deployment, Serving, find_hardware
+from hpu_duo.planning.kv_formats import parse_kv_format
 from hpu_duo.planning.read_model import read_model
 
 _GIB = 1 << 30
@@ -56,7 +57,7 @@ def choose(asked: argparse.Namespace) -> list[str]:
     )
 
     def served(length: int) -> Deployment:
-        return Deployment(size, serving, asked.sparsity, Format.parse(asked.kv_cache_dtype), length)
+        return Deployment(size, serving, asked.sparsity, parse_kv_format(asked.kv_cache_dtype), length)
 
     title = f"{'one' if asked.num_devices == 1 else asked.num_devices} {serving.hardware.title}"
     length, why = _longest(served, size.max_positions, asked, title)
