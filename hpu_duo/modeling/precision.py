@@ -65,8 +65,10 @@ class Precision:
 
     def notes(self, asked: str | torch.dtype, config: Any) -> tuple[str, ...]:
         """Sentences for the user if "auto" has become another dtype than the checkpoint's."""
+        if asked != "auto":
+            return ()
         own = name_of(resolve_dtype("auto", config))
-        if asked != "auto" or own in (name_of(self.arithmetic), name_of(self.weights)):
+        if own in (name_of(self.arithmetic), name_of(self.weights)):
             return ()
         if self.arithmetic == torch.float32:
             return (
