@@ -22,10 +22,13 @@ from kernels_ref.units import KVRecord, KVUnits, of_stores
 if TYPE_CHECKING:
     from kernels_ref.impl import Implementation, Kernels
 
-_CHUNK_BYTES, _CACHE_BYTES = 16 << 20, 1 << 20
-"""Most bytes of the decoded keys of a chunk, and of one of decode rows on a CPU: what a core caches."""
 _MOST_CHUNKS = 16
 """Most chunks of the unique part, whose loop a compiler unrolls."""
+
+
+def chunk_bytes(device: torch.device, is_decode: bool) -> int:
+    """Most bytes of the decoded keys of a chunk: 16 MiB; of decode rows on a CPU 1 MiB, about a cache."""
+    return 1 << 20 if is_decode and device.type == "cpu" else 16 << 20
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,10 @@ class DecodingKernels:
         num_blocks = t.shared_block.shape[0]
         if self._reads(units) or not num_blocks:
             return self.inner.shared_blocks(inputs)
-        total, size = None, even_size(num_blocks, max(1, _CHUNK_BYTES // units.key_bytes))
+        total, size = (
+            None,
+            even_size(num_blocks, max(1, chunk_bytes(inputs.q.device, False) // units.key_bytes)),
+        )
         for begin in range(0, num_blocks, size):
             some = slice(begin, begin + size)
             block = t.shared_block[some]
@@ -77,8 +83,7 @@ class DecodingKernels:
         if self._reads(units):
             return self.inner.unique_blocks(inputs, blocks)
         num_blocks, tails = t.owner.shape[0], blocks.tails
-        num_bytes = _CACHE_BYTES if inputs.q.device.type == "cpu" else _CHUNK_BYTES
-        most = max(num_bytes // units.key_bytes, -(-num_blocks // _MOST_CHUNKS), 1)
+        most = max(chunk_bytes(inputs.q.device, True) // units.key_bytes, -(-num_blocks // _MOST_CHUNKS), 1)
         size, total = even_size(max(1, num_blocks), most), None
         for begin in range(0, max(1, num_blocks), size):
             some = slice(begin, begin + size)

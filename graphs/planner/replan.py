@@ -57,7 +57,7 @@ class Replan:
 
 @dataclass(frozen=True)
 class ReplanTask:
-    """The arguments of ``replan``, which are pickled for another process.
+    """The arguments of ``replan``, for another process.
 
     Attributes:
         table: the current table.

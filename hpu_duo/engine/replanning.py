@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from graphs.planner.replan import Exchange, Replan, ReplanTask
 from graphs.table import ShapeReservoir
 from hpu_duo.device.processes import helper_environment
 from hpu_duo.device.ranks import RankError
+from hpu_duo.engine.replan_process import encode_task
 
 _log = logging.getLogger(__name__)
 
@@ -194,10 +194,10 @@ class _Planning:
     def __init__(self, table: BucketTable, limits: StepLimits, traffic: dict[BatchShape, int]) -> None:
         self._result: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         with tempfile.TemporaryFile() as arguments:
-            pickle.dump(ReplanTask(table, limits, traffic), arguments)
+            arguments.write(encode_task(ReplanTask(table, limits, traffic)))
             arguments.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "graphs.planner"],
+                [sys.executable, "-m", "hpu_duo.engine.replan_process"],
                 stdin=arguments,
                 stdout=self._result,
                 env=helper_environment(),

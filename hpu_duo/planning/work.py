@@ -292,7 +292,7 @@ def step_work(model: ModelSize, kv_layers: tuple[LayerKV, ...], formats: Formats
         layer_scores = step.num_rows * group * sum(num * step.scores(reach) for num, reach in reaches)
         keys = step.num_rows * sum(num * step.keys(reach) for num, reach in reaches)
         # One product of head_dim for the score, one for the value it weighs.
-        ops[formats.kv] += count * 2.0 * layer_scores * kv.elements_per_head
+        ops[formats.kv.arithmetic] += count * 2.0 * layer_scores * kv.elements_per_head
         scores += count * layer_scores
         kv_bytes += count * keys * kv.elements_per_head * formats.kv.num_bytes
     return Work(

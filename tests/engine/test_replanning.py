@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 
-from graphs import BatchShape, BucketTable
-from graphs.planner.replan import Exchange, Replan
+from graphs import BatchShape, BucketTable, StepLimits
+from graphs.planner.replan import Exchange, Replan, ReplanTask
 from graphs.table import PlannedPadding, ShapeReservoir
 from hpu_duo import HPUDuoModel
+from hpu_duo.device.plain import encode
 from hpu_duo.engine import replanning
+from hpu_duo.engine.replan_process import decode_task, encode_task
 from hpu_duo.engine.replanning import Replanner
+from hpu_duo.planning import GAUDI3, Deployment, Serving, step_cost
 from hpu_duo.sampling import SamplingParams
+from kernels_ref import PLAIN
+from tests.cost.test_capacity import LLAMA_3_8B
 from tests.engine.tiny import Tiny
 
 LIMITS: dict[str, Any] = {
@@ -144,3 +149,13 @@ def test_a_capture_that_fails_leaves_the_table_and_ends_the_planning(monkeypatch
     made.advance()
     assert (made.stats.num_captured, made.stats.num_waiting) == (0, 0)
     assert not made.can_go_on
+
+
+def test_a_task_for_another_process_reads_as_it_was_written() -> None:
+    work = Deployment(LLAMA_3_8B, Serving(GAUDI3), 0.5, PLAIN, 8192)
+    limits = StepLimits(8, 256, 4096, 64, 200, max_chunk_rows=1, decode_len=1)
+    table = BucketTable.from_strings(["csu/q256/s200/u200/l8", "--u/q8/s0/u200/l8"], step_cost(work))
+    task = ReplanTask(table, limits, {BatchShape.parse("--u/q2/s0/u7/l2"): 5})
+    assert decode_task(bytes(encode_task(task))) == task
+    with pytest.raises(ValueError, match="expected a ReplanTask, got int"):
+        decode_task(bytes(encode(("graphs", bytes(encode(3))))))

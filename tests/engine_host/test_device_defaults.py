@@ -57,6 +57,7 @@ def test_an_hpu_computes_in_bfloat16_unless_told_otherwise(own: str) -> None:
 def test_a_cpu_computes_in_float32_what_is_not_multiplied(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = SimpleNamespace(dtype=own)
     monkeypatch.setattr(precision, "can_pack", lambda dtype: False)
+    monkeypatch.setattr(precision, "is_native", lambda dtype: False)
     monkeypatch.setattr(precision.library, "serves", lambda store, arithmetic: arithmetic == torch.float32)
     monkeypatch.setattr(precision, "compiler", lambda: "g++")
     dtype = getattr(torch, own)

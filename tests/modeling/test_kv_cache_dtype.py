@@ -80,8 +80,9 @@ def test_kernels_of_a_cpu_get_decoded_chunks(
     portable = {key: value for key, value in options.items() if key not in ("graphs", "buckets")}
     expected = scored(tiny.load(**portable))
     # As in long contexts: several chunks of two blocks or of one.
-    monkeypatch.setattr(decoding, "_CHUNK_BYTES", 2 * BLOCK * 2 * 8 * 4)
-    monkeypatch.setattr(decoding, "_CACHE_BYTES", 1)
+    monkeypatch.setattr(
+        decoding, "chunk_bytes", lambda _, is_decode: 1 if is_decode else 2 * BLOCK * 2 * 8 * 4
+    )
     assert scored(tiny.load(attention="sdpa", **options)) == pytest.approx(expected, abs=1e-4)
 
 

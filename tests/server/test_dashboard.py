@@ -30,6 +30,7 @@ OMITTED = {
     "hpuduo:lost_log_lines": "only servers that log calls lose lines; an alert, not a curve",
     "hpuduo:request_prefill_time_seconds": "time to first token less the queue, which both have panels",
     "hpuduo:request_inference_time_seconds": "end to end less the queue, which both have panels",
+    **dict.fromkeys(("hpuduo:cache_config_info", "hpuduo:kv_token_bytes"), "constant while a server runs"),
     **dict.fromkeys(
         [f"hpuduo:replan_{name}" for name in ("captures", "capture_seconds", "padding_before", "padding")],
         "of servers with --replan only; the padding of all steps has a panel",

@@ -191,7 +191,7 @@ def test_what_may_exceed_the_budget_is_not_begun(
 
 
 def test_a_phase_filter_captures_its_phases_and_leaves_the_others_to_traffic(
-    tiny: Tiny, device: object
+    tiny: Tiny, simulated_hpu: object
 ) -> None:
     served = load(tiny, "hpu-sim")
     graphs = served.engine.runner.graphs

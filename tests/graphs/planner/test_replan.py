@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
-
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from graphs import BucketTable, StepCost, StepLimits
 from graphs.planner import Resolution, mean_padding, plan_table
-from graphs.planner.replan import Replan, ReplanTask, replan
+from graphs.planner.replan import Replan, replan
 from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
 
 QUICK = Resolution(num_cells=200, num_points=60, num_rows=400, rounds=2)
@@ -27,8 +25,6 @@ def test_after_each_exchange_every_shape_has_a_bucket_within_the_budget(data: st
     table = plan_table(limits, data.draw(st.integers(2, 12)), traffics[0], cost, resolution=QUICK)
     found = replan(table, limits, traffics[1])
     assert Replan.from_json(found.to_json()) == found
-    task = ReplanTask(table, limits, traffics[1])
-    assert pickle.loads(pickle.dumps(task)) == task
     assert found.padding == mean_padding(table, traffics[1]) or not found.exchanges
     paddings, size = [found.padding], len(table)
     for exchange in found.exchanges:
