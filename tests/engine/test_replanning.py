@@ -153,7 +153,8 @@ def test_a_capture_that_fails_leaves_the_table_and_ends_the_planning(monkeypatch
 
 def test_a_task_for_another_process_reads_as_it_was_written() -> None:
     work = Deployment(LLAMA_3_8B, Serving(GAUDI3), 0.5, PLAIN, 8192)
-    limits = StepLimits(8, 256, 4096, 64, 200, max_chunk_rows=1, decode_len=1)
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 4096, "block_size": 64}
+    limits = StepLimits(**sizes, num_blocks=200, max_chunk_rows=1, decode_len=1)
     table = BucketTable.from_strings(["csu/q256/s200/u200/l8", "--u/q8/s0/u200/l8"], step_cost(work))
     task = ReplanTask(table, limits, {BatchShape.parse("--u/q2/s0/u7/l2"): 5})
     assert decode_task(bytes(encode_task(task))) == task
