@@ -223,7 +223,8 @@ def _run_group(self: Any, hidden_TH: torch.Tensor, share_ET: torch.Tensor, some:
     is_linear = not (_has(self, "bias", False) or _has(self, "post_expert_norm", False))
     if is_linear and weighs_inner(inner_size, hidden_TH.shape[1]):
         inner_XTI = _activated(self, hidden_TH, lambda weights: weights[some])
-        inner_XTI = torch.where(share_XT1 != 0, inner_XTI * share_XT1, 0)
+        # Some routers weigh in float32.
+        inner_XTI = torch.where(share_XT1 != 0, inner_XTI * share_XT1, 0).to(inner_XTI.dtype)
         out_XTH = _project(self, inner_XTI, "down_proj", lambda weights: weights[some])
         return out_XTH.sum(dim=0, dtype=torch.float32)
     out_XTH = _run_some(self, hidden_TH, lambda weights: weights[some]) * share_XT1

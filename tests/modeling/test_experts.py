@@ -180,6 +180,14 @@ def test_what_overflows_in_a_small_expert_that_nobody_chose_is_dropped() -> None
     )
 
 
+def test_small_experts_in_bfloat16_are_weighed_by_a_router_in_float32() -> None:
+    made = make_experts("of small experts").bfloat16()
+    hidden, index, weights = route(12, 2, seed=0)
+    expected = made(hidden.bfloat16(), index, weights)
+    found = experts.run_in_static_shapes(made, hidden.bfloat16(), index, weights)
+    torch.testing.assert_close(found, expected, atol=0.1, rtol=0.05)
+
+
 def test_an_hpu_runs_few_groups_of_experts_if_memory_allows() -> None:
     assert experts.experts_at_a_time(128, 48 << 20) == 5
     assert experts.experts_at_a_time(128, 48 << 20, is_hpu=True) == 32
