@@ -50,6 +50,7 @@ def make_checkpoint(directory: Path, seed: int, head_dim: int) -> tuple[Any, Any
 def load(directory: Path, attention: str, **options: Any) -> HPUDuoModel:
     return HPUDuoModel.from_pretrained(
         directory,
+        dtype="bfloat16",  # "auto" computes in float32 on a CPU without AVX512-BF16
         attention=attention,
         block_size=BLOCK,
         max_num_seqs=6,
