@@ -225,16 +225,17 @@ Triple attend_held(const Tensor &q, const Tensor &k, const Tensor &v, const Tens
 }
 
 Tensor eviction_victims(const std::optional<Tensor> &score, const Tensor &position,
-                   const std::optional<Tensor> &is_protected) {
+                        const std::optional<Tensor> &is_protected, std::string_view instructions) {
   TORCH_CHECK_VALUE(position.dim() == 3, "expected position [N, K, C], got ", position.sizes());
   const Tensor held = position.contiguous();
   Tensor scores, mask, slot = at::empty({position.size(0), position.size(1)}, position.options());
   if (score) scores = plan_of("score", *score, position.sizes());
   if (is_protected) mask = is_protected->expand(position.sizes()).contiguous();
 #ifdef HPU_DUO_PAIRS
-  const auto run = hpu_duo::eviction_victims;
+  const bool is_float = instructions != "best";
+  const auto run = is_float ? float_kernels(instructions).eviction_victims : hpu_duo::eviction_victims;
 #else
-  const auto run = float_kernels("best").eviction_victims;
+  const auto run = float_kernels(instructions).eviction_victims;
 #endif
   run(score ? data<float>(scores) : nullptr, data<int>(held), is_protected ? data<bool>(mask) : nullptr,
       data<int>(slot), slot.numel(), (int)position.size(2), at::get_num_threads());
@@ -320,7 +321,7 @@ TORCH_LIBRARY(hpu_duo_x86, m) {
         " str instructions='best')"
         " -> (Tensor, Tensor, Tensor)");
   m.def("column_sums(Tensor q, Tensor k, Tensor lse, int? offset, str instructions='best') -> Tensor");
-  m.def("eviction_victims(Tensor? score, Tensor position, Tensor? is_protected) -> Tensor");
+  m.def("eviction_victims(Tensor? score, Tensor position, Tensor? is_protected, str instructions='best') -> Tensor");
   m.def("place_of_largest(Tensor x, str instructions='best') -> Tensor");
   m.def("attend(Tensor(a!) attn, Tensor(b!) largest, Tensor(c!) total, Tensor q, Tensor k, Tensor v,"
         " bool is_causal, int sink, int recent, str instructions='best') -> ()");
