@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from hpu_duo.engine import kernels
 from kernels_ref.x86 import library
@@ -31,3 +32,18 @@ def test_a_missing_compiler_is_a_note(tiny: Tiny, monkeypatch: pytest.MonkeyPatc
     assert any(
         "need a C++ compiler, one of g++" in note for note in tiny.load(dtype="bfloat16").stats().notes
     )
+
+
+def test_kernels_that_could_not_be_built_are_a_note(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "is_available", lambda *_: False)
+    monkeypatch.setattr(library, "lanes", lambda: (8,))
+    notes = tiny.load(dtype="float32").stats().notes
+    assert any("our kernels could not be built" in note for note in notes)
+    assert not any("dtype='auto'" in note for note in notes)
+
+
+@pytest.mark.skipif(not library.is_available(torch.float32), reason="our kernels cannot run here")
+def test_our_kernels_are_named_where_a_step_runs_them(tiny: Tiny) -> None:
+    assert tiny.load(dtype="float32", attention="sdpa").stats().resolved.kernels.startswith("our kernels (")
+    portable = tiny.load(dtype="float32", attention="reference").stats()
+    assert portable.resolved.kernels.startswith("torch's (")
