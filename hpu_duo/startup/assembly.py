@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from hpu_duo.config.engine import EngineConfig
 from hpu_duo.config.limits import SchedulerConfig
 from hpu_duo.drafting import make_drafter
 from hpu_duo.engine.engine import Engine
-from hpu_duo.engine.kernels import faster
+from hpu_duo.engine.kernels import faster, weight_dtype
 from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
 from hpu_duo.engine.stats import Resolved
 from hpu_duo.engine.step_plan import StepPlan
@@ -109,6 +110,8 @@ def assemble(
             model = load_model(config.model.path, hf_config, precision.weights, place.first_device, execution)
             side = _device_side(model, config, place, precision)
     precision = Precision.choose(config.model.dtype, hf_config, device.type)
+    # Ranks, and models whose linears are not packed, have weights in the dtype of arithmetic.
+    precision = replace(precision, weights=weight_dtype(side.runner))
     engine = engine_around(side, config, eos_token_ids, tokenizer, seed)
     engine.notes = (
         *precision.notes(config.model.dtype, hf_config),

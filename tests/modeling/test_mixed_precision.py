@@ -61,3 +61,4 @@ def test_without_packed_weights_all_of_the_model_is_float32(
     path = save("llama", torch.float16, tmp_path)
     served = HPUDuoModel.from_pretrained(path, device="cpu", pack_weights=False, **LIMITS)
     assert {x.dtype for x in served.engine.runner.model.model.parameters()} == {torch.float32}
+    assert any("the checkpoint is in float16" in note for note in served.stats().notes)
