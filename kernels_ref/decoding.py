@@ -17,7 +17,7 @@ from kernels_ref.chunks import even_size
 from kernels_ref.partial import Partial, merge
 from kernels_ref.sparse import TileStep
 from kernels_ref.step import BlockStep, PartInputs, RingStep
-from kernels_ref.units import KVRecord, KVUnits, of_stores
+from kernels_ref.units import KVRecord, KVUnits, gather, of_stores
 
 if TYPE_CHECKING:
     from kernels_ref.impl import Implementation, Kernels
@@ -40,11 +40,11 @@ class DecodingKernels:
 
     Args:
         inner: kernels that read floats by pointer.
-        impl: which these are.
+        impl: which these are, with all formats that they read; None = they read plain floats.
     """
 
     inner: Kernels
-    impl: Implementation
+    impl: Implementation | None = None
 
     def shared_blocks(self, inputs: PartInputs) -> Partial:
         """Every query against the blocks that several rows read, or a prompt row."""
@@ -82,13 +82,19 @@ class DecodingKernels:
         units, t = inputs.units, inputs.tensors
         if self._reads(units):
             return self.inner.unique_blocks(inputs, blocks)
+        place = None
+        if inputs.q.device.type == "cpu" and not torch.compiler.is_compiling():
+            # Other blocks of the slice are free ones and those of cached prefixes: up to the whole store.
+            place = (t.owner < inputs.q.shape[0]).nonzero().flatten()
+            starts = gather(t.owner_start, place) if len(t.owner_start) else t.owner_start
+            t = t._replace(owner=gather(t.owner, place), owner_start=starts)
         num_blocks, tails = t.owner.shape[0], blocks.tails
         most = max(chunk_bytes(inputs.q.device, True) // units.key_bytes, -(-num_blocks // _MOST_CHUNKS), 1)
         size, total = even_size(max(1, num_blocks), most), None
         for begin in range(0, max(1, num_blocks), size):
-            some = slice(begin, begin + size)
+            some = slice(begin, min(begin + size, num_blocks))
             owner = t.owner[some]
-            k, v = units.tile(slice(begin, begin + len(owner)))
+            k, v = units.tile(some if place is None else place[some])
             tail = torch.zeros_like(t.tail_block)
             if total is None:
                 tail = _numbers(t.tail_block, t.tail_block.numel(), len(owner)).view(t.tail_block.shape)
@@ -116,7 +122,8 @@ class DecodingKernels:
         write(units, index, record)
 
     def _reads(self, units: KVUnits) -> bool:
-        return self.impl.serves(units.encoding.format)
+        kv_format = units.encoding.format
+        return kv_format.is_plain or (self.impl is not None and self.impl.serves(kv_format))
 
     def _reading(self, units: KVUnits) -> Kernels:
         return self.inner if self._reads(units) else reference

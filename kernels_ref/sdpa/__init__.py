@@ -10,14 +10,16 @@ Shapes: as in ``kernels_ref.reference``.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from bias_builders import Held, Leading, TopBlocks, Window, encode_rule, seen_mask
 from kernels_ref import reference
 from kernels_ref import units as index
+from kernels_ref.decoding import DecodingKernels
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.partial import Partial, Scoring, finish
 from kernels_ref.reference import rows_in_rings
@@ -26,7 +28,7 @@ from kernels_ref.sdpa import prefill as shared
 from kernels_ref.sdpa import prefill as sums
 from kernels_ref.sparse import TileStep
 from kernels_ref.step import BlockStep, PartInputs, RingStep, StepTensors
-from kernels_ref.units import KVRecord, KVUnits, decoded_units, stored_floats
+from kernels_ref.units import KVRecord, KVUnits, decoded_units, floats, stored_floats
 from kernels_ref.x86 import library as x86
 
 __all__ = [
@@ -192,7 +194,9 @@ def shared_blocks(inputs: PartInputs) -> Partial:
     tokens = t.row_start, t.row_num_new, t.row_query_start
     plan = (*tokens, t.shared_block, t.shared_start, t.shared_reads)
     if rule is not None:
-        kv = decoded_units(units)
+        if not units.encoding.format.is_plain:
+            return _on_decoded_chunks.shared_blocks(inputs)
+        kv = floats(units)
         sizes = encode_rule(rule), scoring.slices.band_queries, scoring.slices.context_blocks
         return Partial(*_sparse_shared(q_QKGD, *kv, *plan, *sizes))
     return Partial(*_shared_blocks(q_QKGD, *stored_floats(units), *plan, scoring.slices.context_blocks))
@@ -202,11 +206,11 @@ def chosen_blocks(inputs: PartInputs, tiles: TileStep, choice: TopBlocks) -> Par
     """Tokens of prompt rows against their chosen blocks; others are not read."""
     q_QKGD, _, units, t, scoring, _, _ = inputs
     _refuse(scoring)
+    if not units.encoding.format.is_plain:
+        return _on_decoded_chunks.chosen_blocks(inputs, tiles, choice)
     shared = t.shared_block, t.shared_start, t.shared_reads
     sizes = choice.num_blocks, scoring.slices.context_blocks
-    return Partial(
-        *_chosen_blocks(q_QKGD, *decoded_units(units), *_row_plan(t), t.write_block, *shared, *sizes)
-    )
+    return Partial(*_chosen_blocks(q_QKGD, *floats(units), *_row_plan(t), t.write_block, *shared, *sizes))
 
 
 def shared_rings(inputs: PartInputs, ring: RingStep) -> Partial:
@@ -225,7 +229,9 @@ def unique_blocks(inputs: PartInputs, blocks: BlockStep) -> Partial:
     """
     q_NKHD, _, units, t, scoring, rule, _ = inputs
     if rule is not None:
-        k, v = decoded_units(units)
+        if not units.encoding.format.is_plain:
+            return _on_decoded_chunks.unique_blocks(inputs, blocks)
+        k, v = floats(units)
         tails = (t.tail_block, t.tail_start, blocks.tails.visible)
         sizes = encode_rule(rule), scoring.softcap or 0.0, scoring.slices.decode_slots
         numbers = (t.owner, t.owner_start, *tails, blocks.end, *sizes)
@@ -234,13 +240,13 @@ def unique_blocks(inputs: PartInputs, blocks: BlockStep) -> Partial:
     k, v = stored_floats(units)
     if scoring.softcap is None and x86.fits_rows(q_NKHD, k):
         return x86.attend_blocks(q_NKHD, k, v, *plan)
+    if not units.encoding.format.is_plain:
+        return _on_decoded_chunks.unique_blocks(inputs, blocks)
     if decode.is_short(q_NKHD, blocks.tails, (t.owner.shape[0] + 1) * units.layout.num_slots):
         return decode.short_blocks(inputs, blocks)
     if t.owner.shape[0] <= scoring.slices.short_blocks:
         return reference.unique_blocks(inputs, blocks)
     bounds = scoring.softcap or 0.0, scoring.slices.decode_slots
-    if not units.encoding.format.is_plain:
-        k, v = decoded_units(units)
     return Partial(*_unique_blocks(q_NKHD, k, v, *plan, *bounds))
 
 
@@ -307,3 +313,7 @@ def _row_plan(t: StepTensors) -> tuple[torch.Tensor, ...]:
 def _refuse(scoring: Scoring) -> None:
     if scoring.softcap is not None:
         raise ValueError(f"torch's fused attention has no soft cap, got softcap={scoring.softcap}")
+
+
+_on_decoded_chunks = DecodingKernels(cast("Any", sys.modules[__name__]))
+"""These kernels where they do not read another dtype in place: torch's operators would widen whole stores."""

@@ -19,8 +19,10 @@ from hpu_duo import HPUDuoModel, SamplingParams
 from hpu_duo.kv import store
 from hpu_duo.kv.plan import MemoryPlan
 from kernels_ref import decoding
-from kernels_ref.formats import PAIR, PLAIN, names_of_formats
+from kernels_ref.formats import PAIR, PLAIN, VectorFormat, names_of_formats
+from kernels_ref.formats.base import Rounded
 from kernels_ref.formats.int4 import Int4
+from kernels_ref.formats.int8 import Int8
 from tests.engine.tiny import PATTERN, Tiny, make_tiny, serve, tokens_of
 from tests.modeling.families import BLOCK, prompts_of
 
@@ -84,6 +86,28 @@ def test_kernels_of_a_cpu_get_decoded_chunks(
         decoding, "chunk_bytes", lambda _, is_decode: 1 if is_decode else 2 * BLOCK * 2 * 8 * 4
     )
     assert scored(tiny.load(attention="sdpa", **options)) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["plain", "rule", "chosen blocks"])
+@pytest.mark.parametrize(("name", "vectors"), [("int8_per_token_head", Int8), ("bfloat16", Rounded)])
+def test_blocks_of_ended_requests_are_not_decoded(
+    tiny: Tiny, name: str, vectors: type[VectorFormat], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, decoded = vectors.decode, 0
+
+    def counted(self: VectorFormat, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        nonlocal decoded
+        decoded += parts[0].numel()
+        return decode(self, parts, dtype)
+
+    monkeypatch.setattr(vectors, "decode", counted)
+    served = tiny.load(attention="sdpa", kv_cache_dtype=name, num_blocks=40, **CPU.get(kind, {}))
+    found = []
+    for prompt in prompts_of((5, 60, 60, 5), seed=3):
+        before = decoded
+        serve(served, [prompt], GREEDY)
+        found.append(decoded - before)
+    assert 0 < found[3] <= found[0]
 
 
 @pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
