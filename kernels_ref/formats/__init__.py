@@ -74,7 +74,10 @@ def format_of(name: str) -> KVFormat:
         return _formats[name]
     keys, is_pair, values = name.partition(PAIR)
     if is_pair and PAIR not in values:
-        return KVFormat(name, format_of(keys).keys, format_of(values).values)
+        pair = KVFormat(name, format_of(keys).keys, format_of(values).values)
+        # One name for the same bytes: saved contexts are compared by it.
+        known = (x for x in _formats.values() if (x.keys, x.values) == (pair.keys, pair.values))
+        return next(known, pair)
     served = f"{', '.join(_formats)}, or one of keys and one of values with {PAIR!r} between"
     begins = max((each for each in _refused if name.startswith(each)), key=len, default=None)
     reason = "" if begins is None else f": {_refused[begins]}"

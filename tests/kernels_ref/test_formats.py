@@ -118,6 +118,8 @@ def test_a_pair_of_names_is_a_format_of_keys_and_one_of_values() -> None:
     assert pair == KVFormat("fp8:int4_per_token_head", keys.keys, values.values)
     assert format_of("k8v4").token_bytes(128, 128, 2) == 128 + 2 + 64 + 4
     assert format_of("fp8_e4m3") is keys
+    assert format_of("int8_per_token_head:int4_per_token_head") is values
+    assert format_of("auto:auto") is PLAIN
 
 
 @pytest.mark.parametrize(
