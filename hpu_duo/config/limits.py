@@ -227,10 +227,15 @@ class CacheConfig:
                 "calculate_kv_scales is not served: scales of the first request would be those of all "
                 "others, so that answers depend on their order: expected kv_cache_dtype 'fp8_per_token_head'"
             )
-        for name in {self.kv_cache_dtype, self.ring_dtype} - {"auto"}:
+        for name in (self.kv_cache_dtype, self.ring_dtype):
+            if name == "auto":
+                continue
             # It imports torch.
-            from kernels_ref.formats import format_of
+            from kernels_ref.formats import format_of, names_of_formats
 
+            if not isinstance(name, str):
+                names = ", ".join(names_of_formats())
+                raise ValueError(f"expected kv_cache_dtype to be a name, one of {names}, got {name!r}")
             format_of(name)
         layers = self.kv_cache_dtype_skip_layers
         named = (layers,) if isinstance(layers, str | int) else tuple(layers)

@@ -33,6 +33,7 @@ from hpu_duo.scheduling import make_policy
 from hpu_duo.startup.blueprint import fix_served_len, request_len
 from hpu_duo.startup.device_side import DeviceSide, Place
 from hpu_duo.startup.heads import check_pattern
+from hpu_duo.startup.kv_formats import unused_note
 from hpu_duo.startup.sharding import build_led, native_code_built, settle
 
 if TYPE_CHECKING:
@@ -198,7 +199,10 @@ def engine_around(
     ranker = read_ranker(config.scheduler, vocab_size)
     token_limits = TokenLimits(limits.max_model_len, eos_token_ids, vocab_size)
     engine = Engine(runner, scheduler, token_limits, tokenizer, seed, ranker)
-    engine.notes = frequencies_note(blueprint.text_config, blueprint.max_len)
+    engine.notes = (
+        *frequencies_note(blueprint.text_config, blueprint.max_len),
+        *unused_note(blueprint.specs, config.cache, blueprint.dtype),
+    )
     engine.hf_config = side.hf_config
     engine.pattern, engine.own_pattern = blueprint.pattern, blueprint.own_pattern
     if (speculation := config.scheduler.speculation) is not None:

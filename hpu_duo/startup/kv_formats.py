@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +49,21 @@ def with_formats(
             _check_sizes(kv_format, layer.call.head_dim, number)
         found.append(each._replace(groups=in_format(each.groups, chosen, of_rows)))
     return tuple(found)
+
+
+def unused_note(specs: Iterable[LayerSpec], cache: CacheConfig, dtype: torch.dtype) -> tuple[str, ...]:
+    """Return a sentence for the user if no head has the format that was chosen; else nothing.
+
+    Args:
+        dtype: of the model.
+    """
+    chosen = _served(format_of(cache.kv_cache_dtype), dtype)
+    if chosen.is_plain or any(group.format == chosen for spec in specs for group in spec.groups):
+        return ()
+    return (
+        f"kv_cache_dtype {cache.kv_cache_dtype!r} is not used: all heads are in rings, have a budget or are in "
+        "layers that kv_cache_dtype_skip_layers names, and keep the model's dtype",
+    )
 
 
 def scales_of(

@@ -193,6 +193,16 @@ def test_layers_that_are_skipped_keep_the_dtype_of_the_model(tiny: Tiny) -> None
         of(kv_cache_dtype_skip_layers=[0])
     with pytest.raises(ValueError, match=r"calculate_kv_scales is not served: .*'fp8_per_token_head'"):
         of(calculate_kv_scales=True)
+    for other in (8, None, ["fp8"]):
+        with pytest.raises(ValueError, match=r"kv_cache_dtype to be a name, one of auto, .*, got "):
+            of(kv_cache_dtype=other)
+
+
+def test_a_format_that_no_head_has_is_said_to_be_unused(tiny: Tiny) -> None:
+    budget = {"kv_policy": "h2o", "kv_budget": 12, "kv_chunk": 8}
+    assert "kv_cache_dtype 'fp8' is not used" in tiny.load(kv_cache_dtype="fp8", **budget).stats().notes[0]
+    for used in ({"kv_cache_dtype": "fp8", **budget, **DUO}, {"kv_cache_dtype": "float32", **budget}, budget):
+        assert not any("is not used" in note for note in tiny.load(**used).stats().notes)
 
 
 def test_a_saved_context_loads_into_its_own_format_only(tiny: Tiny, tmp_path: Path) -> None:
