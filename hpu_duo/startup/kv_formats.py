@@ -61,8 +61,8 @@ def unused_note(specs: Iterable[LayerSpec], cache: CacheConfig, dtype: torch.dty
     if chosen.is_plain or any(group.format == chosen for spec in specs for group in spec.groups):
         return ()
     return (
-        f"kv_cache_dtype {cache.kv_cache_dtype!r} is not used: all heads are in rings, have a budget or are in "
-        "layers that kv_cache_dtype_skip_layers names, and keep the model's dtype",
+        f"kv_cache_dtype {cache.kv_cache_dtype!r} is not used: all heads are in rings, have a budget or are "
+        "in layers that kv_cache_dtype_skip_layers names, and keep the model's dtype",
     )
 
 

@@ -205,9 +205,9 @@ def test_a_format_that_no_head_has_is_said_to_be_unused(tiny: Tiny) -> None:
         assert not any("is not used" in note for note in tiny.load(**used).stats().notes)
 
 
-def test_a_saved_context_loads_into_its_own_format_only(tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mixed", [f"fp8{PAIR}int4_per_token_head", "int8_per_token_head"])
+def test_a_saved_context_loads_into_its_own_format_only(tiny: Tiny, mixed: str, tmp_path: Path) -> None:
     saved = tmp_path / "document"
-    mixed = f"fp8{PAIR}int4_per_token_head"
     with tiny.load(kv_cache_dtype=mixed, **DUO).prefill(TEXT) as context:
         context.save(saved)
     expected = serve(tiny.load(kv_cache_dtype=mixed, **DUO), [[*TEXT, *TAILS[0]]], GREEDY)
