@@ -46,6 +46,14 @@ def test_greedy_tokens_equal_those_of_the_reference_on_cpu(tiny: Tiny, pattern: 
     assert tokens_of(serve(served, PROMPTS, GREEDY)) == tokens_of(wanted)
 
 
+@pytest.mark.parametrize("name", ["int8_per_token_head", "int4_per_token_head"])
+def test_decoded_chunks_of_a_format_give_the_tokens_of_the_reference(tiny: Tiny, name: str) -> None:
+    options = {"pattern": PATTERN, "dtype": "float32", "max_chunk_rows": 2, "kv_cache_dtype": name}
+    wanted = serve(tiny.load(attention="reference", device="cpu", **options), PROMPTS, GREEDY)
+    served = tiny.load(attention="triton", device=DEVICE, **options)
+    assert tokens_of(serve(served, PROMPTS, GREEDY)) == tokens_of(wanted)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", ["eager", "compile", "cuda"])
 def test_half_precision_serves_many_requests_on_a_gpu(tiny: Tiny, graphs: str) -> None:
