@@ -44,6 +44,9 @@ def test_what_no_operator_reads_does_not_fit() -> None:
     assert not fits(weight("int4", num_outputs=20), place), "outputs in no whole words"
     mixed = weight("int4", num_inputs=256).select(1, torch.randperm(256))
     assert not fits(mixed, place), "groups that are no neighbours"
+    codes = torch.zeros(256, 128).to(torch.float8_e4m3fn)
+    blocks = QuantisedWeight(codes, torch.ones(2, 1), (256, 128), (128, 128))
+    assert not fits(blocks, place), "scales of blocks, of which one has all inputs"
 
 
 @pytest.mark.parametrize(("name", "layers"), [("int4", 12), ("fp8", 14), ("int8", 0)])

@@ -34,8 +34,9 @@ def fits(stored: QuantisedWeight, device: torch.device) -> bool:
         is_whole = stored.shape[1] % stored.block[1] == 0 and stored.shape[0] % _WORD == 0
         is_plain = stored.block[0] == 1 and stored.group_of is None
         return is_whole and is_plain and _passes(HPUInt4Linear, device, False)
-    is_fp8 = stored.codes.dtype == torch.float8_e4m3fn and stored.scales.shape[1] == 1
-    return is_fp8 and _passes(HPUFp8Linear, device, is_gaudi2(device))
+    is_fp8 = stored.codes.dtype == torch.float8_e4m3fn
+    has_scales = stored.scales.numel() in (1, stored.shape[0]) and stored.scales.shape[1] == 1
+    return is_fp8 and has_scales and _passes(HPUFp8Linear, device, is_gaudi2(device))
 
 
 def is_gaudi2(device: torch.device) -> bool:
