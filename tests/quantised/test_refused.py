@@ -227,6 +227,11 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
         lambda config, tensors: tensors["scales"].fill_(torch.nan),
         "scales of finite numbers, got infinity or NaN",
     ),
+    "codes that are no numbers": (
+        "modelopt",
+        lambda config, tensors: tensors["weight"].view(torch.uint8)[20].fill_(0xFF),
+        "q_proj.weight of finite numbers, got codes of NaN in model",
+    ),
     "no shape": (
         "packed",
         _put("weight_shape", torch.tensor([0, 48])),

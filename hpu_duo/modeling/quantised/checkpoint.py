@@ -52,8 +52,12 @@ _WRITERS = {
 }
 """Ends of tensors of quantised weights, and who writes them."""
 
-_CODES = ("I8", "F8_E4M3", "F8_E5M2")
+_E4M3 = "F8_E4M3"
+_CODES = ("I8", _E4M3, "F8_E5M2")
 """Data types that no plain tensor has."""
+
+_LINES = 256
+"""Outputs whose codes are checked at a time."""
 
 _PLAIN = ("F64", *FLOATS)
 """Data types of a plain ``weight``."""
@@ -85,6 +89,9 @@ class QuantisedTensor:
         for end, header in self.headers.items():
             if header.dtype in FLOATS and not tensors[end].isfinite().all():
                 raise header.refused("of finite numbers", "infinity or NaN")
+            # A kernel may take such a code for 480.
+            if header.dtype == _E4M3 and _has_nan(tensors[end]):
+                raise header.refused("of finite numbers", "codes of NaN")
         return self.format.read(tensors, self.headers)
 
     def source(self) -> torch.Tensor:
@@ -93,6 +100,11 @@ class QuantisedTensor:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self.source()[index]
+
+
+def _has_nan(codes: torch.Tensor) -> bool:
+    """Whether one of the codes of e4m3 is NaN."""
+    return any(int((some & 0x7F).max()) == 0x7F for some in codes.view(torch.uint8).split(_LINES))
 
 
 StoredTensor = Header | QuantisedTensor
