@@ -74,13 +74,18 @@ def scales_of(
     Raises:
         ValueError: see ``kv_scales``.
     """
-    takes = [any(group.format.takes_scales for group in spec.groups) for spec in specs]
-    found = kv_scales(path, len(specs)) if any(takes) else None
+    # A layer that reads the stores of another one has its scales.
+    sources = [
+        (number if kv.source is None else kv.source)
+        if any(group.format.takes_scales for group in spec.groups)
+        else None
+        for number, (spec, kv) in enumerate(zip(specs, layers))
+    ]
+    wanted = [source for source in sources if source is not None]
+    found = kv_scales(path, wanted) if wanted else None
     if found is None:
         return (None,) * len(specs)
-    # A layer that reads the stores of another one has its scales.
-    sources = (number if kv.source is None else kv.source for number, kv in enumerate(layers))
-    return tuple(found[source] if is_scaled else None for source, is_scaled in zip(sources, takes))
+    return tuple(None if source is None else found[source] for source in sources)
 
 
 def stored_cache(

@@ -293,3 +293,11 @@ def test_scales_of_a_checkpoint_divide_what_is_stored_in_fp8(
     write(k_scale=0.0, v_scale=1.0)
     with pytest.raises(ValueError, match=r"k_scale to be above 0 and finite, got 0\.0"):
         scaled.load(kv_cache_dtype="fp8", **options)
+    # Layers that keep the dtype of the model, or read stores of others, need none.
+    write(k_scale=0.5, v_scale=1.0)
+    save_file(
+        {name: x for name, x in load_file(file).items() if "layers.1.self_attn.k_scale" not in name}, file
+    )
+    assert scored(scaled.load(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=[1], **options))
+    with pytest.raises(ValueError, match="expected k_scale of layer 1, as others have, found none"):
+        scaled.load(kv_cache_dtype="fp8", **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from hpu_duo.modeling.quantised.checkpoint import headers_of
@@ -11,14 +12,16 @@ from hpu_duo.modeling.quantised.checkpoint import headers_of
 _NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(k|v)_scale$")
 
 
-def kv_scales(path: str | Path, num_layers: int) -> tuple[tuple[float, float], ...] | None:
-    """Read ``k_scale`` and ``v_scale`` of all layers: a number is about its 8-bit code times the scale.
+def kv_scales(path: str | Path, layers: Iterable[int]) -> dict[int, tuple[float, float]] | None:
+    """Read ``k_scale`` and ``v_scale`` of some layers: a number is about its 8-bit code times the scale.
 
     Args:
         path: directory of a checkpoint.
+        layers: their numbers.
 
     Returns:
-        Scale of keys and scale of values of each layer; None where the checkpoint has none, or no weights.
+        Scale of keys and scale of values by the number of the layer; None where the checkpoint has none, or
+        no weights.
 
     Raises:
         ValueError: a layer lacks one, a scale is no positive number, or a file cannot be read.
@@ -36,10 +39,11 @@ def kv_scales(path: str | Path, num_layers: int) -> tuple[tuple[float, float], .
         found[int(match[1]), match[2]] = value
     if not found:
         return None
-    for number in range(num_layers):
+    numbers = sorted(set(layers))
+    for number in numbers:
         for name in "kv":
             if (number, name) not in found:
                 raise ValueError(
                     f"{path}: expected {name}_scale of layer {number}, as others have, found none"
                 )
-    return tuple((found[number, "k"], found[number, "v"]) for number in range(num_layers))
+    return {number: (found[number, "k"], found[number, "v"]) for number in numbers}
