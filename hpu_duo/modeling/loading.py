@@ -427,7 +427,6 @@ _ANSWERS = {
     "from_flax": _ONE_FILE,
     # vLLM
     "gpu_memory_utilization": "set device_memory_utilization",
-    "kv_cache_dtype": "keys and values have the dtype of the model",
     "download_dir": "set cache_dir",
     "tokenizer": _ONE_FILE,
     "enforce_eager": "set graphs='eager'",
