@@ -35,7 +35,7 @@ class NgramDrafter(Drafter):
 
     def begin(self, request: Request) -> None:
         """Create the indices of a request, one for each size of n-grams."""
-        self._indices_of[request] = [TextIndex(request.tokens, size) for size in self._sizes]
+        self._indices_of[request] = [TextIndex(request.tokens, size, request.num_prompt_tokens) for size in self._sizes]
 
     def extend(self, request: Request, tokens: npt.NDArray[np.int32]) -> None:
         """Index further tokens."""

@@ -122,7 +122,7 @@ class SuffixDrafter(Drafter):
 
     def begin(self, request: Request) -> None:
         """Create the index of a request."""
-        self._index_of[request] = TextIndex(request.tokens, _GRAM)
+        self._index_of[request] = TextIndex(request.tokens, _GRAM, request.num_prompt_tokens)
 
     def extend(self, request: Request, tokens: npt.NDArray[np.int32]) -> None:
         """Index further tokens."""
