@@ -17,7 +17,8 @@ _MOST_MATCHES = 256
 class NgramDrafter(Drafter):
     """Proposes what followed the first occurrence of the longest n-gram that the text ends with, as vLLM's.
 
-    Of an n-gram that occurs more than 256 times, the 256th occurrence from the end counts as the first one.
+    N-grams are found by their last two tokens, those of a single size by all of theirs. Of the occurrences of
+    these tokens the last 256 are looked at.
 
     Args:
         shortest, longest: tokens of an n-gram, ``prompt_lookup_min`` and ``prompt_lookup_max``.
@@ -25,7 +26,9 @@ class NgramDrafter(Drafter):
     """
 
     def __init__(self, shortest: int, longest: int, num_drafts: int) -> None:
-        self._sizes, self._num_drafts = range(longest, shortest - 1, -1), num_drafts
+        self._longest, self._num_drafts = longest, num_drafts
+        # A single token occurs too often to find longer matches by it.
+        self._grams = sorted({shortest, min(max(shortest, 2), longest)}, reverse=True)
         self._indices_of: dict[Request, list[TextIndex]] = {}
 
     @property
@@ -34,8 +37,10 @@ class NgramDrafter(Drafter):
         return sum(index.num_bytes for indices in self._indices_of.values() for index in indices)
 
     def begin(self, request: Request) -> None:
-        """Create the indices of a request, one for each size of n-grams."""
-        self._indices_of[request] = [TextIndex(request.tokens, size, request.num_prompt_tokens) for size in self._sizes]
+        """Create the indices of a request."""
+        self._indices_of[request] = [
+            TextIndex(request.tokens, gram, request.num_prompt_tokens) for gram in self._grams
+        ]
 
     def extend(self, request: Request, tokens: npt.NDArray[np.int32]) -> None:
         """Index further tokens."""
@@ -44,11 +49,12 @@ class NgramDrafter(Drafter):
 
     def propose(self, request: Request, most: int) -> Sequence[int] | npt.NDArray[np.integer]:
         """Return what followed the longest n-gram."""
-        num_tokens = request.num_tokens
+        end = request.tokens[max(0, request.num_tokens - self._longest) : request.num_tokens]
         for index in self._indices_of[request]:
-            found = index.find(request.tokens[max(0, num_tokens - index.gram) : num_tokens], _MOST_MATCHES)
+            found = index.find(end, _MOST_MATCHES)
             if found is not None:
-                return index.following(found.places[-1:], min(most, self._num_drafts))[0]
+                longest = found.places[found.lengths == found.lengths.max()]
+                return index.following(longest[-1:], min(most, self._num_drafts))[0]
         return ()
 
     def end(self, request: Request) -> None:

@@ -48,6 +48,17 @@ def test_the_first_occurrence_of_the_longest_ngram_is_continued() -> None:
     assert proposed(drafter, begun(drafter, [1, 2, 3, 4])) == []
 
 
+def test_ngrams_of_several_sizes_are_found_by_one_or_two_indices() -> None:
+    prompt = list(range(2000))
+    for sizes, num_indices in (((1, 4), 2), ((2, 5), 1), ((5, 5), 1), ((1, 1), 1)):
+        drafter = NgramDrafter(*sizes, 8)
+        begun(drafter, prompt)
+        assert drafter.num_bytes <= num_indices * 12.5 * len(prompt)
+    drafter = NgramDrafter(1, 4, 3)
+    assert proposed(drafter, begun(drafter, [7, 1, 9, 2, 7, 3])) == []
+    assert proposed(drafter, begun(drafter, [7, 1, 9, 2, 7])) == [1, 9, 2]
+
+
 def test_the_likeliest_continuation_of_the_longest_match_is_proposed() -> None:
     drafter = SuffixDrafter(SuffixOptions(), 8)
     # The last three tokens were followed by 7 once, the last two by 8 more often.

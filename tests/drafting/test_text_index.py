@@ -69,3 +69,13 @@ def test_an_index_takes_twelve_bytes_a_token(num_tokens: int) -> None:
     index = TextIndex(np.zeros(num_tokens, np.int32), 2)
     index.extend(num_tokens)
     assert index.num_bytes <= 12 * num_tokens
+
+
+def test_a_text_that_is_known_to_come_is_linked_once() -> None:
+    tokens = np.zeros(10_000, np.int32)
+    index = TextIndex(tokens, 2, 10_000)
+    num_bytes, calls = index.num_bytes, list[tuple[int, int]]()
+    index._link_all = lambda *ends: calls.append(ends)  # type: ignore[method-assign]
+    for end in range(2500, 10_001, 2500):
+        index.extend(end)
+    assert (calls, index.num_bytes) == ([(2, 2500), (2500, 5000), (5000, 7500), (7500, 10_000)], num_bytes)
