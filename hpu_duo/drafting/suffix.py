@@ -113,12 +113,13 @@ class SuffixDrafter(Drafter):
         self._options, self._num_drafts, self._most_bytes = options, num_drafts, most_bytes
         self._index_of: dict[Request, TextIndex] = {}
         self._earlier: OrderedDict[Hashable, EarlierOutputs] = OrderedDict()
+        self._earlier_bytes = 0
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all indices, and of earlier outputs."""
         own = sum(index.num_bytes for index in self._index_of.values())
-        return own + sum(earlier.num_bytes for earlier in self._earlier.values())
+        return own + self._earlier_bytes
 
     def begin(self, request: Request) -> None:
         """Create the index of a request."""
@@ -170,9 +171,12 @@ class SuffixDrafter(Drafter):
             most_tokens = min(_MOST_TOKENS, self._most_bytes // _TOKEN_BYTES)
             earlier = EarlierOutputs(self._options.max_cached_requests, most_tokens)
             self._earlier[namespace] = earlier
+            self._earlier_bytes += earlier.num_bytes
+        before = earlier.num_bytes
         earlier.add(request.output_token_ids)
-        while len(self._earlier) > 1 and sum(e.num_bytes for e in self._earlier.values()) > self._most_bytes:
-            self._earlier.popitem(last=False)
+        self._earlier_bytes += earlier.num_bytes - before
+        while len(self._earlier) > 1 and self._earlier_bytes > self._most_bytes:
+            self._earlier_bytes -= self._earlier.popitem(last=False)[1].num_bytes
 
 
 def likeliest(rows: Sequence[Sequence[int]], limit: int, least: float) -> tuple[list[int], float]:

@@ -113,6 +113,22 @@ def test_the_oldest_outputs_and_namespaces_are_dropped_first() -> None:
     assert proposed(drafter, begun(drafter, text, "0"), 3) == []
 
 
+def test_the_end_of_a_request_takes_as_long_with_many_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, read = SuffixDrafter(SuffixOptions(), 8), list[EarlierOutputs]()
+    for salt in range(100):
+        drafter.end(begun(drafter, [1, *range(2000)], str(salt), num_output=20 * salt))
+    num_bytes = EarlierOutputs.num_bytes
+    assert drafter.num_bytes == sum(map(num_bytes.__get__, drafter._earlier.values()))
+
+    def counted(self: EarlierOutputs) -> int:
+        read.append(self)
+        return num_bytes.__get__(self)
+
+    monkeypatch.setattr(EarlierOutputs, "num_bytes", property(counted))
+    drafter.end(begun(drafter, [1, 50, 51, 52], "7", num_output=3))
+    assert len(read) < 5
+
+
 def test_many_outputs_stay_within_their_window() -> None:
     outputs, rng = EarlierOutputs(most_outputs=10_000, most_tokens=1 << 12), np.random.default_rng(1)
     for _ in range(300):
