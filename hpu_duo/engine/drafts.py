@@ -144,6 +144,8 @@ class Drafting:
         except Exception:  # of a user's code
             self._fail()
             return ()
+        if not drafts:
+            return ()
         is_token = [0 <= token < self._vocab_size for token in drafts]
         try:
             return state.cut_drafts(drafts[: is_token.index(False)] if False in is_token else drafts)
@@ -154,15 +156,16 @@ class Drafting:
 
     def choose(self, found: Mapping[Request, Sized], num_rows: int, longest: int) -> int:
         """Return the most tokens of a row of the step, at most ``longest``, from the drafts of its rows."""
-        if not found:
-            self.counters.without["none proposed"] += 1
+        own = {request: len(drafts) for request, drafts in found.items() if not request.num_drafts}
+        if not own:
+            if num_rows:
+                self.counters.without["none proposed"] += 1
             return longest
-        if self._lengths is not None:
-            forced = [len(drafts) for request, drafts in found.items() if request.num_drafts]
-            own = {request: len(drafts) for request, drafts in found.items() if not request.num_drafts}
-            given = [most for first, last, most in self.drafter.most_by_rows if first <= num_rows <= last]
+        given = [most for first, last, most in self.drafter.most_by_rows if first <= num_rows <= last]
+        if given or self._lengths is not None:
+            forced = max((len(drafts) for request, drafts in found.items() if request.num_drafts), default=0)
             chosen = 1 + given[0] if given else self._lengths.choose(own, num_rows)
-            longest = min(longest, max(chosen, 1 + max(forced, default=0)))
+            longest = min(longest, max(chosen, 1 + forced))
         if longest > 1:
             self.counters.num_steps += 1
         else:

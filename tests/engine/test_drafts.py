@@ -288,6 +288,33 @@ def test_a_request_whose_drafts_cannot_be_checked_takes_none(
     assert served.stats().num_drafted_tokens > 0, "others still take drafts"
 
 
+def test_a_drafter_says_how_many_drafts_steps_of_so_many_rows_verify(tiny: Tiny) -> None:
+    expected = serve(tiny.load(), PROMPTS[:2], GREEDY)
+    served = tiny.load(decode_len=DECODE_LEN)
+    served.engine.drafter = drafter = Knowing(right, expected, PROMPTS)
+    drafter.most_by_rows = [(1, 4, 1)]
+    assert tokens_of(serve(served, PROMPTS[:2], GREEDY)) == tokens_of(expected)
+    stats = served.stats().speculation
+    assert stats is not None
+    assert stats.num_draft_tokens == stats.num_drafts > 0
+
+
+def test_text_and_grammar_are_not_copied_where_nothing_is_proposed(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, copied = tiny.load(decode_len=DECODE_LEN), list[SampleState]()
+    served.engine.drafter = Broken([])
+    fork = SampleState._fork_text
+
+    def counted(self: SampleState) -> SampleState:
+        copied.append(self)
+        return fork(self)
+
+    monkeypatch.setattr(SampleState, "_fork_text", counted)
+    serve(served, PROMPTS[:1], replace(GREEDY, stop=("never",)))
+    assert not copied
+
+
 def test_a_drafter_needs_rows_that_decode_several_tokens(tiny: Tiny) -> None:
     served = tiny.load()
     with pytest.raises(ValueError, match=r"expected decode_len of 2 or more to verify drafts.*decode_len=1"):

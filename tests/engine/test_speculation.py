@@ -120,6 +120,8 @@ def test_scores_are_those_of_an_engine_without_drafts(tiny: Tiny) -> None:
     stats = drafting.stats()
     assert stats.num_steps < sum(len(each) for texts in continuations for each in texts)
     assert stats.num_drafted_tokens == 0
+    assert stats.speculation is not None
+    assert (stats.speculation.num_steps, stats.speculation.num_drafts) == (0, 0)
 
 
 def test_rows_that_are_sampled_on_the_host_say_that_they_take_no_drafts(tiny: Tiny) -> None:
