@@ -110,7 +110,7 @@ class StepLimits:
         if self.decode_len > 1 and not self.can_rewind:
             raise ValueError(
                 "expected decode_len=1 for a model with states that cannot take tokens back, got "
-                f"decode_len={self.decode_len}"
+                f"decode_len={self.decode_len}" + (" for drafts" if self.draft_lens else "")
             )
         if self.num_regions not in (0, self.max_chunk_rows):
             raise ValueError(

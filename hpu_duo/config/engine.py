@@ -461,7 +461,7 @@ class EngineConfig:
         if self.scheduler.decode_len > self.cache.block_size:
             raise ValueError(
                 f"expected decode_len of at most block_size={self.cache.block_size}, "
-                f"got {self.scheduler.decode_len}"
+                f"got {self.scheduler.row_text.removeprefix('decode_len=')}"
             )
 
     @property

@@ -343,7 +343,8 @@ class SchedulerConfig:
             object.__setattr__(self, "speculative_config", speculation.text)
             object.__setattr__(self, "decode_len", max(self.decode_len, speculation.lens[-1]))
         decoded = self.max_num_seqs * self.decode_len
-        check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, decoded)
+        why = f": max_num_seqs={self.max_num_seqs} times {self.row_text}" if self.decode_len > 1 else ""
+        check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, decoded, why)
         check_at_least("max_chunk_rows", self.max_chunk_rows, 1)
         if self.max_model_len is not None:
             check_at_least("max_model_len", self.max_model_len, 2)
@@ -356,15 +357,27 @@ class SchedulerConfig:
         return () if speculation is None else tuple(sorted({*speculation.lens, self.decode_len}))
 
     @property
+    def row_text(self) -> str:
+        """Most tokens of a row that decodes, by the setting that they follow from, for errors."""
+        if (speculation := self.speculation) is None or speculation.lens[-1] < self.decode_len:
+            return f"decode_len={self.decode_len}"
+        return f"num_speculative_tokens + 1 = {self.decode_len} of speculative_config"
+
+    @property
+    def one_token_text(self) -> str:
+        """The setting for rows that decode one token, for errors."""
+        return "decode_len=1" if self.speculative_config is None else "speculative_config=None"
+
+    @property
     def speculation(self) -> SpeculativeConfig | None:
         """Settings of the drafter; None without one."""
         return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
 
 
-def check_at_least(name: str, value: int, minimum: int) -> None:
-    """Raise ValueError unless ``value`` is an integer, and no bool, of at least ``minimum``."""
+def check_at_least(name: str, value: int, minimum: int, why: str = "") -> None:
+    """Raise ValueError, which ends with ``why``, unless an integer, and no bool, is at least ``minimum``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"expected {name} to be an integer >= {minimum}, got {value!r}")
+        raise ValueError(f"expected {name} to be an integer >= {minimum}, got {value!r}{why}")
 
 
 def check_bool(name: str, value: bool) -> None:

@@ -151,7 +151,7 @@ def _check_supported(config: EngineConfig, name: str, policy: KVPolicy) -> None:
     """Raise ValueError for settings that heads with a budget do not support."""
     refused = {
         "retrieval_parallel='heads'": config.parallel.deals_blocks and policy.pools_heads,
-        "decode_len=1": config.scheduler.decode_len > 1,
+        config.scheduler.one_token_text: config.scheduler.decode_len > 1,
         "trim_chunks=False": config.scheduler.trim_chunks,
     }
     for expected, is_asked in refused.items():
@@ -292,7 +292,7 @@ def resolve_attention_rules(config: EngineConfig, device: torch.device) -> HeadR
         "tensor_parallel_size of 1": config.parallel.tensor_parallel_size > 1,
         "kv_policy=None": config.cache.kv_policy is not None,
         "attention 'sdpa', or without a compiler 'reference', on a CPU": is_portable and not is_served,
-        "decode_len=1": chooses and config.scheduler.decode_len > 1,
+        config.scheduler.one_token_text: chooses and config.scheduler.decode_len > 1,
         "trim_chunks=False": chooses and config.scheduler.trim_chunks,
     }
     for expected, is_asked in refused.items():

@@ -199,3 +199,29 @@ def test_what_is_no_configuration_is_refused(tiny: Tiny) -> None:
         SamplingParams(speculate=-1)
     with pytest.raises(FieldError, match="prediction_token_ids"):
         tiny.load().engine.add_request([1, 2], SamplingParams(prediction_token_ids=np.array([5, 9999])))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_policy": "h2o", "kv_budget": 8}, "kv_policy='h2o' is served with speculative_config=None only"),
+        (
+            {"attention_rule": "top_blocks"},
+            "attention_rule='top_blocks' is served with speculative_config=None only",
+        ),
+        (
+            {"block_size": 4},
+            "decode_len of at most block_size=4, got num_speculative_tokens \\+ 1 = 6 of speculative_config",
+        ),
+        (
+            {"max_num_batched_tokens": 16},
+            "integer >= 24, got 16: max_num_seqs=4 times num_speculative_tokens \\+ 1 = 6 of spec",
+        ),
+        ({"replan": 0.3}, "no speculative_config with replan, got both"),
+    ],
+)
+def test_settings_that_allow_no_drafts_name_the_configuration(
+    tiny: Tiny, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny.load(**{"max_num_batched_tokens": 24, **options}, speculative_config=SUFFIX)
