@@ -49,3 +49,6 @@ class SyntheticDrafts:
         """Note a step and its tokens."""
         if plan.num_samples and plan.rows[-1].num_new_tokens <= plan.decode_len:
             self._lengths.ran(len(plan.rows), plan.decode_len, num_tokens, seconds)
+        for row in plan.rows:
+            if row.request.is_finished:
+                self._lengths.end(row.request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from graphs.backends.compile import CompileBackend
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
 from hpu_duo.planning.simulation import SimulatedEngine, SimulatedStep, Simulation, Trace
+from hpu_duo.planning.synthetic_drafts import SyntheticDrafts
 from hpu_duo.request import FinishReason, Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, make_tiny
@@ -215,3 +217,13 @@ def test_a_step_without_a_bucket_and_one_without_a_duration_are_refused() -> Non
         simulated(LIMITS, coming, table=BucketTable.from_strings(["csu/q4/s32/u32/l4"]))
     with pytest.raises(ValueError, match="expected a duration above 0 for c--/q7/s0/u0/l1, got 0"):
         simulated(LIMITS, trace([(0.0, 7, 3, 1)], LIMITS), lambda bucket: 0.0)
+
+
+def test_nothing_of_requests_that_have_ended_is_stored_for_drafts() -> None:
+    limits = replace(LIMITS, decode_len=4, draft_lens=(1, 4))
+    drafts = SyntheticDrafts(limits.draft_lens, 3.0)
+    engine = SimulatedEngine(Scheduler(limits), one_unit, drafts=drafts)
+    asked: Drawn = [(0.0, 5, 12, 2), (3.0, 4, 12, 1)]
+    steps = list(Simulation(engine, Trace(trace(asked, limits))).steps())
+    assert any(row.num_samples > 1 for step in steps for row in step.plan.rows)
+    assert not drafts._lengths._of
