@@ -10,6 +10,8 @@ import numpy.typing as npt
 from hpu_duo.drafting.text_index import TextIndex
 
 _GRAM, _LONGEST, _MOST_MATCHES = 2, 16, 32
+_TOKENS_A_STEP = 4096
+"""Tokens of a prediction that are indexed by a call of ``propose``: others follow in the next ones."""
 
 
 class PredictedOutput:
@@ -27,13 +29,14 @@ class PredictedOutput:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = np.array(tokens, np.int32)
-        self._index = TextIndex(self._tokens, _GRAM)
-        self._index.extend(len(self._tokens))
+        self._index = TextIndex(self._tokens, _GRAM, len(self._tokens))
         self._at, self._is_aligned, self._num_output = 0, True, 0
         self.num_accepted = self.num_rejected = 0
 
     def propose(self, output: npt.NDArray[np.int32], most: int) -> list[int]:
         """Return the tokens that are predicted behind an output, which has only grown since the last call."""
+        if (num_indexed := self._index.num_indexed) < len(self._tokens):
+            self._index.extend(min(len(self._tokens), num_indexed + _TOKENS_A_STEP))
         new = output[self._num_output :]
         self._num_output = len(output)
         if self._is_aligned and np.array_equal(self._tokens[self._at : self._at + len(new)], new):

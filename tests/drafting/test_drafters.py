@@ -149,6 +149,17 @@ def test_a_prediction_is_followed_and_found_again_behind_a_difference() -> None:
     assert predicted.propose(output, 4) == [7, 8]
 
 
+def test_a_long_prediction_is_indexed_by_several_steps() -> None:
+    predicted = PredictedOutput(range(10_000))
+    indexed = [predicted._index.num_indexed]
+    for number in range(4):
+        # The output begins late in the prediction.
+        drafts = predicted.propose(np.arange(9000, 9002 + number, dtype=np.int32), 2)
+        indexed.append(predicted._index.num_indexed)
+    assert indexed == [0, 4096, 8192, 10_000, 10_000]
+    assert drafts == [9005, 9006]
+
+
 def test_the_configuration_says_which_drafter_there_is() -> None:
     assert isinstance(make_drafter(SpeculativeConfig()), SuffixDrafter)
     assert isinstance(make_drafter(SpeculativeConfig.of('{"method": "ngram"}')), NgramDrafter)
