@@ -162,10 +162,12 @@ class Drafting:
                 self.counters.without["none proposed"] += 1
             return longest
         given = [most for first, last, most in self.drafter.most_by_rows if first <= num_rows <= last]
-        if given or self._lengths is not None:
-            forced = max((len(drafts) for request, drafts in found.items() if request.num_drafts), default=0)
-            chosen = 1 + given[0] if given else self._lengths.choose(own, num_rows)
-            longest = min(longest, max(chosen, 1 + forced))
+        if given:
+            chosen = 1 + given[0]
+        else:
+            chosen = longest if self._lengths is None else self._lengths.choose(own, num_rows)
+        forced = max((len(drafts) for request, drafts in found.items() if request.num_drafts), default=0)
+        longest = min(longest, max(chosen, 1 + forced))
         if longest > 1:
             self.counters.num_steps += 1
         else:
