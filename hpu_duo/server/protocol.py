@@ -267,14 +267,24 @@ class Prediction(Fields):
     """A text that the answer is expected to follow."""
 
     type: Literal["content"]
-    content: Annotated[str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)], Field()]
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_PARTS)]
 
     @property
     def text(self) -> str:
-        """The text of all parts."""
+        """The text of all parts.
+
+        Raises:
+            ApiError: a part is no text.
+        """
         if isinstance(self.content, str):
             return self.content
-        return "".join(part.words or "" for part in self.content)
+        for part in self.content:
+            if part.type != "text" or part.text is None:
+                got = f"{part.type!r} {'without' if part.text is None else 'with'} a text"
+                raise unsupported(
+                    "prediction", f"prediction.content: expected parts of type 'text' with a text, got {got}"
+                )
+        return "".join(part.text or "" for part in self.content)
 
 
 class ChatRequest(GenerationRequest):

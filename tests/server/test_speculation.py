@@ -72,6 +72,16 @@ def test_a_prediction_changes_usage_and_nothing_else(drafting: Live) -> None:
     )
 
 
+def test_a_prediction_of_anything_but_text_is_refused(drafting: Live) -> None:
+    image = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
+    for part in (image, {"type": "text"}):
+        prediction = {"type": "content", "content": [{"type": "text", "text": "so"}, part]}
+        with drafting.http() as http:
+            response = http.post("/v1/chat/completions", json={**CHAT, "prediction": prediction})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "prediction")
+        assert f"expected parts of type 'text' with a text, got {part['type']!r} without" in response.text
+
+
 def test_a_stream_has_all_tokens_and_the_usage(drafting: Live) -> None:
     with drafting.http() as http:
         text = answer(http)["choices"][0]["message"]["content"]
@@ -89,6 +99,7 @@ def test_a_stream_has_all_tokens_and_the_usage(drafting: Live) -> None:
         )
     )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
+    assert len(chunks) < 24, "tokens of one step are one event"
     usage = chunks[-1].usage
     assert usage is not None
     assert usage.completion_tokens == 24
