@@ -64,5 +64,16 @@ def test_wrong_names_and_values_are_refused_with_what_was_expected() -> None:
         EngineConfig.of(block_size=4).override(decode_len=5)
 
 
+def test_the_length_of_rows_goes_with_the_drafts_that_it_was_for() -> None:
+    drafting = EngineConfig.of(speculative_config={"num_speculative_tokens": 8})
+    assert drafting.scheduler.decode_len == 9
+    for num_drafts, lens in ((None, ()), (3, (1, 4))):
+        config = None if num_drafts is None else {"num_speculative_tokens": num_drafts}
+        scheduler = drafting.override(speculative_config=config).scheduler
+        assert (scheduler.decode_len, scheduler.draft_lens) == (max(lens, default=1), lens)
+    assert drafting.override(speculative_config=None, decode_len=5).scheduler.decode_len == 5
+    assert drafting.override(max_num_seqs=2).scheduler.draft_lens == (1, 4, 9)
+
+
 def test_the_default_of_chunks_is_that_of_the_kernels() -> None:
     assert SETTINGS["score_bytes"].default == ChunkBounds().score_bytes

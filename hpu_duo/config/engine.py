@@ -452,6 +452,11 @@ class EngineConfig:
             ValueError, TypeError: see ``of``.
         """
         sections = _by_section(overrides)
+        before = self.scheduler.speculation
+        follows = before is not None and self.scheduler.decode_len == before.lens[-1]
+        if follows and "speculative_config" in overrides:
+            # It was for the drafts that are replaced.
+            sections["scheduler"].setdefault("decode_len", 1)
         return replace(self, **{name: replace(getattr(self, name), **new) for name, new in sections.items()})
 
     def __post_init__(self) -> None:
