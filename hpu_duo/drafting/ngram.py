@@ -11,14 +11,14 @@ from hpu_duo.drafting.drafter import Drafter
 from hpu_duo.drafting.text_index import TextIndex
 from hpu_duo.request import Request
 
-_MOST_MATCHES = 256
+_MOST_MATCHES = 128
 
 
 class NgramDrafter(Drafter):
     """Proposes what followed the first occurrence of the longest n-gram that the text ends with, as vLLM's.
 
     N-grams are found by their last two tokens, those of a single size by all of theirs. Of the occurrences of
-    these tokens the last 256 are looked at.
+    these tokens the last 128 are looked at.
 
     Args:
         shortest, longest: tokens of an n-gram, ``prompt_lookup_min`` and ``prompt_lookup_max``.

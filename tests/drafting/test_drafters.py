@@ -18,6 +18,7 @@ from hpu_duo.drafting import (
     make_drafter,
 )
 from hpu_duo.drafting.suffix import EarlierOutputs, likeliest
+from hpu_duo.drafting.text_index import TextIndex
 from hpu_duo.request import Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
 
@@ -57,6 +58,14 @@ def test_ngrams_of_several_sizes_are_found_by_one_or_two_indices() -> None:
     drafter = NgramDrafter(1, 4, 3)
     assert proposed(drafter, begun(drafter, [7, 1, 9, 2, 7, 3])) == []
     assert proposed(drafter, begun(drafter, [7, 1, 9, 2, 7])) == [1, 9, 2]
+
+
+def test_few_occurrences_of_common_tokens_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at, find = list[int](), TextIndex.find
+    monkeypatch.setattr(TextIndex, "find", lambda *given: looked_at.append(given[2]) or find(*given))
+    drafter = NgramDrafter(1, 4, 3)
+    assert proposed(drafter, begun(drafter, [7] * 1000)) == [7, 7, 7]
+    assert sum(looked_at) <= 128
 
 
 def test_the_likeliest_continuation_of_the_longest_match_is_proposed() -> None:
