@@ -51,9 +51,7 @@ class SpeculativeConfig:
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            known = ", which need no model" if self.method in _OTHERS else ""
-            raise _error("method", f"{' or '.join(METHODS)}{known}", self.method)
+        _check_method(self.method)
         for key, method in _OF_METHOD.items():
             for each in fields(self):
                 value = getattr(self, each.name)
@@ -136,6 +134,8 @@ class SpeculativeConfig:
                 ) from None
         if not isinstance(given, Mapping):
             raise ValueError(f"expected speculative_config to be an object with keys, got {given!r:.80}")
+        # Keys of another method are no mistakes of their own.
+        _check_method(given.get("method", METHODS[0]))
         known = [each.name for each in fields(cls)]
         for key in given:
             if key not in known:
@@ -168,6 +168,12 @@ _DEFAULTS = {each.name: each.default for each in fields(SpeculativeConfig)}
 
 def _error(key: str, expected: str, value: object) -> ValueError:
     return ValueError(f"speculative_config: expected {key} to be {expected}, got {value!r:.80}")
+
+
+def _check_method(method: object) -> None:
+    if method not in METHODS:
+        known = ", which need no model" if method in _OTHERS else ""
+        raise _error("method", f"{' or '.join(METHODS)}{known}", method)
 
 
 def _is_int(value: object) -> bool:

@@ -187,6 +187,10 @@ def test_the_configuration_says_which_drafter_there_is() -> None:
         ("{", "expected speculative_config to be a JSON object, got '{'"),
         ({"num_tokens": 3}, "no key 'num_tokens'; did you mean 'num_speculative_tokens'"),
         ({"method": "eagle3"}, "method to be suffix or ngram, which need no model, got 'eagle3'"),
+        (
+            {"model": "draft", "method": "draft_model"},
+            "method to be suffix or ngram, which need no model, got 'draft_model'",
+        ),
         ({"method": 3}, "method to be suffix or ngram, got 3"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens to be an integer >= 1 and <= 31, got 0"),
         ({"num_speculative_tokens": 32}, "num_speculative_tokens to be an integer >= 1 and <= 31, got 32"),
