@@ -54,8 +54,8 @@ class SpeculationStats:
         num_draft_tokens, num_accepted_tokens: their draft tokens, and those that were sampled too.
         num_accepted_tokens_per_pos: accepted tokens by their place in the draft.
         num_steps: steps that verified drafts.
-        num_steps_without: the other ones, by reason: "prompts" (the step has prompts too), "none proposed" (or
-            all requests with drafts pause), "few expected" (it was expected to cost more than it saves).
+        num_steps_without: the other ones, by reason: "prompts" (the step has prompts too), "none proposed"
+            (or their requests pause), "few expected" (it was expected to cost more than it saves).
     """
 
     num_drafts: int = 0
