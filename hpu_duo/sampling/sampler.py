@@ -183,7 +183,9 @@ def sample_tokens(
 def most_likely(scores_NV: Tensor) -> Tensor:
     """The lowest id among the largest scores of each row, int32 [N]."""
     if x86.fits_logits(scores_NV):
-        return x86.place_of_largest(scores_NV)
+        # ``x86.place_of_largest`` without its check, which precedes it.
+        place_N: Tensor = torch.ops.hpu_duo_x86.place_of_largest.default(scores_NV)
+        return place_N
     width = _ARGMAX_WIDTH
     vocab_size = scores_NV.shape[1]
     if scores_NV.device.type != "cpu" or vocab_size < 2 * width:
