@@ -12,7 +12,7 @@ import torch
 from typer.testing import Result
 
 from hpu_duo import __version__
-from kernels_ref.x86.library import is_supported
+from kernels_ref.x86 import library
 
 Run = Callable[..., Result]
 
@@ -69,8 +69,22 @@ def test_without_a_compiler_only_the_compile_backend_is_lost(
     assert findings["graphs", "eager"]["is_usable"]
     assert not findings["graphs", "compile"]["is_usable"]
     assert "no C++ compiler" in findings["graphs", "compile"]["detail"]
-    if is_supported():
+    if library.lanes():
         assert "need a C++ compiler, and none" in findings["cpu", "packed weights"]["detail"]
+
+
+@pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C")
+def test_weights_are_packed_for_our_kernels_on_a_cpu_with_avx2_only(
+    hpu_duo: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {}
+    for value in ("avx2", "0", "off"):
+        monkeypatch.setenv(library.SWITCH, value)
+        lines = json.loads(hpu_duo("doctor", "--json").stdout)
+        found[value] = next(one["detail"] for one in lines if one["name"] == "packed weights")
+    assert found["avx2"] == "bfloat16 and float16 weights are laid out once for our kernels (AVX2, float32)"
+    assert found["0"].endswith(f"{library.SWITCH}=0 switches our kernels off")
+    assert "expected 0, 1, avx2 or avx512, got 'off'" in found["off"]
 
 
 def test_the_version_is_that_of_the_installed_package(hpu_duo: Run) -> None:

@@ -72,21 +72,38 @@ def _devices() -> Iterator[Fact]:
 def _cpu() -> Iterator[Fact]:
     import torch
 
-    from hpu_duo.modeling.packed_linear import can_pack
-    from kernels_ref import native
     from kernels_ref.x86 import library
 
     flags = library.cpu_flags()
     found = ", ".join(flag for flag in _CPU_FLAGS if flag in flags) or "none of " + ", ".join(_CPU_FLAGS)
     yield Fact("cpu", "threads", None, f"{torch.get_num_threads()} used by torch")
     yield Fact("cpu", "instructions", None, f"torch uses {torch.backends.cpu.get_cpu_capability()}; {found}")
+    try:
+        yield _packed()
+    except ValueError as error:  # a variable of the environment
+        yield Fact("cpu", "packed weights", False, str(error))
+
+
+def _packed() -> Fact:
+    """What packs the weights of 16-bit checkpoints, and what would without a lack of the machine."""
+    import torch
+
+    from hpu_duo.modeling.packed_linear import can_pack
+    from kernels_ref import native
+    from kernels_ref.x86 import library
+
+    dtypes, ours = "bfloat16", library.description() if library.is_supported() else None
+    if ours is None and library.lanes():
+        dtypes, ours = "bfloat16 and float16", library.description(torch.float32)
+    if ours is not None and native.compiler():
+        return Fact("cpu", "packed weights", True, f"{dtypes} weights are laid out once for {ours}")
     packs = can_pack(torch.bfloat16)
-    kernel = "oneDNN"
-    if library.is_supported():
-        ours = library.description()
-        kernel = ours if native.compiler() else f"oneDNN: {ours} need a C++ compiler, and none is on the path"
-    detail = f"bfloat16 weights are laid out once for {kernel}" if packs else "oneDNN has no bfloat16 here"
-    yield Fact("cpu", "packed weights", packs, detail)
+    detail = "bfloat16 weights are laid out once for oneDNN" if packs else "oneDNN has no bfloat16 here"
+    if ours is not None:
+        detail += f": {ours} need a C++ compiler, and none is on the path"
+    elif library.switch() == "0":
+        detail += f": {library.SWITCH}=0 switches our kernels off"
+    return Fact("cpu", "packed weights", packs, detail)
 
 
 def _graphs() -> Iterator[Fact]:
