@@ -91,8 +91,8 @@ class ModelConfig:
     )
     pack_weights: bool | None = option(
         None,
-        "Lay linear weights out once (bfloat16 on CPU): in panels for our own kernel where the CPU has "
-        "AVX512-BF16, elsewhere for oneDNN.",
+        "Lay linear weights out once on a CPU: in panels for our kernels, bfloat16 with AVX512-BF16 and "
+        "16 bits with AVX2 and dtype auto; bfloat16 for oneDNN without these.",
         unset="where possible",
     )
     score_bytes: int = option(

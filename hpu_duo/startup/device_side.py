@@ -23,7 +23,7 @@ from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.attention import LiveRows
 from hpu_duo.modeling.packed_linear import can_pack, fuse_modules, leave_files, pack_linears, plain_bytes
-from hpu_duo.modeling.precision import Precision, widen
+from hpu_duo.modeling.precision import Precision, name_of, widen
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.quantised.hpu import use_operators
 from hpu_duo.modeling.row_fusion import arrange
@@ -299,7 +299,8 @@ def _pack(
     possible = device.type == "cpu" and can_pack(dtype, arithmetic)
     if wanted and not possible:
         raise ValueError(
-            f"pack_weights needs bfloat16 on a CPU whose oneDNN supports it, got {dtype} on {device}"
+            "pack_weights needs a CPU, and bfloat16 where our kernels or oneDNN multiply it, or dtype='auto' "
+            f"for a 16-bit checkpoint where our kernels compute in float32: got {name_of(dtype)} on {device}"
         )
     if possible and wanted is not False:
         # Where the kernel for panels does not run, decodes of one compiled request read plain weights faster
