@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kernels_ref.impl import Implementation, Kernels
 
 _MOST_CHUNKS = 16
-"""Most chunks of the unique part, whose loop a compiler unrolls."""
+"""Most chunks of the unique part where a compiler unrolls its loop, or a device launches each of them."""
 
 
 def chunk_bytes(device: torch.device, is_decode: bool) -> int:
@@ -82,14 +82,17 @@ class DecodingKernels:
         units, t = inputs.units, inputs.tensors
         if self._reads(units):
             return self.inner.unique_blocks(inputs, blocks)
-        place = None
-        if inputs.q.device.type == "cpu" and not torch.compiler.is_compiling():
+        is_on_cpu = inputs.q.device.type == "cpu"
+        num_bytes, least, place = chunk_bytes(inputs.q.device, True), 1, None
+        if not is_on_cpu or torch.compiler.is_compiling():
+            least = -(-t.owner.shape[0] // _MOST_CHUNKS)
+        else:
             # Other blocks of the slice are free ones and those of cached prefixes: up to the whole store.
             place = (t.owner < inputs.q.shape[0]).nonzero().flatten()
             starts = gather(t.owner_start, place) if len(t.owner_start) else t.owner_start
             t = t._replace(owner=gather(t.owner, place), owner_start=starts)
         num_blocks, tails = t.owner.shape[0], blocks.tails
-        most = max(chunk_bytes(inputs.q.device, True) // units.key_bytes, -(-num_blocks // _MOST_CHUNKS), 1)
+        most = max(num_bytes // units.key_bytes, least, 1)
         size, total = even_size(max(1, num_blocks), most), None
         for begin in range(0, max(1, num_blocks), size):
             some = slice(begin, min(begin + size, num_blocks))
