@@ -20,7 +20,14 @@ def _codes(x: torch.Tensor) -> torch.Tensor:
     return torch.clamp(x, -LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
+_TABLE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+"""The value of each code."""
+
+
 def _values(codes: torch.Tensor) -> torch.Tensor:
+    if codes.device.type == "cpu":
+        # Torch's conversion there takes six times as long.
+        return _TABLE.index_select(0, codes.flatten().int()).view(codes.shape)
     return codes.view(torch.float8_e4m3fn).float()
 
 
