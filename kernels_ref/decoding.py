@@ -6,7 +6,7 @@ Shapes: as in ``kernels_ref.reference``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -20,7 +20,7 @@ from kernels_ref.step import BlockStep, PartInputs, RingStep
 from kernels_ref.units import KVRecord, KVUnits, gather, of_stores
 
 if TYPE_CHECKING:
-    from kernels_ref.impl import Implementation, Kernels
+    from kernels_ref.formats import KVFormat
 
 _MOST_CHUNKS = 16
 """Most chunks of the unique part where a compiler unrolls its loop, or a device launches each of them."""
@@ -29,6 +29,14 @@ _MOST_CHUNKS = 16
 def chunk_bytes(device: torch.device, is_decode: bool) -> int:
     """Most bytes of the decoded keys of a chunk: 16 MiB; of decode rows on a CPU 1 MiB, about a cache."""
     return 1 << 20 if is_decode and device.type == "cpu" else 16 << 20
+
+
+class ReadsFormats(Protocol):
+    """An ``Implementation``, whose module imports this one."""
+
+    def serves(self, kv_format: KVFormat) -> bool:
+        """Whether its kernels read keys and values of a format."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -43,8 +51,8 @@ class DecodingKernels:
         impl: which these are, with all formats that they read; None = they read plain floats.
     """
 
-    inner: Kernels
-    impl: Implementation | None = None
+    inner: Any
+    impl: ReadsFormats | None = None
 
     def shared_blocks(self, inputs: PartInputs) -> Partial:
         """Every query against the blocks that several rows read, or a prompt row."""
@@ -128,7 +136,7 @@ class DecodingKernels:
         kv_format = units.encoding.format
         return kv_format.is_plain or (self.impl is not None and self.impl.serves(kv_format))
 
-    def _reading(self, units: KVUnits) -> Kernels:
+    def _reading(self, units: KVUnits) -> Any:
         return self.inner if self._reads(units) else reference
 
     def __getattr__(self, name: str) -> Any:
