@@ -6,7 +6,7 @@ one ``graphs.StepLimits``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -238,7 +238,7 @@ class CacheConfig:
                 raise ValueError(f"expected kv_cache_dtype to be a name, one of {names}, got {name!r}")
             format_of(name)
         layers = self.kv_cache_dtype_skip_layers
-        named = (layers,) if isinstance(layers, str | int) else tuple(layers)
+        named = tuple(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else (layers,)
         for layer in named:
             is_number = str(layer).isdecimal() and not isinstance(layer, bool)
             if not is_number and layer != SLIDING_WINDOW:
