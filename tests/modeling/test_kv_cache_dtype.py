@@ -189,7 +189,7 @@ def test_layers_that_are_skipped_keep_the_dtype_of_the_model(tiny: Tiny) -> None
         of(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=("1", "7"))
     with pytest.raises(ValueError, match="numbers of layers or 'sliding_window', got 'first'"):
         of(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers="first")
-    with pytest.raises(ValueError, match="numbers of layers or 'sliding_window', got 1.5"):
+    with pytest.raises(ValueError, match=r"numbers of layers or 'sliding_window', got 1\.5"):
         of(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=1.5)
     with pytest.raises(ValueError, match="needs a kv_cache_dtype, got 'auto'"):
         of(kv_cache_dtype_skip_layers=[0])
