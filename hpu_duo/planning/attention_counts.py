@@ -234,7 +234,7 @@ class AttentionRuns(NamedTuple):
             of other groups.
         causal, causal_slices, causal_cuts: the causal part of blocks, its slices, and 1 if they are several.
         band, band_slices, band_sinks, band_cuts: the same of rings, and slices with sinks before them.
-        one_band: 1 if the slices of rings are one product, in place of their cuts.
+        one_band: 1 if the slices within a window are one product, in place of their cuts.
         shared, shared_chunks: the shared part of blocks, and its chunks.
         rings_read, rings_read_slices: the shared part of rings, and its slices.
         unique, unique_chunks: the unique part of blocks, and its chunks.
@@ -280,9 +280,9 @@ def _count_blocks(sizes: GroupSizes, bucket: Bucket) -> tuple[AttentionCounts, A
     keys: Any = 0
     num_partials: Any = 0
     if phase.causal:
-        pairs, keys, slices = by_size(_of_causal, query_len, sizes)
+        pairs, keys, slices, is_one = by_size(_of_causal, query_len, sizes)
         num_partials = 1
-        runs = runs._replace(causal=1, causal_slices=slices, causal_cuts=1 * (slices > 1))
+        runs = runs._replace(causal=1, causal_slices=slices, causal_cuts=1 * (slices > 1), one_band=is_one)
     if phase.shared:
         num_shared = bucket.num_shared_blocks
         chunks = -(-num_shared // sizes.shared_chunk(query_len))
@@ -359,9 +359,12 @@ def _with_lists(
     )
 
 
-def _of_causal(query_len: int, sizes: GroupSizes) -> tuple[int, int, int]:
-    """Pairs, keys and slices of the causal part of blocks."""
-    return _causal(query_len, sizes.causal_slice(query_len), None)[:3]
+def _of_causal(query_len: int, sizes: GroupSizes) -> tuple[int, int, int, int]:
+    """Pairs, keys and slices of the causal part of blocks, and 1 if it is one product."""
+    rule = sizes.rule
+    if isinstance(rule, Window) and sizes.has_one_band(query_len):
+        return *_of_one_band(query_len, sizes.query_slice, rule), 1
+    return *_causal(query_len, sizes.causal_slice(query_len), None)[:3], 0
 
 
 def _of_band(query_len: int, sizes: GroupSizes, window: Window) -> tuple[int, int, int, int, int]:
@@ -369,8 +372,12 @@ def _of_band(query_len: int, sizes: GroupSizes, window: Window) -> tuple[int, in
     size = sizes.query_slice
     if not sizes.has_one_band(query_len):
         return *_causal(query_len, size, window), 0
+    return *_of_one_band(query_len, size, window), 0, 1
+
+
+def _of_one_band(query_len: int, size: int, window: Window) -> tuple[int, int, int]:
     keys = num_parts(query_len, size) * band_keys(size, window.size)
-    return size * keys, keys, 1, 0, 1
+    return size * keys, keys, 1
 
 
 def _causal(query_len: int, query_slice: int, window: Window | None) -> tuple[int, int, int, int]:
