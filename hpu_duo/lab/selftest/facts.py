@@ -85,7 +85,7 @@ def _cpu() -> Iterator[Fact]:
 
 
 def _packed() -> Fact:
-    """What packs the weights of 16-bit checkpoints, and what would without a lack of the machine."""
+    """The code that packs the weights of 16-bit checkpoints, and what this machine lacks for better code."""
     import torch
 
     from hpu_duo.modeling.packed_linear import can_pack
