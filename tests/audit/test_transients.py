@@ -175,7 +175,8 @@ def test_fused_steps_need_what_is_planned_for_them(num_retrieval: int, tmp_path:
         bucket = BatchShape.parse(shape)
         peak = audit_bucket(structure, bucket).peak_transient_bytes
         assert peak <= sizes.transient_bytes(bucket) <= 3 * peak, shape
-        assert sizes.transient_bytes(bucket) < portable.transient_bytes(bucket)
+        # Masks of prompts may take more than the scores of slices, and so make fewer calls.
+        assert sizes.transient_bytes(bucket) < portable.transient_bytes(bucket) + sizes.chunks.mask_bytes
 
 
 MIXTRAL = partial(
