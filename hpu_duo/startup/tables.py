@@ -557,17 +557,19 @@ def _size_of(text_config: Any, specs: Sequence[LayerSpec]) -> ModelSize:
     for spec in specs:
         num_heads = max(1, sum(group.num_heads for group in spec.groups))
         layers.append(AttentionSize(num_heads * spec.group_size, num_heads, spec.head_dim))
-    whole = getattr(text_config, "num_attention_heads", layers[0].num_heads)
-    num_ranks = max(1, whole // max(layer.num_heads for layer in layers))
+    most = max(layer.num_heads for layer in layers)
+    num_ranks = max(1, getattr(text_config, "num_attention_heads", most) // most)
     hidden = text_config.hidden_size
     inner = getattr(text_config, "intermediate_size", None) or 4 * hidden
+    # Gemma 3n has a size for each layer.
+    inners = inner if isinstance(inner, Sequence) else [inner] * len(layers)
     heads = [2 * hidden * layer.head_dim * (layer.num_heads + layer.num_kv_heads) for layer in layers]
     return ModelSize(
         "",
         tuple(layers),
         hidden,
         -(-text_config.vocab_size // num_ranks),
-        sum(heads) + 3 * hidden * inner * len(layers) // num_ranks,
+        sum(heads) + 3 * hidden * sum(inners) // num_ranks,
         other_params=0,
         max_positions=1,
     )
