@@ -157,7 +157,7 @@ class PanelLinear(nn.Module):
         # Only [1, tokens, features] has the tokens of the step in their order.
         live = self.live if x.dim() == 3 and x.shape[0] == 1 else None
         # ``panels.multiply`` without the check of ``panels.fits``, which precedes it.
-        operator = torch.ops.hpu_duo_x86.linear.default
+        operator = torch.ops.hpu_duo_x86_v2.linear.default
         return operator(x, self.packed, self.bias, self.out_features, live, "best")
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""The kernels of this folder: built as operators ``torch.ops.hpu_duo_x86`` at their first use, and called.
+"""The kernels of this folder: built as operators ``torch.ops.hpu_duo_x86_v2`` at their first use, and called.
 
 Decode rows, of a few query tokens each, attend to the units of a store: every visible key and value is read
 once for a few query heads, in place; slots after the last one that some token of a row sees are not read, so
@@ -164,11 +164,11 @@ def _load_operators() -> bool:
         return False
     attention = (("attend_blocks", _triple), ("attend_rings", _triple), ("attend_held", _triple))
     for name, shapes in (("linear", _linear), ("linears", _linears), *attention):
-        torch.library.register_fake(f"hpu_duo_x86::{name}", shapes)
-    torch.library.register_fake("hpu_duo_x86::attend_with_weights", _with_mass)
-    torch.library.register_fake("hpu_duo_x86::eviction_victims", _one_of_each)
-    torch.library.register_fake("hpu_duo_x86::column_sums", _sums)
-    torch.library.register_fake("hpu_duo_x86::place_of_largest", _places)
+        torch.library.register_fake(f"hpu_duo_x86_v2::{name}", shapes)
+    torch.library.register_fake("hpu_duo_x86_v2::attend_with_weights", _with_mass)
+    torch.library.register_fake("hpu_duo_x86_v2::eviction_victims", _one_of_each)
+    torch.library.register_fake("hpu_duo_x86_v2::column_sums", _sums)
+    torch.library.register_fake("hpu_duo_x86_v2::place_of_largest", _places)
     return True
 
 
@@ -259,7 +259,7 @@ def attend_blocks(
     Raises:
         ValueError: stores that do not go with the queries.
     """
-    operator = torch.ops.hpu_duo_x86.attend_blocks.default
+    operator = torch.ops.hpu_duo_x86_v2.attend_blocks.default
     return Partial(*operator(q_NKHD, k_XKSD, v_XKSD, owner, tail_block, tail_visible))
 
 
@@ -274,7 +274,7 @@ def attend_rings(
     Raises:
         ValueError: as for ``attend_blocks``.
     """
-    return Partial(*torch.ops.hpu_duo_x86.attend_rings.default(q_NKHD, k_XKSD, v_XKSD, visible))
+    return Partial(*torch.ops.hpu_duo_x86_v2.attend_rings.default(q_NKHD, k_XKSD, v_XKSD, visible))
 
 
 def attend_with_weights(
@@ -296,7 +296,7 @@ def attend_with_weights(
     Raises:
         ValueError: as for ``attend_blocks``.
     """
-    operator = torch.ops.hpu_duo_x86.attend_with_weights.default
+    operator = torch.ops.hpu_duo_x86_v2.attend_with_weights.default
     *partial, mass = operator(q_NKHD, k_XKSD, v_XKSD, visible, sinks_KH)
     return Partial(*partial), mass
 
@@ -322,7 +322,7 @@ def attend_held(
     Raises:
         ValueError: as for ``attend_blocks``.
     """
-    operator = torch.ops.hpu_duo_x86.attend_held.default
+    operator = torch.ops.hpu_duo_x86_v2.attend_held.default
     return Partial(*operator(q_NKHD, k_XKSD, v_XKSD, position, begin, end, sink))
 
 
@@ -373,7 +373,9 @@ def attend(
         raise ValueError("expected a contiguous partial to merge into")
     require(q_SKGD.dtype)
     sink, recent = window or (0, 0)
-    torch.ops.hpu_duo_x86.attend.default(*total, q_SKGD, k_TKD, v_TKD, is_causal, sink, recent, instructions)
+    torch.ops.hpu_duo_x86_v2.attend.default(
+        *total, q_SKGD, k_TKD, v_TKD, is_causal, sink, recent, instructions
+    )
 
 
 def column_sums(
@@ -394,7 +396,7 @@ def column_sums(
         ValueError: tensors that do not go together, or no such kernel here.
     """
     require(q_SKGD.dtype)
-    return torch.ops.hpu_duo_x86.column_sums.default(q_SKGD, k_TKD, lse_SKG, offset, instructions)
+    return torch.ops.hpu_duo_x86_v2.column_sums.default(q_SKGD, k_TKD, lse_SKG, offset, instructions)
 
 
 def fits_slots(position_NKC: torch.Tensor) -> bool:
@@ -411,7 +413,7 @@ def eviction_victims(
         ValueError: shapes that differ, other dtypes, or no such kernel here.
     """
     require(torch.float32)
-    return torch.ops.hpu_duo_x86.eviction_victims.default(score_NKC, position_NKC, is_protected)
+    return torch.ops.hpu_duo_x86_v2.eviction_victims.default(score_NKC, position_NKC, is_protected)
 
 
 def fits_logits(rows_NV: torch.Tensor) -> bool:
@@ -429,4 +431,4 @@ def place_of_largest(rows_NV: torch.Tensor) -> torch.Tensor:
             kernel here.
     """
     require(rows_NV.dtype)
-    return torch.ops.hpu_duo_x86.place_of_largest.default(rows_NV)
+    return torch.ops.hpu_duo_x86_v2.place_of_largest.default(rows_NV)

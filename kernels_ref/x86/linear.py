@@ -12,7 +12,7 @@ import torch
 
 from kernels_ref.x86.library import Instructions, is_available, require, serves
 
-NAME = "hpu_duo_x86.linear.default"
+NAME = "hpu_duo_x86_v2.linear.default"
 """The operator of ``multiply``, as torch calls it."""
 
 PANEL = 32
@@ -87,7 +87,7 @@ def multiply(
         ValueError: ``x`` has another dtype or number of inputs, or there is no such kernel here.
     """
     require(x.dtype)
-    return torch.ops.hpu_duo_x86.linear.default(x, packed, bias, out_features, live, instructions)
+    return torch.ops.hpu_duo_x86_v2.linear.default(x, packed, bias, out_features, live, instructions)
 
 
 def each_operator() -> Callable[..., list[torch.Tensor]]:
@@ -101,5 +101,5 @@ def each_operator() -> Callable[..., list[torch.Tensor]]:
         ValueError: there is no such kernel here.
     """
     require(None)
-    operator: Callable[..., list[torch.Tensor]] = torch.ops.hpu_duo_x86.linears.default
+    operator: Callable[..., list[torch.Tensor]] = torch.ops.hpu_duo_x86_v2.linears.default
     return operator

@@ -303,7 +303,8 @@ void attend(const Tensor &attn, const Tensor &largest, const Tensor &total, cons
 
 }  // namespace
 
-TORCH_LIBRARY(hpu_duo_x86, m) {
+// A changed schema needs another number: the compiler's cache on disk has calls by name and number of arguments.
+TORCH_LIBRARY(hpu_duo_x86_v2, m) {
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, Tensor? live,"
         " str instructions='best') -> Tensor");
   m.def("linears(Tensor x, Tensor[] packed, Tensor?[] bias, int[] out_features, Tensor? live,"
@@ -327,7 +328,7 @@ TORCH_LIBRARY(hpu_duo_x86, m) {
         " bool is_causal, int sink, int recent, str instructions='best') -> ()");
 }
 
-TORCH_LIBRARY_IMPL(hpu_duo_x86, CPU, m) {
+TORCH_LIBRARY_IMPL(hpu_duo_x86_v2, CPU, m) {
   m.impl("linear", linear);
   m.impl("linears", linears);
   m.impl("attend_blocks", attend_blocks);

@@ -86,7 +86,7 @@ def pack_table(table_NG: torch.Tensor) -> torch.Tensor:
     return whole.view(-1, PANEL, num_groups).transpose(1, 2).contiguous()
 
 
-NAME = "hpu_duo_x86.quantised_linear.default"
+NAME = "hpu_duo_x86_v2.quantised_linear.default"
 """The operator of ``operator``, as torch calls it."""
 
 
@@ -111,8 +111,8 @@ def _shapes(
 @cache
 def _registered() -> None:
     require()
-    torch.library.register_fake("hpu_duo_x86::quantised_linear", _shape)
-    torch.library.register_fake("hpu_duo_x86::quantised_linears", _shapes)
+    torch.library.register_fake("hpu_duo_x86_v2::quantised_linear", _shape)
+    torch.library.register_fake("hpu_duo_x86_v2::quantised_linears", _shapes)
 
 
 def operator() -> Callable[..., torch.Tensor]:
@@ -128,7 +128,7 @@ def operator() -> Callable[..., torch.Tensor]:
         ValueError: there is no such kernel here. The operator raises it for tensors that do not go together.
     """
     _registered()
-    found: Callable[..., torch.Tensor] = torch.ops.hpu_duo_x86.quantised_linear.default
+    found: Callable[..., torch.Tensor] = torch.ops.hpu_duo_x86_v2.quantised_linear.default
     return found
 
 
@@ -141,5 +141,5 @@ def each_operator() -> Callable[..., list[torch.Tensor]]:
         ValueError: as for ``operator``.
     """
     _registered()
-    found: Callable[..., list[torch.Tensor]] = torch.ops.hpu_duo_x86.quantised_linears.default
+    found: Callable[..., list[torch.Tensor]] = torch.ops.hpu_duo_x86_v2.quantised_linears.default
     return found

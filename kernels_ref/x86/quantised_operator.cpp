@@ -106,7 +106,7 @@ Tensor quantised_linear(const Tensor &x, const Tensor &codes, const Tensor &scal
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(hpu_duo_x86, m) {
+TORCH_LIBRARY_FRAGMENT(hpu_duo_x86_v2, m) {
   m.def(
       "quantised_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, int out_features, "
       "int group, Tensor? live) -> Tensor");
@@ -114,7 +114,7 @@ TORCH_LIBRARY_FRAGMENT(hpu_duo_x86, m) {
       "quantised_linears(Tensor x, Tensor[] codes, Tensor[] scales, Tensor?[] zeros, Tensor?[] bias, "
       "int[] out_features, int[] group, Tensor? live) -> Tensor[]");
 }
-TORCH_LIBRARY_IMPL(hpu_duo_x86, CPU, m) {
+TORCH_LIBRARY_IMPL(hpu_duo_x86_v2, CPU, m) {
   m.impl("quantised_linear", quantised_linear);
   m.impl("quantised_linears", quantised_linears);
 }

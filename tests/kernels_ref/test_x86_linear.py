@@ -170,7 +170,7 @@ def test_what_cannot_be_multiplied_is_refused() -> None:
     with pytest.raises(ValueError, match="expected Int, got Long"):
         linear.multiply(x, packed, None, 4, torch.tensor([1, 1]))
     with pytest.raises(ValueError, match="expected best, vectors, tiles or model, got fast"):
-        torch.ops.hpu_duo_x86.linear(x, packed, None, 4, None, "fast")
+        torch.ops.hpu_duo_x86_v2.linear(x, packed, None, 4, None, "fast")
     if not has_tiles():
         with pytest.raises(ValueError, match="expected a CPU and a system with AMX"):
             linear.multiply(x, packed, None, 4, None, "tiles")

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not is_supported(), reason="needs a CPU with AVX
 
 Inputs = Mapping[str, Tensor]
 INPUTS, SIZES = 64, (70, 32, 32)
-ONE, EACH = "hpu_duo_x86.linear.default", "hpu_duo_x86.linears.default"
+ONE, EACH = "hpu_duo_x86_v2.linear.default", "hpu_duo_x86_v2.linears.default"
 
 
 @pytest.fixture(autouse=True)
