@@ -36,7 +36,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     from tests.ray_serve.clusters import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        # Ray writes the token of its own connections there.
+        # Ray writes the token of its own connections to the home folder; built kernels stay where they are.
+        patch.setenv("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")))
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         with closing(Cluster()) as running:
