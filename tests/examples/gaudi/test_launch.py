@@ -178,7 +178,6 @@ def test_a_bare_machine_serves_its_first_token_and_stops_at_sigterm(server: Serv
             told += line
             if found := re.match(r"hpu-duo: serving builtin at ([^\s,]+)", line):
                 place = found[1]
-            if line.startswith("hpu-duo: "):
                 break
         assert place, told
         curl = ("curl", "--silent", "--fail", "--retry", "60", "--retry-delay", "1", "--retry-all-errors")
