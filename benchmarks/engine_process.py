@@ -20,7 +20,7 @@ SCRIPTS = {
     "llama.cpp": "llama_cpp_f16.py",
 }
 HAS_DTYPES = (BASELINE, OURS, "vllm")
-"""Engines that compute in a dtype that is asked for."""
+"""Engines with a column for each dtype of ``--dtypes``."""
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
 """Variables that name the folders in which engines keep what they compile."""
 

@@ -149,7 +149,7 @@ class Drafting:
         is_token = [0 <= token < self._vocab_size for token in drafts]
         try:
             return state.cut_drafts(drafts[: is_token.index(False)] if False in is_token else drafts)
-        except Exception:
+        except Exception:  # of a grammar or a tokenizer
             # The text or grammar of this request fails. Without drafts it goes on, and if it samples such a
             # token, the same error ends it by name.
             return ()
@@ -226,7 +226,7 @@ class Drafting:
                 continue
             try:
                 self._extend(request, max(request.num_computed_tokens, self._num_known.get(request, 0)))
-            except Exception:
+            except Exception:  # of a user's code
                 self._fail()
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
@@ -254,7 +254,7 @@ class Drafting:
         if self._num_known.pop(request, None) is not None and not self._has_failed:
             try:
                 self.drafter.end(request)
-            except Exception:
+            except Exception:  # of a user's code
                 self._fail()
 
     def _fail(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import tempfile
@@ -10,14 +11,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import IO, Protocol
 
 from graphs import BatchShape, BucketTable, StepLimits
-from graphs.planner.replan import Exchange, Replan, ReplanTask
+from graphs.planner.replan import Exchange, Replan, ReplanTask, replan
 from graphs.table import ShapeReservoir
+from hpu_duo.device.plain import decode, encode
 from hpu_duo.device.processes import helper_environment
 from hpu_duo.device.ranks import RankError
-from hpu_duo.engine.replan_process import encode_task
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +28,9 @@ FIRST_PLAN = 2048
 
 _NEXT_PLAN = 4
 """Growth of that number from one plan to the next, so that most shapes in the sample are new ones."""
+
+_NICENESS = 10
+"""Of the process that plans."""
 
 _SHARE = 0.1
 """Most of the time that captures take between steps; an idle engine captures without pause."""
@@ -197,7 +202,7 @@ class _Planning:
             arguments.write(encode_task(ReplanTask(table, limits, traffic)))
             arguments.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "hpu_duo.engine.replan_process"],
+                [sys.executable, "-m", "hpu_duo.engine.replanning"],
                 stdin=arguments,
                 stdout=self._result,
                 env=helper_environment(),
@@ -217,3 +222,37 @@ class _Planning:
                 raise RuntimeError(f"the process that plans has ended with status {status}")
             self._result.seek(0)
             return Replan.from_json(self._result.read().decode())
+
+
+def encode_task(task: ReplanTask) -> bytearray:
+    """Write a task, with the module of its cost function, which the process has to import.
+
+    Raises:
+        TypeError: the cost function is not plain, see ``hpu_duo.device.plain``.
+    """
+    return encode((type(task.table.cost).__module__, bytes(encode(task))))
+
+
+def decode_task(data: bytes) -> ReplanTask:
+    """Read what ``encode_task`` wrote.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    module, fields = decode(data)
+    import_module(module)
+    task = decode(fields)
+    if not isinstance(task, ReplanTask):
+        raise ValueError(f"expected a ReplanTask, got {type(task).__name__}")
+    return task
+
+
+def main() -> None:
+    """Read a task and write a ``Replan`` as JSON, in a process of a lower priority than the engine's."""
+    os.nice(_NICENESS)
+    task = decode_task(sys.stdin.buffer.read())
+    print(replan(task.table, task.limits, task.traffic).to_json())
+
+
+if __name__ == "__main__":
+    main()

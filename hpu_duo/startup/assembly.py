@@ -15,9 +15,8 @@ from hpu_duo.config.engine import EngineConfig
 from hpu_duo.config.limits import SchedulerConfig
 from hpu_duo.drafting import make_drafter
 from hpu_duo.engine.engine import Engine
-from hpu_duo.engine.kernels import faster, weight_dtype
 from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
-from hpu_duo.engine.stats import Resolved
+from hpu_duo.engine.stats import Resolved, faster_kernels, weight_dtype
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.engine.stepper import Runner
 from hpu_duo.garbage import collector_paused
@@ -210,7 +209,7 @@ def engine_around(
     if config.graph.replan is not None:
         engine.replan(config.graph.replan)
     resolved = engine.stats().resolved
-    engine.notes = (*engine.notes, *_promotion_note(resolved), *faster(runner))
+    engine.notes = (*engine.notes, *_promotion_note(resolved), *faster_kernels(runner))
     _log.info("engine of %s: %s", type(runner.model.model).__name__, resolved)
     return engine
 

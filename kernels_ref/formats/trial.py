@@ -35,7 +35,7 @@ def _problem(vectors: VectorFormat, dim: int, dtype: torch.dtype, device: torch.
     try:
         read = vectors.decode([part.to(device) for part in stored], dtype).float().cpu()
         written = [part.cpu() for part in vectors.encode(x.to(device))]
-    except (RuntimeError, NotImplementedError, TypeError) as error:
+    except (RuntimeError, TypeError) as error:
         return f"it does not run there: {str(error).splitlines()[0]}"
     if not torch.allclose(read, expected, rtol=2**-7, atol=0.0):
         return "it decodes other numbers there"

@@ -13,8 +13,7 @@ from graphs.table import PlannedPadding, ShapeReservoir
 from hpu_duo import HPUDuoModel
 from hpu_duo.device.plain import encode
 from hpu_duo.engine import replanning
-from hpu_duo.engine.replan_process import decode_task, encode_task
-from hpu_duo.engine.replanning import Replanner
+from hpu_duo.engine.replanning import Replanner, decode_task, encode_task
 from hpu_duo.planning import GAUDI3, Deployment, Serving, step_cost
 from hpu_duo.sampling import SamplingParams
 from kernels_ref import PLAIN

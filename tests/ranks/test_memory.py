@@ -82,7 +82,7 @@ def test_loading_a_share_takes_little_more_than_the_share(name: str, size: int, 
     model.save_pretrained(tmp_path, max_shard_size="40MB")
     del model
     # The trial at load widens two layers and keeps their intermediates. Slices of experts are read some time
-    # before they are merged; twice the share would be 0.5 more.
+    # before they are merged: 0.23 to 0.40 more, differently in each run; twice the share would be 0.5 more.
     most = 0.45 if name == "widths of experts" else 0.25
     for peak, share in run_processes(peak_of_loading, (tmp_path, parallel), [{}] * size, 300):
         assert share < 1.02 * whole / size

@@ -331,7 +331,7 @@ def _product(
 ) -> torch.Tensor:
     """Product of fp8 matrices, multiplied with the scales of rows and columns."""
     if D is not None or accumulate or B_scale_shape is not None:
-        raise NotImplementedError("simulated are calls with a result of their own")
+        raise NotImplementedError("simulated are new products, with scales of rows and columns")
     for codes in (A, B):
         if bool((codes.float().abs() > _fp8_max()).any()):
             raise ValueError(f"expected fp8 numbers up to {_fp8_max():g}, got larger ones")

@@ -158,7 +158,7 @@ def _passes(kind: type[HPUInt4Linear | HPUFp8Linear], device: torch.device, is_n
     expected = x.double() @ layer.dequantised(torch.float32).double().t()
     try:
         got = kind(layer, is_narrow).to(device)(x.to(device)).cpu().double()
-    except (RuntimeError, AttributeError, TypeError, ValueError, NotImplementedError):
+    except (RuntimeError, AttributeError, TypeError, ValueError):  # no such operator, or another version
         return False
     # Numbers of fp8 are rounded by 2^-4 at most.
     return bool((got - expected).norm() <= 2**-4 * expected.norm())
