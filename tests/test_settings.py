@@ -21,7 +21,7 @@ def test_type_checkers_see_the_names_and_types_of_the_fields() -> None:
     assert {name: written(kind) for name, kind in EngineOverrides.__annotations__.items()} == of_fields
 
 
-def test_every_field_is_a_setting_except_derived_ones_and_the_ring_dtype() -> None:
+def test_every_field_is_a_setting_except_derived_ones() -> None:
     sections = EngineConfig.of()
     known = {setting.field for setting in SETTINGS.values()}
     others = {
@@ -30,8 +30,7 @@ def test_every_field_is_a_setting_except_derived_ones_and_the_ring_dtype() -> No
         for field in fields(getattr(sections, section.name))
         if field not in known
     }
-    # Rings keep the model's dtype unless a test asks for another one.
-    assert others == {"path", "own_cost", "ring_dtype"}
+    assert others == {"path", "own_cost"}
 
 
 def test_help_of_from_pretrained_has_every_setting_with_its_default_and_text() -> None:

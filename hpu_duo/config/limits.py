@@ -105,11 +105,12 @@ class CacheConfig:
         kv_chunk: None = 512, or less to fit ``max_num_batched_tokens``.
         kv_cache_dtype: format in which heads that store blocks keep keys and values: "auto", the model's
             dtype, or another one of ``kernels_ref.formats``, or one for keys and one for values, with ":"
-            between. Rings and heads with a budget keep the model's dtype.
+            between.
         kv_cache_dtype_skip_layers: numbers of layers that keep the model's dtype, or "sliding_window", all
             layers with one.
         calculate_kv_scales: vLLM's name of what is refused.
-        ring_dtype: format of the units of rows: rings, and heads with a budget. Users do not set it.
+        ring_dtype: format in which rings, and heads with a budget, keep keys and values: a name like that of
+            ``kv_cache_dtype``.
         device_memory_utilization: vLLM's ``gpu_memory_utilization``; see ``hpu_duo.config.limits``.
     """
 
@@ -197,7 +198,13 @@ class CacheConfig:
         LIMITS,
         flags=("--calculate-kv-scales",),
     )
-    ring_dtype: str = "auto"
+    ring_dtype: str = option(
+        "auto",
+        "How rings and heads with a budget store keys and values: auto (as --dtype) or a format of "
+        "--kv-cache-dtype.",
+        LIMITS,
+        metavar="FORMAT",
+    )
 
     def __post_init__(self) -> None:
         check_at_least("block_size", self.block_size, 1)
@@ -227,7 +234,8 @@ class CacheConfig:
                 "calculate_kv_scales is not served: scales of the first request would be those of all "
                 "others, so that answers depend on their order: expected kv_cache_dtype 'fp8_per_token_head'"
             )
-        for name in (self.kv_cache_dtype, self.ring_dtype):
+        for setting in ("kv_cache_dtype", "ring_dtype"):
+            name = getattr(self, setting)
             if name == "auto":
                 continue
             # It imports torch.
@@ -235,8 +243,13 @@ class CacheConfig:
 
             if not isinstance(name, str):
                 names = ", ".join(names_of_formats())
-                raise ValueError(f"expected kv_cache_dtype to be a name, one of {names}, got {name!r}")
-            format_of(name)
+                raise ValueError(f"expected {setting} to be a name, one of {names}, got {name!r}")
+            if setting == "ring_dtype" and "kivi_" in name:
+                raise ValueError(
+                    f"expected ring_dtype to be a format whose scales are those of one vector, got {name!r}: "
+                    "a slot of a ring that is overwritten would share its scales with tokens that remain"
+                )
+            format_of(name, setting)
         layers = self.kv_cache_dtype_skip_layers
         named = tuple(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else (layers,)
         for layer in named:
@@ -246,8 +259,10 @@ class CacheConfig:
                     "expected kv_cache_dtype_skip_layers to be numbers of layers or "
                     f"{SLIDING_WINDOW!r}, got {layer!r}"
                 )
-        if named and self.kv_cache_dtype == "auto":
-            raise ValueError(f"kv_cache_dtype_skip_layers={list(named)} needs a kv_cache_dtype, got 'auto'")
+        if named and self.kv_cache_dtype == self.ring_dtype == "auto":
+            raise ValueError(
+                f"kv_cache_dtype_skip_layers={list(named)} needs a kv_cache_dtype or ring_dtype, got 'auto'"
+            )
         object.__setattr__(self, "kv_cache_dtype_skip_layers", tuple(map(str, named)))
 
     def _check_budget(self) -> None:

@@ -14,7 +14,7 @@ from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.quantised.kv_scales import kv_scales
 from hpu_duo.startup.heads import HeadAssignment
-from kernels_ref import PLAIN, Blocks, Budget, GroupKind, Implementation, KVFormat, LayerSpec, Rings
+from kernels_ref import PLAIN, Blocks, Budget, GroupKind, Implementation, KVFormat, LayerSpec, Owner, Rings
 from kernels_ref.formats import ROUNDED, format_of
 from kernels_ref.x86 import library as x86
 
@@ -44,26 +44,31 @@ def with_formats(
     for number, (each, layer) in enumerate(zip(heads, layers)):
         has_window = layer.call.sliding_window is not None
         is_skipped = str(number) in skipped or (has_window and SLIDING_WINDOW in skipped)
-        chosen = PLAIN if is_skipped else of_blocks
-        for kv_format in (chosen, of_rows):
+        chosen = (PLAIN, PLAIN) if is_skipped else (of_blocks, of_rows)
+        for kv_format in chosen:
             _check_sizes(kv_format, layer.call.head_dim, number)
-        found.append(each._replace(groups=in_format(each.groups, chosen, of_rows)))
+        found.append(each._replace(groups=in_format(each.groups, *chosen)))
     return tuple(found)
 
 
 def unused_note(specs: Iterable[LayerSpec], cache: CacheConfig, dtype: torch.dtype) -> tuple[str, ...]:
-    """Return a sentence for the user if no head has the format that was chosen; else nothing.
+    """Return a sentence for the user for each format that was chosen and that no head has.
 
     Args:
         dtype: of the model.
     """
-    chosen = _served(format_of(cache.kv_cache_dtype), dtype)
-    if chosen.is_plain or any(group.format == chosen for spec in specs for group in spec.groups):
-        return ()
-    return (
-        f"kv_cache_dtype {cache.kv_cache_dtype!r} is not used: all heads are in rings, have a budget or are "
-        "in layers that kv_cache_dtype_skip_layers names, and keep the model's dtype",
-    )
+    kept = {(group.kind.owner is Owner.BLOCK, group.format) for spec in specs for group in spec.groups}
+    others = ("in rings or with a budget", "without either")
+    notes = []
+    for setting, other, owns_blocks in zip(("kv_cache_dtype", "ring_dtype"), others, (True, False)):
+        name = getattr(cache, setting)
+        chosen = _served(format_of(name), dtype)
+        if not chosen.is_plain and (owns_blocks, chosen) not in kept:
+            notes.append(
+                f"{setting} {name!r} is not used: all heads are {other}, or in layers that "
+                "kv_cache_dtype_skip_layers names"
+            )
+    return tuple(notes)
 
 
 def scales_of(

@@ -64,8 +64,11 @@ def names_of_formats() -> tuple[str, ...]:
     return tuple(_formats)
 
 
-def format_of(name: str) -> KVFormat:
+def format_of(name: str, setting: str = "kv_cache_dtype") -> KVFormat:
     """Return the format of that name, or of two names with ``PAIR`` between: of keys, and of values.
+
+    Args:
+        setting: that has the name, for messages.
 
     Raises:
         ValueError: there is none; the message lists all names.
@@ -74,14 +77,14 @@ def format_of(name: str) -> KVFormat:
         return _formats[name]
     keys, is_pair, values = name.partition(PAIR)
     if is_pair and PAIR not in values:
-        pair = KVFormat(name, format_of(keys).keys, format_of(values).values)
+        pair = KVFormat(name, format_of(keys, setting).keys, format_of(values, setting).values)
         # One name for the same bytes: saved contexts are compared by it.
         known = (x for x in _formats.values() if (x.keys, x.values) == (pair.keys, pair.values))
         return next(known, pair)
     served = f"{', '.join(_formats)}, or one of keys and one of values with {PAIR!r} between"
     begins = max((each for each in _refused if name.startswith(each)), key=len, default=None)
     reason = "" if begins is None else f": {_refused[begins]}"
-    raise ValueError(f"expected kv_cache_dtype to be one of {served}, got {name!r}{reason}")
+    raise ValueError(f"expected {setting} to be one of {served}, got {name!r}{reason}")
 
 
 for _format in (*ROUNDED.values(), KVFormat("float32", Rounded(torch.float32), Rounded(torch.float32))):

@@ -27,8 +27,10 @@ from tests.engine.tiny import PATTERN, Tiny, make_tiny, serve, tokens_of
 from tests.modeling.families import BLOCK, prompts_of
 
 NAMES = ["int8_per_token_head", "int4_per_token_head", "fp8", "fp8_per_token_head", "k8v4"]
+RINGS = [pytest.param(name, marks=[] if name == NAMES[1] else pytest.mark.slow) for name in NAMES]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 DUO = {"pattern": PATTERN}
+SKIP = "kv_cache_dtype_skip_layers"
 TEXT, *TAILS = prompts_of((5 * BLOCK + 3, 9, 4), seed=5)
 
 
@@ -47,10 +49,21 @@ def scored(served: HPUDuoModel) -> list[float]:
 def test_scores_depend_on_no_division_into_chunks_and_on_no_reuse(
     tiny: Tiny, name: str, options: dict[str, Any]
 ) -> None:
-    options = {**options, "kv_cache_dtype": name}
+    check_divisions(tiny, {**options, "kv_cache_dtype": name})
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_scores_depend_on_no_division_where_rings_have_a_format(tiny: Tiny, name: str) -> None:
+    for attention in ("reference", "sdpa"):
+        check_divisions(tiny, {"kv_cache_dtype": name, "ring_dtype": name, "attention": attention, **DUO})
+
+
+def check_divisions(tiny: Tiny, options: dict[str, Any]) -> None:
+    """Score a text whole, in chunks, several tokens at a time, cold and warm: the scores are the same."""
     # Products of other shapes differ in their last bits, by which a code may change.
     whole = scored(tiny.load(max_num_batched_tokens=64, enable_prefix_caching=False, **options))
-    assert whole != pytest.approx(scored(tiny.load(**{**options, "kv_cache_dtype": "auto"})), abs=1e-4)
+    plain = {**options, "kv_cache_dtype": "auto", "ring_dtype": "auto"}
+    assert whole != pytest.approx(scored(tiny.load(**plain)), abs=1e-4)
     for size in (1, 3, BLOCK - 1, BLOCK):
         limits = {"max_num_batched_tokens": size, "max_num_seqs": 1}
         assert scored(tiny.load(**limits, **options)) == pytest.approx(whole, abs=1e-4)
@@ -112,14 +125,25 @@ def test_blocks_of_ended_requests_are_not_decoded(
 
 @pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
 @pytest.mark.parametrize("name", NAMES)
-def test_preempted_requests_continue_with_the_same_tokens(tiny: Tiny, name: str, pattern: Any) -> None:
+def test_preempted_requests_continue_with_the_same_tokens(
+    tiny: Tiny, name: str, pattern: Any, **more: Any
+) -> None:
     prompts = prompts_of((13, 5, 22), seed=1)
     params = SamplingParams(temperature=1.5, seed=7, max_tokens=20, n=3, ignore_eos=True)
-    options: dict[str, Any] = {"pattern": pattern, "kv_cache_dtype": name, "max_num_seqs": 5}
+    options: dict[str, Any] = {"pattern": pattern, "kv_cache_dtype": name, "max_num_seqs": 5, **more}
     expected = tokens_of(serve(tiny.load(enable_prefix_caching=False, **options), prompts, params))
     tight = tiny.load(num_blocks=10, max_model_len=60, **options)
     assert tokens_of(serve(tight, prompts, params)) == expected
     assert tight.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_preempted_requests_with_a_format_of_rings_and_budgets_continue_with_the_same_tokens(
+    tiny: Tiny, name: str
+) -> None:
+    test_preempted_requests_continue_with_the_same_tokens(tiny, name, PATTERN, ring_dtype=name)
+    budget = {"kv_policy": "h2o", "kv_budget": 12, "kv_chunk": 8}
+    test_preempted_requests_continue_with_the_same_tokens(tiny, name, PATTERN, ring_dtype=name, **budget)
 
 
 def _spoiled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -137,7 +161,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "plan": {"kv_policy": "snapkv:window=3,kernel=3", "kv_budget": 12, "kv_prompt": "whole", **DUO},
     "simulated HPU": {"attention": "auto", "device": "hpu-sim"},
     "sdpa": {"attention": "sdpa", **DUO},
+    "rings": {"ring_dtype": True, **DUO},
 }
+
+
+def options_of(kind: str, name: str) -> dict[str, Any]:
+    """Settings of heads of a kind, whose rings have the format of that name if it says so."""
+    return {key: name if key == "ring_dtype" else value for key, value in KINDS[kind].items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,7 +176,7 @@ def test_what_is_in_unused_slots_changes_nothing(
     tiny: Tiny, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = prompts_of((13, 5, 30), seed=4)
-    options = {"kv_cache_dtype": name, "enable_prefix_caching": False, **KINDS[kind]}
+    options = {"kv_cache_dtype": name, "enable_prefix_caching": False, **options_of(kind, name)}
     expected = tokens_of(serve(tiny.load(**options), prompts, GREEDY))
     monkeypatch.setattr(store, "reserved_zeros", _spoiled)
     assert tokens_of(serve(tiny.load(**options), prompts, GREEDY)) == expected
@@ -156,7 +186,7 @@ def test_what_is_in_unused_slots_changes_nothing(
 @pytest.mark.parametrize("name", names_of_formats())
 def test_stores_take_what_the_memory_plan_says(tiny: Tiny, name: str, kind: str) -> None:
     prefixes = {"enable_prefix_caching": False} if kind == "plan" else {}
-    served = tiny.load(kv_cache_dtype=name, num_blocks=9, max_model_len=60, **prefixes, **KINDS[kind])
+    served = tiny.load(kv_cache_dtype=name, num_blocks=9, max_model_len=60, **prefixes, **options_of(kind, name))
     held, plan = served.engine.runner.store, served.engine.runner.store.plan
     assert held.num_bytes == plan.total_bytes == served.stats().kv_bytes
     assert plan.full_attention_bytes(1) == len(plan.layers) * 2 * 2 * plan.layers[0].head_dim * 4
@@ -164,7 +194,8 @@ def test_stores_take_what_the_memory_plan_says(tiny: Tiny, name: str, kind: str)
     resolved = served.stats().resolved.kv_cache_dtype
     shown = "float32" if name == PLAIN.name else name.replace("_e4m3", "")
     assert shown in resolved
-    assert ("budget" in resolved or "rings" in resolved) == ("pattern" in KINDS[kind] and shown != "float32")
+    is_mixed = "pattern" in KINDS[kind] and kind != "rings" and shown != "float32"
+    assert ("budget" in resolved or "rings" in resolved) == is_mixed
 
 
 def test_layers_that_are_skipped_keep_the_dtype_of_the_model(tiny: Tiny) -> None:
@@ -191,19 +222,28 @@ def test_layers_that_are_skipped_keep_the_dtype_of_the_model(tiny: Tiny) -> None
         of(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers="first")
     with pytest.raises(ValueError, match=r"numbers of layers or 'sliding_window', got 1\.5"):
         of(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=1.5)
-    with pytest.raises(ValueError, match="needs a kv_cache_dtype, got 'auto'"):
+    with pytest.raises(ValueError, match="needs a kv_cache_dtype or ring_dtype, got 'auto'"):
         of(kv_cache_dtype_skip_layers=[0])
     with pytest.raises(ValueError, match=r"calculate_kv_scales is not served: .*'fp8_per_token_head'"):
         of(calculate_kv_scales=True)
     for other in (8, None, ["fp8"]):
         with pytest.raises(ValueError, match=r"kv_cache_dtype to be a name, one of auto, .*, got "):
             of(kv_cache_dtype=other)
+    with pytest.raises(ValueError, match="ring_dtype to be one of auto, .*, got 'fp8_e5m2': two bits"):
+        of(ring_dtype="fp8_e5m2")
+    with pytest.raises(ValueError, match="one vector, got 'kivi_2': a slot of a ring that is overwritten"):
+        of(ring_dtype="kivi_2")
+    rings = {**DUO, "ring_dtype": "fp8"}
+    plain, whole, part = (of(**each).row_bytes for each in (DUO, rings, {**rings, **{SKIP: [0]}}))
+    assert plain == 4 * whole
+    assert part == (plain + whole) // 2
 
 
 def test_a_format_that_no_head_has_is_said_to_be_unused(tiny: Tiny) -> None:
     budget = {"kv_policy": "h2o", "kv_budget": 12, "kv_chunk": 8}
     assert "kv_cache_dtype 'fp8' is not used" in tiny.load(kv_cache_dtype="fp8", **budget).stats().notes[0]
-    for used in ({"kv_cache_dtype": "fp8", **budget, **DUO}, {"kv_cache_dtype": "float32", **budget}, budget):
+    assert "ring_dtype 'fp8' is not used" in tiny.load(ring_dtype="fp8").stats().notes[0]
+    for used in ({"ring_dtype": "fp8", **DUO}, {"kv_cache_dtype": "fp8", **budget, **DUO}, {"kv_cache_dtype": "float32", **budget}, budget):
         assert not any("is not used" in note for note in tiny.load(**used).stats().notes)
 
 

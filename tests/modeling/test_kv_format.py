@@ -133,7 +133,7 @@ def test_stores_take_what_the_memory_plan_says(tiny: Tiny, pattern: Any, kind: s
 
 
 def test_what_cannot_read_or_keep_a_format_says_so(tiny: Tiny) -> None:
-    with pytest.raises(ValueError, match=f"in the model's dtype, kv_cache_dtype 'auto', got '{INT8.name}'"):
+    with pytest.raises(ValueError, match=f"in the model's dtype, ring_dtype 'auto', got '{INT8.name}'"):
         load(tiny, kv_policy="h2o:positions=cache", kv_budget=12)
     with pytest.raises(ValueError, match=f"one of auto, .*{INT8.name}.*, got 'int3'"):
         format_of("int3")
