@@ -186,7 +186,8 @@ def test_what_is_in_unused_slots_changes_nothing(
 @pytest.mark.parametrize("name", names_of_formats())
 def test_stores_take_what_the_memory_plan_says(tiny: Tiny, name: str, kind: str) -> None:
     prefixes = {"enable_prefix_caching": False} if kind == "plan" else {}
-    served = tiny.load(kv_cache_dtype=name, num_blocks=9, max_model_len=60, **prefixes, **options_of(kind, name))
+    options = {"num_blocks": 9, "max_model_len": 60, **prefixes, **options_of(kind, name)}
+    served = tiny.load(kv_cache_dtype=name, **options)
     held, plan = served.engine.runner.store, served.engine.runner.store.plan
     assert held.num_bytes == plan.total_bytes == served.stats().kv_bytes
     assert plan.full_attention_bytes(1) == len(plan.layers) * 2 * 2 * plan.layers[0].head_dim * 4
@@ -229,7 +230,7 @@ def test_layers_that_are_skipped_keep_the_dtype_of_the_model(tiny: Tiny) -> None
     for other in (8, None, ["fp8"]):
         with pytest.raises(ValueError, match=r"kv_cache_dtype to be a name, one of auto, .*, got "):
             of(kv_cache_dtype=other)
-    with pytest.raises(ValueError, match="ring_dtype to be one of auto, .*, got 'fp8_e5m2': two bits"):
+    with pytest.raises(ValueError, match=r"ring_dtype to be one of auto, .*, got 'fp8_e5m2': two bits"):
         of(ring_dtype="fp8_e5m2")
     with pytest.raises(ValueError, match="one vector, got 'kivi_2': a slot of a ring that is overwritten"):
         of(ring_dtype="kivi_2")
@@ -243,7 +244,8 @@ def test_a_format_that_no_head_has_is_said_to_be_unused(tiny: Tiny) -> None:
     budget = {"kv_policy": "h2o", "kv_budget": 12, "kv_chunk": 8}
     assert "kv_cache_dtype 'fp8' is not used" in tiny.load(kv_cache_dtype="fp8", **budget).stats().notes[0]
     assert "ring_dtype 'fp8' is not used" in tiny.load(ring_dtype="fp8").stats().notes[0]
-    for used in ({"ring_dtype": "fp8", **DUO}, {"kv_cache_dtype": "fp8", **budget, **DUO}, {"kv_cache_dtype": "float32", **budget}, budget):
+    floats, rings = {"kv_cache_dtype": "float32", **budget}, {"ring_dtype": "fp8", **DUO}
+    for used in (rings, {"kv_cache_dtype": "fp8", **budget, **DUO}, floats, budget):
         assert not any("is not used" in note for note in tiny.load(**used).stats().notes)
 
 
