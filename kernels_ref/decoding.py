@@ -5,6 +5,7 @@ Shapes: as in ``kernels_ref.reference``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -49,10 +50,12 @@ class DecodingKernels:
     Args:
         inner: kernels that read floats by pointer.
         impl: which these are, with all formats that they read; None = they read plain floats.
+        tile: as ``KVUnits.tile``, for ``shared_blocks`` and ``unique_blocks``.
     """
 
     inner: Any
     impl: ReadsFormats | None = None
+    tile: Callable[[KVUnits, torch.Tensor | slice], tuple[torch.Tensor, torch.Tensor]] = KVUnits.tile
 
     def shared_blocks(self, inputs: PartInputs) -> Partial:
         """Every query against the blocks that several rows read, or a prompt row."""
@@ -72,7 +75,7 @@ class DecodingKernels:
                 shared_start=t.shared_start[some],
                 shared_reads=t.shared_reads[:, some].contiguous(),
             )
-            decoded = _dense(*units.tile(block))
+            decoded = _dense(*self.tile(units, block))
             partial = self.inner.shared_blocks(inputs._replace(units=decoded, tensors=of_chunk))
             total = partial if total is None else merge(total, partial)
         assert total is not None, "there are blocks"
@@ -105,11 +108,11 @@ class DecodingKernels:
         for begin in range(0, max(1, num_blocks), size):
             some = slice(begin, min(begin + size, num_blocks))
             owner = t.owner[some]
-            k, v = units.tile(some if place is None else place[some])
+            k, v = self.tile(units, some if place is None else place[some])
             tail = torch.zeros_like(t.tail_block)
             if total is None:
                 tail = _numbers(t.tail_block, t.tail_block.numel(), len(owner)).view(t.tail_block.shape)
-                more_k, more_v = units.tile(t.tail_block.view(-1))
+                more_k, more_v = self.tile(units, t.tail_block.view(-1))
                 k, v = torch.cat([k, more_k]), torch.cat([v, more_v])
             of_chunk = t._replace(owner=owner, owner_start=t.owner_start[some], tail_block=tail)
             decoded = inputs._replace(units=_dense(k, v), tensors=of_chunk)

@@ -48,9 +48,8 @@ class Implementation(str, Enum):
         return self in (Implementation.SDPA, Implementation.TRITON)
 
     def serves(self, kv_format: KVFormat) -> bool:
-        """Whether its kernels read keys and values of a format."""
-        is_read = kv_format.is_floats if self is Implementation.SDPA else kv_format.is_plain
-        return is_read or not self.reads_floats
+        """Whether its kernels take units of a format; those of ``sdpa`` decode what they do not read."""
+        return kv_format.is_plain or self is not Implementation.TRITON
 
     @property
     def reads_masks(self) -> bool:

@@ -29,6 +29,7 @@ from kernels_ref.sdpa import prefill as sums
 from kernels_ref.sparse import TileStep
 from kernels_ref.step import BlockStep, PartInputs, RingStep, StepTensors
 from kernels_ref.units import KVRecord, KVUnits, decoded_units, floats, stored_floats
+from kernels_ref.x86 import codes
 from kernels_ref.x86 import library as x86
 
 __all__ = [
@@ -106,8 +107,11 @@ torch.library.register_fake("hpu_duo_kernels::write_kv", lambda *_: None, lib=_s
 
 
 def write_as_operator(units: KVUnits, place: torch.Tensor, record: KVRecord) -> None:
-    """``kernels_ref.units.write_kv`` as an operator that declares its mutations."""
-    torch.ops.hpu_duo_kernels.write_kv.default(*units.tensors, place, *record.tensors)
+    """``kernels_ref.units.write_kv``, of stores of two tensors as an operator that declares its mutations."""
+    if len(units.tensors) == 2:
+        torch.ops.hpu_duo_kernels.write_kv.default(*units.tensors, place, *record.tensors)
+    else:
+        index.write_kv(units, place, record)
 
 
 # The compilers of torch 2.7 and 2.9 may copy a whole store that is written. That of 2.13 writes in place, and
@@ -193,9 +197,10 @@ def shared_blocks(inputs: PartInputs) -> Partial:
     _refuse(scoring)
     tokens = t.row_start, t.row_num_new, t.row_query_start
     plan = (*tokens, t.shared_block, t.shared_start, t.shared_reads)
+    kv_format = units.encoding.format
+    if not (kv_format.is_floats if rule is None else kv_format.is_plain):
+        return _on_decoded_chunks.shared_blocks(inputs)
     if rule is not None:
-        if not units.encoding.format.is_plain:
-            return _on_decoded_chunks.shared_blocks(inputs)
         kv = floats(units)
         sizes = encode_rule(rule), scoring.slices.band_queries, scoring.slices.context_blocks
         return Partial(*_sparse_shared(q_QKGD, *kv, *plan, *sizes))
@@ -228,19 +233,21 @@ def unique_blocks(inputs: PartInputs, blocks: BlockStep) -> Partial:
     operator.
     """
     q_NKHD, _, units, t, scoring, rule, _ = inputs
+    plan, kv_format = (t.owner, t.tail_block, blocks.tails.visible), units.encoding.format
+    if not kv_format.is_floats and rule is None and scoring.softcap is None and codes.fits(q_NKHD, units):
+        return codes.attend_blocks(q_NKHD, units, *plan)
+    if not (kv_format.is_floats if rule is None else kv_format.is_plain):
+        return _on_decoded_chunks.unique_blocks(inputs, blocks)
     if rule is not None:
-        if not units.encoding.format.is_plain:
-            return _on_decoded_chunks.unique_blocks(inputs, blocks)
         k, v = floats(units)
         tails = (t.tail_block, t.tail_start, blocks.tails.visible)
         sizes = encode_rule(rule), scoring.softcap or 0.0, scoring.slices.decode_slots
         numbers = (t.owner, t.owner_start, *tails, blocks.end, *sizes)
         return Partial(*_sparse_unique(q_NKHD, k, v, *numbers))
-    plan = (t.owner, t.tail_block, blocks.tails.visible)
     k, v = stored_floats(units)
     if scoring.softcap is None and x86.fits_rows(q_NKHD, k):
         return x86.attend_blocks(q_NKHD, k, v, *plan)
-    if not units.encoding.format.is_plain:
+    if not kv_format.is_plain:
         return _on_decoded_chunks.unique_blocks(inputs, blocks)
     if decode.is_short(q_NKHD, blocks.tails, (t.owner.shape[0] + 1) * units.layout.num_slots):
         return decode.short_blocks(inputs, blocks)
@@ -253,6 +260,8 @@ def unique_blocks(inputs: PartInputs, blocks: BlockStep) -> Partial:
 def unique_rings(inputs: PartInputs, ring: RingStep) -> Partial:
     """Decode rows against their rings."""
     q_NKHD, units, scoring = inputs.q, inputs.units, inputs.scoring
+    if not units.encoding.format.is_floats:
+        return reference.unique_rings(inputs, ring)
     k, v = stored_floats(units)
     seen, is_ours = ring.seen, scoring.softcap is None and x86.fits_rows(q_NKHD, k)
     if not (is_ours or units.encoding.format.is_plain):
@@ -273,6 +282,8 @@ def unique_with_weights(inputs: PartInputs, ring: RingStep) -> tuple[Partial, to
     """Decode rows against their own slots, with the weight of each slot."""
     assert isinstance(ring.seen, Leading), "expected leading slots of a budget to be visible"
     q_NKGD, _, units, _, scoring, _, sinks_KG = inputs
+    if not units.encoding.format.is_floats:
+        return reference.unique_with_weights(inputs, ring)
     visible, (k, v) = ring.seen.visible, stored_floats(units)
     if scoring.softcap is None and x86.fits_rows(q_NKGD, k):
         return x86.attend_with_weights(q_NKGD, k, v, visible, sinks_KG)
@@ -315,5 +326,5 @@ def _refuse(scoring: Scoring) -> None:
         raise ValueError(f"torch's fused attention has no soft cap, got softcap={scoring.softcap}")
 
 
-_on_decoded_chunks = DecodingKernels(cast("Any", sys.modules[__name__]))
-"""These kernels where they do not read another dtype in place: torch's operators would widen whole stores."""
+_on_decoded_chunks = DecodingKernels(cast("Any", sys.modules[__name__]), tile=codes.tile)
+"""These kernels where they do not read a format in place: torch's operators would widen whole stores."""

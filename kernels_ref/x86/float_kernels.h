@@ -21,6 +21,12 @@ void linear(const float *x, const FloatWeight *weights, int64_t num_weights, con
 void attend_rows(const float *q, const void *k, const void *v, Store store, const RowPlan &plan, float *attn,
                  float *largest, float *total, const int64_t *strides, const int *sizes, int num_threads);
 
+void attend_codes(const float *q, const CodedVectors &k, const CodedVectors &v, const RowPlan &plan, float *attn,
+                  float *largest, float *total, const int64_t *strides, const int *sizes, int num_threads);
+
+void widen_codes(const CodedVectors &from, const int64_t *unit, int64_t num_units, const int *sizes, void *to,
+                 Store store, int num_threads);
+
 void attend(const float *q, const void *k, const void *v, Store store, float *attn, float *largest, float *total,
             float *workspace, const int64_t *strides, const int *sizes, int num_threads);
 

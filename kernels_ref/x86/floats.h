@@ -4,7 +4,9 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 
+#include "codes.h"
 #include "kernels.h"
 
 namespace hpu_duo {
@@ -25,6 +27,10 @@ struct FloatKernels {
                  int64_t inputs, int num_threads);
   void (*attend_rows)(const float *q, const void *k, const void *v, Store store, const RowPlan &plan, float *attn,
                       float *largest, float *total, const int64_t *strides, const int *sizes, int num_threads);
+  void (*attend_codes)(const float *q, const CodedVectors &k, const CodedVectors &v, const RowPlan &plan, float *attn,
+                       float *largest, float *total, const int64_t *strides, const int *sizes, int num_threads);
+  void (*widen_codes)(const CodedVectors &from, const int64_t *unit, int64_t num_units, const int *sizes, void *to,
+                      Store store, int num_threads);
   void (*attend)(const float *q, const void *k, const void *v, Store store, float *attn, float *largest, float *total,
                  float *workspace, const int64_t *strides, const int *sizes, int num_threads);
   void (*column_sums)(const float *q, const void *k, Store store, const float *lse, float *sums,
@@ -35,5 +41,16 @@ struct FloatKernels {
 };
 
 extern const FloatKernels kModelOfLanes, kEightLanes, kSixteenLanes;
+
+// The kernels of a name that this library has, or null; for sources that know which numbers of lanes these are.
+inline const FloatKernels *find_float_kernels(std::string_view name) {
+#ifdef HPU_DUO_LANES_16
+  if (name == "best" || name == "avx512") return &kSixteenLanes;
+#endif
+#ifdef HPU_DUO_LANES_8
+  if (name == "best" || name == "avx2") return &kEightLanes;
+#endif
+  return name == "model" ? &kModelOfLanes : nullptr;
+}
 
 }  // namespace hpu_duo

@@ -40,6 +40,8 @@ _TILES = ("amx-tile", "amx-bf16")
 _LANES_OF = {"0": 0, "avx2": 8, "avx512": 16, "1": 16}
 """Most lanes of float32 by the value of the variable."""
 _FLOAT_STORES = (torch.bfloat16, torch.float16, torch.float32)
+_OPERATORS = ("operators.cpp", "codes_operators.cpp")
+"""Sources that call kernels of several numbers of lanes."""
 _ONE_OF_BOTH = "no_pairs.cpp"
 """Stands for the sources of bfloat16 where the CPU does not run them."""
 _Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -165,6 +167,8 @@ def _load_operators() -> bool:
     attention = (("attend_blocks", _triple), ("attend_rings", _triple), ("attend_held", _triple))
     for name, shapes in (("linear", _linear), ("linears", _linears), *attention):
         torch.library.register_fake(f"hpu_duo_x86_v2::{name}", shapes)
+    torch.library.register_fake("hpu_duo_x86_v2::attend_coded_blocks", _triple)
+    torch.library.register_fake("hpu_duo_x86_v2::widen_codes", _widened)
     torch.library.register_fake("hpu_duo_x86_v2::attend_with_weights", _with_mass)
     torch.library.register_fake("hpu_duo_x86_v2::eviction_victims", _one_of_each)
     torch.library.register_fake("hpu_duo_x86_v2::column_sums", _sums)
@@ -179,7 +183,7 @@ def _units() -> list[Unit]:
     bytes_in_tables = ("avx512vbmi",) if "avx512_vbmi" in cpu_flags() else ()
     options = _machine((*_VECTORS, *bytes_in_tables, *tiles)) if pairs else ()
     present = (*(f"-DHPU_DUO_LANES_{number}" for number in lanes()), *(("-DHPU_DUO_PAIRS",) if pairs else ()))
-    units = [Unit(folder / "operators.cpp", present)]
+    units = [Unit(folder / name, present) for name in _OPERATORS]
     for path in sorted(folder.glob("*.cpp")):
         if path.name.startswith("float"):
             # The model is for tests, and has the bits of the others if compilers fuse nothing on their own.
@@ -187,7 +191,7 @@ def _units() -> list[Unit]:
             units += [
                 Unit(path, (f"-DHPU_DUO_LANES={n}", "-ffp-contract=off", *needed[n])) for n in (0, *lanes())
             ]
-        elif path.name != "operators.cpp" and pairs == (path.name != _ONE_OF_BOTH):
+        elif path.name not in _OPERATORS and pairs == (path.name != _ONE_OF_BOTH):
             units.append(Unit(path, options))
     return units
 
@@ -198,6 +202,12 @@ def _machine(instruction_sets: Iterable[str]) -> tuple[str, ...]:
 
 def _sums(q: torch.Tensor, k: torch.Tensor, *_: object) -> torch.Tensor:
     return q.new_empty(k.shape[1], k.shape[0], dtype=torch.float32)
+
+
+def _widened(
+    codes: torch.Tensor, meta: object, unit: torch.Tensor, dim: int, dtype: torch.dtype, *_: object
+) -> torch.Tensor:
+    return codes.new_empty(unit.shape[0], *codes.shape[1:3], dim, dtype=dtype)
 
 
 def _places(rows: torch.Tensor) -> torch.Tensor:

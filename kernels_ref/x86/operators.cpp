@@ -51,14 +51,9 @@ hpu_duo::Instructions instructions_of(std::string_view name) {
 
 // The kernels of float32 arithmetic that this library has.
 const hpu_duo::FloatKernels &float_kernels(std::string_view name) {
-#ifdef HPU_DUO_LANES_16
-  if (name == "best" || name == "avx512") return hpu_duo::kSixteenLanes;
-#endif
-#ifdef HPU_DUO_LANES_8
-  if (name == "best" || name == "avx2") return hpu_duo::kEightLanes;
-#endif
-  TORCH_CHECK_VALUE(name == "model", "expected best, model, or avx2 or avx512 where the CPU has it, got ", name);
-  return hpu_duo::kModelOfLanes;
+  const hpu_duo::FloatKernels *found = hpu_duo::find_float_kernels(name);
+  TORCH_CHECK_VALUE(found, "expected best, model, or avx2 or avx512 where the CPU has it, got ", name);
+  return *found;
 }
 
 hpu_duo::Store store_of(const Tensor &x) {
