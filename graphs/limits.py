@@ -129,13 +129,13 @@ class StepLimits:
         needed = chunks * self.chunk_grid + self.max_num_seqs - chunks
         if (
             self.chunk_grid < (fewest := max(2, self.last_chunk + 1))
-            or self.decode_len > 1
+            or self.prompt_decode_len > 1
             or self.max_num_batched_tokens < needed
         ):
             raise ValueError(
-                f"expected chunks of {fewest} tokens or more, decode_len=1, and max_num_batched_tokens of "
-                f"{chunks} chunks and a token of each other request, {needed}, got chunks of "
-                f"{self.chunk_grid}, decode_len={self.decode_len} and "
+                f"expected chunks of {fewest} tokens or more, steps with prompts of one token in rows that "
+                f"decode, and max_num_batched_tokens of {chunks} chunks and a token of each other request, "
+                f"{needed}, got chunks of {self.chunk_grid}, rows of {self.prompt_decode_len} tokens and "
                 f"max_num_batched_tokens={self.max_num_batched_tokens}"
             )
 

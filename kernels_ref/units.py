@@ -186,11 +186,12 @@ class KVUnits(NamedTuple):
 class SlotState(NamedTuple):
     """Position and score of each slot of each unit, with the slots of all heads of a unit concatenated.
 
-    They are small beside keys and values, and are read and written in one graph.
+    They are small beside keys and values, and are read and written in one graph. Kinds whose steps may take
+    tokens back have V versions of them, else V is 1.
 
     Attributes:
-        position: of the token in the slot, int32 ``[X, K * S]``.
-        score: of that token, float32 ``[X, K * S]``.
+        position: of the token in the slot, int32 ``[X, V * K * S]``.
+        score: of that token, float32 ``[X, V * K * S]``.
     """
 
     position: torch.Tensor

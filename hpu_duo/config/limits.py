@@ -320,8 +320,7 @@ class SchedulerConfig:
     max_chunk_rows: int = option(1, "Prompts that may continue in the same step.", LIMITS)
     decode_len: int = option(
         1,
-        "Tokens of a request that are decoded together where they are known beforehand; 1 with --kv-policy "
-        "or top_blocks.",
+        "Tokens of a request that are decoded together where they are known beforehand.",
         ENGINE,
     )
     speculative_config: Mapping[str, Any] | str | None = option(
@@ -377,11 +376,6 @@ class SchedulerConfig:
         if (speculation := self.speculation) is None or speculation.lens[-1] < self.decode_len:
             return f"decode_len={self.decode_len}"
         return f"num_speculative_tokens + 1 = {self.decode_len} of speculative_config"
-
-    @property
-    def one_token_text(self) -> str:
-        """The setting for rows that decode one token, for errors."""
-        return "decode_len=1" if self.speculative_config is None else "speculative_config=None"
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

@@ -138,8 +138,11 @@ def kept_positions(
         heads: list[npt.NDArray[np.int32]] = []
         for group, units in zip(layer.groups, cache):
             if isinstance(group.kind, Budget) and units.state is not None:
-                lines = units.state.position[row].cpu().numpy().reshape(group.num_heads, -1)
-                heads += [np.sort(line[:num_tokens]) for line in lines]
+                versions = group.kind.versions
+                shape = versions, group.num_heads, units.layout.num_slots
+                lines = units.state.position[row].cpu().numpy().reshape(shape)[(num_tokens - 1) % versions]
+                # With one version occupied slots come first, else free ones have negative positions.
+                heads += [np.sort(line[:num_tokens] if versions == 1 else line[line >= 0]) for line in lines]
         found.append(tuple(heads))
     return tuple(found)
 

@@ -184,7 +184,8 @@ class KVAllocations:
                 return False
             self._append_blocks(request, self._allocate(missing))
         if self.regions is not None:
-            if num_tokens - request.num_computed_tokens <= 1:
+            # Tokens behind the last known one are drafts of a decode.
+            if num_tokens - request.num_computed_tokens <= 1 or request.num_uncomputed_tokens == 1:
                 self._release_region(request)
             elif request.region == NO_REGION:
                 # There are as many as prompt rows in a step, and rows that continue already have theirs.

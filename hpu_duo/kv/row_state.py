@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from kernels_ref import HeadGroup, KVUnits, RowKind, UnitLayout
+from kernels_ref.groups.budget_versions import FREE
 from kernels_ref.units import gather, index_dtype, unit_places, write
 
 
@@ -143,14 +144,19 @@ class HeadRows(RowState):
     @torch.inference_mode()
     def snapshot(self, row: int, num_tokens: int) -> dict[str, torch.Tensor]:
         """Copy a row to the host; slots that are not seen behind ``num_tokens`` tokens are zeros."""
-        layout = self._units.layout
-        seen = self._group.kind.seen_slots(num_tokens, layout.num_slots)
+        layout, kind = self._units.layout, self._group.kind
+        seen = kind.seen_slots(num_tokens, layout.num_slots)
+        # Positions and scores have the slots of all heads and versions side by side.
+        of_state = torch.zeros(kind.state_versions, 1, layout.num_slots, dtype=torch.bool)
+        of_state[(num_tokens - 1) % kind.state_versions] = seen
+        of_state = of_state.expand(-1, layout.num_heads, -1).flatten()
         found = {}
         for name, view in self._views.items():
             data = view[row].cpu()
-            # Positions and scores have the slots of all heads side by side.
-            mask = seen[:, None] if data.ndim > 1 else seen.repeat(layout.num_heads)
-            found[name] = torch.where(mask, data, torch.zeros((), dtype=data.dtype))
+            if data.ndim > 1:
+                found[name] = torch.where(seen[:, None], data, torch.zeros((), dtype=data.dtype))
+            else:
+                found[name] = torch.where(of_state, data, 0.0 if data.is_floating_point() else FREE)
         return found
 
     @torch.inference_mode()

@@ -133,7 +133,8 @@ class KVStore(NotPicklable):
         return PromptRegions((k, v), score, layout)
 
     def _state(self, group: HeadGroup, layout: UnitLayout, device: torch.device) -> SlotState:
-        shape = layout.num_units, layout.num_heads * layout.num_slots
+        num_slots = group.kind.state_versions * layout.num_heads * layout.num_slots
+        shape = layout.num_units, num_slots
         null = self.plan.null_unit(group.kind)
         state = SlotState(*(reserved_zeros(shape, dtype, device) for dtype in (torch.int32, torch.float32)))
         for each in state:

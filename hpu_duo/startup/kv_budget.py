@@ -71,8 +71,9 @@ def make_budget(config: EngineConfig, max_len: int, name: str, budget: float) ->
             f"a kv_budget of at least {needed} tokens, got {num_slots}"
         )
     num_slots = min(num_slots, max_len)
+    num_rows, versions = scheduler.max_chunk_rows, scheduler.decode_len
     if cache.kv_prompt != "whole":
-        return Budget(policy, num_slots, _chunk(config), scheduler.max_chunk_rows)
+        return Budget(policy, num_slots, _chunk(config), num_rows, versions=versions)
     if cache.enable_prefix_caching:
         raise ValueError(
             "kv_prompt='whole' does not support the prefix cache: expected enable_prefix_caching=False"
@@ -80,15 +81,16 @@ def make_budget(config: EngineConfig, max_len: int, name: str, budget: float) ->
     holds_whole = scheduler.max_num_batched_tokens >= _needed_for_one_step(config, max_len)
     chunk = max_len if cache.kv_chunk is None and holds_whole else _chunk(config)
     if chunk >= max_len:
-        return Budget(policy, num_slots, max_len, scheduler.max_chunk_rows)
+        return Budget(policy, num_slots, max_len, num_rows, versions=versions)
     _check_whole_in_chunks(config, policy, max_len, chunk)
     return WholePrompts(
         policy,
         num_slots,
         chunk,
-        scheduler.max_chunk_rows,
         prompt_len=max_len,
         block_size=config.block_size,
+        max_chunk_rows=num_rows,
+        versions=versions,
     )
 
 
@@ -151,7 +153,6 @@ def _check_supported(config: EngineConfig, name: str, policy: KVPolicy) -> None:
     """Raise ValueError for settings that heads with a budget do not support."""
     refused = {
         "retrieval_parallel='heads'": config.parallel.deals_blocks and policy.pools_heads,
-        config.scheduler.one_token_text: config.scheduler.decode_len > 1,
         "trim_chunks=False": config.scheduler.trim_chunks,
     }
     for expected, is_asked in refused.items():
@@ -292,7 +293,6 @@ def resolve_attention_rules(config: EngineConfig, device: torch.device) -> HeadR
         "tensor_parallel_size of 1": config.parallel.tensor_parallel_size > 1,
         "kv_policy=None": config.cache.kv_policy is not None,
         "attention 'sdpa', or without a compiler 'reference', on a CPU": is_portable and not is_served,
-        config.scheduler.one_token_text: chooses and config.scheduler.decode_len > 1,
         "trim_chunks=False": chooses and config.scheduler.trim_chunks,
     }
     for expected, is_asked in refused.items():

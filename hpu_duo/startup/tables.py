@@ -434,7 +434,7 @@ class StepTables:
 
     def graph_bytes(self, memory: MemoryPlan, dtype_bytes: int) -> int:
         """Estimated device memory of the graphs of all buckets, with the staged inputs."""
-        kept = KEPT.get(self.backend.name, UNKNOWN)
+        kept, limits = KEPT.get(self.backend.name, UNKNOWN), self.limits(memory)
         graphs = GraphMemory(
             kept,
             len(set(self._specs)) if kept.is_per_kind else 1,
@@ -443,8 +443,8 @@ class StepTables:
                 self._text_config,
                 memory.block_size,
                 dtype_bytes,
-                decode_len=self.config.scheduler.decode_len,
-                draft_lens=self.config.scheduler.draft_lens,
+                decode_len=limits.decode_len,
+                draft_lens=limits.draft_lens,
             ),
             self.config.graph.max_captured_tokens,
         )
@@ -477,7 +477,7 @@ def resolve_limits(
     Raises:
         ValueError: the blocks are too few for the configured ``max_model_len``.
     """
-    moves = block_moves(scheduler.max_num_batched_tokens, memory.block_size)
+    moves, decode_len = block_moves(scheduler.max_num_batched_tokens, memory.block_size), scheduler.decode_len
     return StepLimits(
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
@@ -492,8 +492,9 @@ def resolve_limits(
         max_block_moves=moves if caches_prefixes and reads_slice and memory.uses_blocks else 0,
         max_chunk_rows=scheduler.max_chunk_rows,
         step_tokens=CARD_STEP_TOKENS if is_card else 0,
-        decode_len=scheduler.decode_len,
-        draft_lens=scheduler.draft_lens,
+        decode_len=decode_len,
+        # On a grid, tokens of a prompt are never computed as those of a decode.
+        draft_lens=scheduler.draft_lens or ((1, decode_len) if chunk_grid and decode_len > 1 else ()),
         chunk_grid=chunk_grid,
         last_chunk=last_chunk,
         num_regions=memory.num_regions,

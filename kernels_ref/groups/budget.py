@@ -6,7 +6,7 @@ Shapes: Q query tokens, N decode rows, P prompt rows of up to T new tokens, K ke
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -25,6 +25,15 @@ from kernels_ref.groups.budget_chunks import (
     turning_bytes,
 )
 from kernels_ref.groups.budget_slots import FirstToGo, slot_to_write
+from kernels_ref.groups.budget_versions import (
+    DecodeTurns,
+    VersionStep,
+    behind_chunk,
+    decode_in_turn,
+    decode_turns,
+    read_versions,
+    write_versions,
+)
 from kernels_ref.groups.column_sums import ChunkStep, summed_queries
 from kernels_ref.groups.kind import (
     FLOAT32,
@@ -36,7 +45,7 @@ from kernels_ref.groups.kind import (
     causal_bytes,
 )
 from kernels_ref.groups.kv_policy import KVPolicy, SlotView
-from kernels_ref.partial import Partial
+from kernels_ref.partial import Partial, unfold
 from kernels_ref.step import DecodeRows, PartInputs, RingStep, Step, StepParts, StepTensors
 from kernels_ref.units import (
     KVRecord,
@@ -117,12 +126,13 @@ class BudgetStep(NamedTuple):
     Attributes:
         ring: input of the kernels of rings: occupied slots come first, for decode rows and in the scratch.
         end: position after the token of a decode row, 0 for other rows, int32 ``[N]``.
-        place: index of each token in a table of the P * T entries of prompt rows, of N rows and of the null
-            unit, int32 ``[Q]``.
+        place: index of each token in a table of the P * T entries of prompt rows, of the N * M tokens of rows
+            and of the null unit, int32 ``[Q]``.
         decode_row: units of decode rows, the null unit for others, int32 ``[N]``.
         token_class: of the first new token of each row, 0 where no policy marks tokens, int32 ``[N]``.
         chunk: the prompt rows.
         turns: rotations of queries.
+        versions: places of versions of the state; None where there is one version.
     """
 
     ring: RingStep
@@ -132,6 +142,7 @@ class BudgetStep(NamedTuple):
     token_class: torch.Tensor
     chunk: ChunkStep
     turns: BudgetTurns
+    versions: VersionStep | None = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +153,8 @@ class Budget(GroupKind):
     included. A chunk of a prompt attends to all slots and to itself, then the policy retains ``budget``
     tokens of both. So the stored tokens depend on where chunks end, and on nothing else: the scheduler ends
     them on a grid of ``chunk`` positions and at the end of the prompt. Occupied slots come first, since none
-    is evicted while one is free.
+    is evicted while one is free. With several versions of the state that holds for prompts only, see
+    ``kernels_ref.groups.budget_versions``.
 
     Attributes:
         policy: chooses the tokens to evict.
@@ -150,6 +162,7 @@ class Budget(GroupKind):
         chunk: most new tokens of a prompt row in a step (T).
         max_chunk_rows: most prompt rows of a step (P).
         frequencies: of the rotary embedding, for policies that need them.
+        versions: most tokens of a decode row in a step (m): versions of positions and scores.
     """
 
     policy: KVPolicy
@@ -157,11 +170,12 @@ class Budget(GroupKind):
     chunk: int
     max_chunk_rows: int = 1
     frequencies: tuple[float, ...] = ()
+    versions: int = 1
     name: ClassVar[str] = "budget"
     owner: ClassVar[Owner] = Owner.ROW
 
     def __post_init__(self) -> None:
-        for name in ("budget", "chunk", "max_chunk_rows"):
+        for name in ("budget", "chunk", "max_chunk_rows", "versions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
         self.policy.check(self.budget)
@@ -169,7 +183,7 @@ class Budget(GroupKind):
     @property
     def key(self) -> tuple[Hashable, ...]:
         """Numbers of the kind and of its policy."""
-        return self.name, self.budget, self.chunk, self.policy.key, self.frequencies
+        return self.name, self.budget, self.chunk, self.policy.key, self.frequencies, self.versions
 
     @property
     def reach(self) -> int | None:
@@ -182,8 +196,13 @@ class Budget(GroupKind):
         return f"{self.policy.name}{numbers}, {self.budget} slots, chunks of {self.chunk}"
 
     def num_slots(self, block_size: int) -> int:
-        """Return the budget."""
-        return self.budget
+        """Return the budget, and slots of tokens that may be taken back."""
+        return self.budget + self.versions - 1
+
+    @property
+    def without_slack(self) -> GroupKind:
+        """Return the kind for steps of one token."""
+        return replace(self, versions=1)
 
     def num_read(self, num_shared_blocks: int) -> int:
         """Return the tokens of its row that a prompt may read, in a bucket with so many shared blocks."""
@@ -221,12 +240,17 @@ class Budget(GroupKind):
 
     @property
     def state_bytes(self) -> int:
-        """A position and a score."""
-        return _STATE_BYTES
+        """A position and a score in each version."""
+        return _STATE_BYTES * self.versions
+
+    @property
+    def state_versions(self) -> int:
+        """Versions of the state."""
+        return self.versions
 
     def seen_slots(self, num_tokens: int, num_slots: int) -> torch.Tensor:
-        """Occupied slots."""
-        return torch.arange(num_slots) < num_tokens
+        """Slots that prompts occupy."""
+        return torch.arange(num_slots) < min(num_tokens, self.budget)
 
     def prepare(
         self, parts: StepParts, tensors: StepTensors, rows: DecodeRows, layouts: Collection[UnitLayout]
@@ -234,7 +258,7 @@ class Budget(GroupKind):
         """See ``BudgetStep``."""
         t, no_row = tensors, tensors.row_start.shape[0]
         end, nothing = rows.end[:, 0], t.row_start[:0]
-        place, decode_row = rows.row, nothing
+        place, decode_row = rows.slot, nothing
         chunk_position = t.row_start.new_empty(0, self.num_read(t.shared_block.shape[0]))
         chunk = ChunkStep(nothing, nothing, nothing, nothing[None])
         if parts.unique:
@@ -254,7 +278,11 @@ class Budget(GroupKind):
         ring, token_class = RingStep(nothing, seen, chunk_position), torch.zeros_like(end)
         if self.policy.marks_tokens:
             token_class = gather(t.token_class, t.row_query_start)
-        plan = BudgetStep(ring, end, place, decode_row, token_class, chunk, turns)
+        versions = None
+        if self.versions > 1:
+            null_unit = next(iter(layouts)).num_units - 1
+            versions = VersionStep.of(self.policy, self.versions, null_unit, t, rows, chunk)
+        plan = BudgetStep(ring, end, place, decode_row, token_class, chunk, turns, versions)
         return dict.fromkeys(layouts, plan)
 
     def _chunk(self, t: StepTensors, place: torch.Tensor) -> tuple[ChunkStep, torch.Tensor]:
@@ -290,23 +318,36 @@ class Budget(GroupKind):
             prompts = inputs if self.reads_text else seen
             of_tokens, kept = self._read_prompts(run, prompts, step)
         if parts.unique:
-            rows = plan.end, plan.decode_row, run.eviction_victims, plan.token_class
-            taken = take_in(self.policy, units.state, layout, *rows)
+            taken = self._take_in(run, units, plan)
         run.write_kv(units, *self._written(units, plan, kept, taken, stored))
         # New views: older ones would be further inputs of this graph if it was cut in between.
         units = units.seen_anew()
-        seen = seen._replace(units=units)
-        assert units.state is not None, "expected units with positions and scores"
-        dtype = index_dtype(plan.end.device)
         if taken is not None:
-            decoded, score = self._decode(run, seen, step, taken)
-            if self.policy.num_observed != 0:
-                units.state.score.index_copy_(0, plan.decode_row.to(dtype), score.flatten(1))
+            decoded = self._decode(run, seen._replace(units=units), step, taken)
         if kept is not None:
-            row = plan.chunk.row.to(dtype)
-            for store, new in zip(units.state, kept.state):
-                store.index_copy_(0, row, new.flatten(1))
+            self._write_kept(units, plan, kept)
         return run.finish(inputs.q, of_tokens, decoded, step.decode_slot, inputs.sinks)
+
+    def _take_in(self, run: Kernels, units: KVUnits, plan: BudgetStep) -> DecodeSlots | DecodeTurns:
+        """Allocate slots to the new tokens of decode rows."""
+        layout, versions = units.layout, plan.versions
+        assert units.state is not None, "expected units with positions and scores"
+        if versions is None:
+            rows = plan.end, plan.decode_row, run.eviction_victims, plan.token_class
+            return take_in(self.policy, units.state, layout, *rows)
+        before = read_versions(units.state, versions.before, layout.num_heads, layout.num_slots)
+        return decode_turns(self.policy, before, versions, self.budget, run.eviction_victims)
+
+    def _write_kept(self, units: KVUnits, plan: BudgetStep, kept: Kept) -> None:
+        """Write positions and scores of prompt rows after a chunk."""
+        assert units.state is not None, "expected units with positions and scores"
+        if (versions := plan.versions) is not None:
+            state = behind_chunk(kept.state, plan.chunk, units.layout.num_slots)
+            write_versions(units.state, versions.chunk_after, state)
+            return
+        row = plan.chunk.row.to(index_dtype(plan.end.device))
+        for store, new in zip(units.state, kept.state):
+            store.index_copy_(0, row, new.flatten(1))
 
     def _seen(self, inputs: PartInputs, plan: BudgetStep) -> PartInputs:
         """Queries and keys for attention, rotated to positions in the cache if the policy uses them."""
@@ -327,10 +368,12 @@ class Budget(GroupKind):
         units = inputs.units
         plan: BudgetStep = step.plans[self.key, units.layout]
         chunk, scratch = plan.chunk, None
-        shape = (len(chunk.row), units.layout.num_heads, self.budget)
-        state = SlotState(*(gather(x, chunk.row).view(shape) for x in units.state or ()))
+        state = self._before_chunk(units, plan)
         of_tokens = [run.causal(inputs)]
         if step.parts.shared:
+            if self.versions > 1 and units.scratch is not None:
+                leading = tuple([each[:, :, : self.budget].contiguous() for each in units.scratch])
+                inputs = inputs._replace(units=units._replace(scratch=leading))
             scratch = inputs.scratch
             if self.policy.positions_in_cache:
                 valid = chunk.is_stored(self.budget)[:, None]
@@ -342,15 +385,42 @@ class Budget(GroupKind):
         slots = scored_tokens(run, self.policy, self.budget, held, chunk, inputs, of_tokens, plan.turns)
         return of_tokens, keep_chunk(self.policy, held, slots, chunk)
 
+    def _before_chunk(self, units: KVUnits, plan: BudgetStep) -> SlotState:
+        """Positions and scores of prompt rows, ``[P, K, C]``."""
+        assert units.state is not None, "expected units with positions and scores"
+        layout, versions = units.layout, plan.versions
+        if versions is None:
+            shape = (len(plan.chunk.row), layout.num_heads, self.budget)
+            return SlotState(*(gather(x, plan.chunk.row).view(shape) for x in units.state))
+        state = read_versions(units.state, versions.chunk_before, layout.num_heads, layout.num_slots)
+        return SlotState(*(each[..., : self.budget] for each in state))
+
     def _decode(
-        self, run: Kernels, inputs: PartInputs, step: Step, taken: DecodeSlots
-    ) -> tuple[Partial, torch.Tensor]:
-        """Attention of decode rows, and their new scores."""
-        inputs, slots = inputs.of_rows(step), taken.slots
-        units = inputs.units
+        self, run: Kernels, inputs: PartInputs, step: Step, taken: DecodeSlots | DecodeTurns
+    ) -> Partial:
+        """Attention of decode rows, after which their new scores are written."""
+        inputs, units = inputs.of_rows(step), inputs.units
         plan: BudgetStep = step.plans[self.key, units.layout]
+        assert units.state is not None, "expected units with positions and scores"
+        if isinstance(taken, DecodeTurns):
+            assert plan.versions is not None, "expected places of versions"
+            decoded = decode_in_turn(
+                self.policy, taken, plan.versions, inputs, plan.turns.ranks, run.eviction_victims
+            )
+            write_versions(units.state, plan.versions.after, decoded.state)
+            return unfold(decoded.partial, step.decode_len)
+        partial, score = self._decode_one(run, inputs, plan, taken.slots)
+        if self.policy.num_observed != 0:
+            row = plan.decode_row.to(index_dtype(plan.end.device))
+            units.state.score.index_copy_(0, row, score.flatten(1))
+        return partial
+
+    def _decode_one(
+        self, run: Kernels, inputs: PartInputs, plan: BudgetStep, slots: SlotView
+    ) -> tuple[Partial, torch.Tensor]:
+        """Attention of decode rows of one token, and their new scores."""
         if self.policy.positions_in_cache:
-            k, v = units.tile(slice(0, len(plan.end)))
+            k, v = inputs.units.tile(slice(0, len(plan.end)))
             k = turned_by_rank(k, slots.position, slots.valid, plan.turns.ranks)
             inputs = inputs._replace(units=of_stores(k, v.contiguous()))
         if self.policy.weighs_decodes:
@@ -366,34 +436,32 @@ class Budget(GroupKind):
         units: KVUnits,
         plan: BudgetStep,
         kept: Kept | None,
-        taken: DecodeSlots | None,
+        taken: DecodeSlots | DecodeTurns | None,
         stored: KVRecord,
     ) -> tuple[torch.Tensor, KVRecord]:
         """Return what to write, and its places ``[Q * K]``: the null unit for evicted tokens."""
         layout = units.layout
         tables = self._decode_places(layout, plan, taken)
         if kept is not None:
-            tables.insert(0, self._places(layout, plan.chunk.row[:, None, None], kept.slot))
+            tables.insert(0, self._kept_places(layout, plan.chunk.row, kept.slot))
         return gather(torch.cat(tables), plan.place).view(-1), stored
 
     def _decode_places(
-        self, layout: UnitLayout, plan: BudgetStep, taken: DecodeSlots | None
+        self, layout: UnitLayout, plan: BudgetStep, taken: DecodeSlots | DecodeTurns | None
     ) -> list[torch.Tensor]:
         """Return places of the new tokens of the N rows, if any, followed by one in the null unit."""
-        nowhere = torch.full((1, layout.num_heads, 1), self.budget, dtype=torch.int32, device=plan.end.device)
-        tables = [self._places(layout, nowhere, nowhere)]
+        nowhere = torch.zeros((1, layout.num_heads, 1), dtype=torch.int32, device=plan.end.device)
+        tables = [_places(layout, layout.num_units - 1 - nowhere, nowhere)]
         if taken is not None:
             row = torch.arange(len(plan.end), dtype=torch.int32, device=plan.end.device)
-            tables.insert(0, self._places(layout, row[:, None, None], taken.written))
+            tables.insert(0, _places(layout, row[:, None, None], taken.written))
         return tables
 
-    def _places(self, layout: UnitLayout, row: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-        """Places in the store of slots ``[X, K, n]``, ``[X * n, K]``; the null unit for slots beyond it."""
-        dtype, is_kept = index_dtype(slot.device), slot < self.budget
-        unit = torch.where(is_kept, row, layout.num_units - 1).to(dtype)
-        head = torch.arange(layout.num_heads, dtype=dtype, device=slot.device)[:, None]
-        place = unit * layout.unit_stride + head * layout.head_stride + torch.where(is_kept, slot, 0)
-        return (place + layout.offset).transpose(1, 2).flatten(0, 1)
+    def _kept_places(self, layout: UnitLayout, row: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        """Places of slots ``[P, K, n]``, ``[P * n, K]``; the null unit for slots beyond the budget."""
+        is_kept = slot < self.budget
+        unit = torch.where(is_kept, row[:, None, None], layout.num_units - 1)
+        return _places(layout, unit, torch.where(is_kept, slot, 0))
 
     def transient_bytes(self, heads: HeadSizes, sizes: PartSizes) -> int:
         """Scores of a slice of prompts or of all decode rows, and the sort keys of candidates for slots."""
@@ -402,7 +470,8 @@ class Budget(GroupKind):
         num_rows = sizes.parts.causal * self.max_chunk_rows
         num_read = self.num_read(sizes.num_shared_blocks)
         num_candidates = num_rows * (num_read + chunk)
-        num_decoding = sizes.parts.unique * sizes.num_rows * self.budget
+        num_decoding = sizes.parts.unique * sizes.num_rows * self.num_slots(sizes.block_size)
+        num_decoding *= sizes.decode_len
         num_queries = sizes.parts.shared * min(QUERY_SLICE, sizes.query_len)
         num_summed = min(summed_queries(num_read + chunk), chunk)
         num_met = min(num_read, self._most_met(sizes))
@@ -426,3 +495,11 @@ class Budget(GroupKind):
             return 0
         per_head = 3 * num_tokens + 4 * num_rows * heads.head_dim * (self.policy.num_ahead > 0)
         return per_head * heads.num_query_heads * heads.head_dim * FLOAT32
+
+
+def _places(layout: UnitLayout, unit: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+    """Places in the store of slots ``[X, K, n]`` of units, which broadcast to that: ``[X * n, K]``."""
+    dtype = index_dtype(slot.device)
+    head = torch.arange(layout.num_heads, dtype=dtype, device=slot.device)[:, None]
+    place = unit.to(dtype) * layout.unit_stride + head * layout.head_stride + slot
+    return (place + layout.offset).transpose(1, 2).flatten(0, 1)

@@ -121,10 +121,9 @@ def _shift(num_slots: int, t: StepTensors) -> torch.Tensor:
     A decoded token has the last rank. A chunk follows the stored tokens of its row.
     """
     no_row = t.row_start.shape[0]
-    row = torch.clamp(t.row, max=no_row - 1)
-    start, num_new = gather(t.row_start, row), gather(t.row_num_new, row)
+    start = gather(t.row_start, torch.clamp(t.row, max=no_row - 1))
     by_decode = torch.clamp(num_slots - 1 - t.positions, max=0)
-    return torch.where(num_new == 1, by_decode, torch.clamp(num_slots - start, max=0))
+    return torch.where(t.causal_row >= no_row, by_decode, torch.clamp(num_slots - start, max=0))
 
 
 def turned_as(x_QKsD: torch.Tensor, turn: Turn) -> torch.Tensor:
@@ -143,13 +142,15 @@ def turned_by_rank(
 
     Args:
         k_XKCD: without rotation; anything where ``valid`` is not set.
-        valid: whether there is a token, bool ``[X, 1, C]``.
-        ranks: ``[C, F]``.
+        valid: whether there is a token, bool ``[X, K, C]``, K may be 1.
+        ranks: ``[C, F]``; with fewer entries than slots, as many slots at least have no token.
 
     Returns:
         Dense ``[X, K, C, D]``, of the keys' type.
     """
     rank, keys = text_order(position_XKC, valid)[1].flatten(0, 1), k_XKCD.flatten(0, 1)
+    if (num_ranks := len(ranks.cos)) < k_XKCD.shape[2]:
+        rank = torch.clamp(rank, max=num_ranks - 1)
     most = _TURNED_ON_CPU if keys.device.type == "cpu" else _TURNED_NUMBERS
     size = max(1, most // keys[0].numel())
     some = []

@@ -114,6 +114,11 @@ class GroupKind(ABC):
         return 0
 
     @property
+    def state_versions(self) -> int:
+        """Versions of ``KVUnits.state``; that of a row with ``n`` tokens is number ``(n - 1) % versions``."""
+        return 1
+
+    @property
     def region_len(self) -> int:
         """Tokens of a prompt that is stored whole until it is computed, in ``KVUnits.regions``; 0 = none."""
         return 0

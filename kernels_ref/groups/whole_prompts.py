@@ -15,6 +15,7 @@ import torch
 from kernels_ref.groups.budget import Budget, BudgetStep, DecodeSlots
 from kernels_ref.groups.budget_chunks import Held, Kept, chosen, scored_tokens, turned, turns
 from kernels_ref.groups.budget_slots import assign_slots, look_up
+from kernels_ref.groups.budget_versions import DecodeTurns
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.groups.kind import PartSizes
 from kernels_ref.partial import Partial, merge
@@ -60,7 +61,7 @@ class WholePrompts(Budget):
     def key(self) -> tuple[Hashable, ...]:
         """Numbers of the kind and of its policy."""
         numbers = self.budget, self.chunk, self.prompt_len, self.block_size
-        return f"whole {self.name}", *numbers, self.policy.key, self.frequencies
+        return f"whole {self.name}", *numbers, self.policy.key, self.frequencies, self.versions
 
     def describe(self) -> str:
         """Describe the policy, its slots and its candidates."""
@@ -172,7 +173,7 @@ class WholePrompts(Budget):
         units: KVUnits,
         plan: BudgetStep,
         kept: Kept | None,
-        taken: DecodeSlots | None,
+        taken: DecodeSlots | DecodeTurns | None,
         stored: KVRecord,
     ) -> tuple[torch.Tensor, KVRecord]:
         """Vectors of decode rows, and of the retained tokens of prompts."""
@@ -180,7 +181,7 @@ class WholePrompts(Budget):
             return super()._written(units, plan, None, taken, stored)
         assert kept.text is not None, "expected retained tokens of regions"
         text = units.encode(kept.text)
-        index = self._places(units.layout, plan.chunk.row[:, None, None], kept.slot).reshape(-1)
+        index = self._kept_places(units.layout, plan.chunk.row, kept.slot).reshape(-1)
         if taken is None:
             return index, text
         decoded, of_rows = super()._written(units, plan, None, taken, stored)

@@ -175,7 +175,6 @@ def test_the_commands_take_the_options_and_say_what_is_kept(models: dict[str, Pa
         ("capacity", "--kv-policy h2o", "kv_policy and kv_budget or neither"),
         ("capacity", "--kv-plan PLAN --max-layer-kinds 3", "at most max_layer_kinds=3 kinds"),
         ("plan", "--kv-plan PLAN --num-blocks 9", "expected --hardware with --kv-plan, got none"),
-        ("plan", "--hardware gaudi3 --kv-policy h2o --kv-budget 9 --decode-len 2", "decode_len=1 only"),
     ],
 )
 def test_what_the_engine_refuses_is_refused_by_name(

@@ -213,7 +213,6 @@ def test_positions_of_a_running_request_can_be_asked_for(zoo: Zoo) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"decode_len": 2}, "decode_len=1 only"),
         ({"trim_chunks": True, "graphs": "replay"}, "trim_chunks=False only"),
         ({"kv_chunk": 40}, "kv_chunk of 2 to 7 tokens"),
         ({"kv_budget": None}, "kv_policy and kv_budget or neither"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -220,6 +221,17 @@ def test_a_preempted_request_goes_on_as_it_began(zoo: Zoo, attention: str) -> No
         torch.testing.assert_close(logits, expected_logits(zoo, "llama", prompt, new), atol=1e-4, rtol=0)
 
 
+def test_drafts_of_decodes_are_verified_without_a_change_of_tokens(zoo: Zoo) -> None:
+    """Chunks choose, and decodes see all blocks."""
+    params = SamplingParams(temperature=0, max_tokens=2 * BLOCK, ignore_eos=True)
+    prompts = prompts_of([6 * BLOCK, 7 * BLOCK + 2, 1], seed=3)
+    expected = load(zoo, "llama").engine.generate(prompts, params)
+    predicting = [replace(params, prediction_token_ids=done.token_ids) for (done,) in expected]
+    drafting = load(zoo, "llama", speculative_config={"num_speculative_tokens": 3}, max_num_batched_tokens=48)
+    assert tokens_of(drafting.engine.generate(prompts, predicting)) == tokens_of(expected)
+    assert drafting.stats().num_accepted_tokens > 0
+
+
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
 def test_requests_get_the_tokens_that_they_get_alone_whatever_the_batch(zoo: Zoo, attention: str) -> None:
     random = Random(5)
@@ -258,7 +270,6 @@ def test_greedy_samples_of_one_prompt_are_copies(zoo: Zoo) -> None:
         ({"attention_rule": "band&top_blocks:blocks=4"}, "expected top_blocks alone"),
         ({"attention_rule": "top"}, "strided, top_blocks, got 'top'"),
         ({"max_num_batched_tokens": BLOCK + 2}, f"expected block_size of 2 to 5.*got {BLOCK}"),
-        ({"decode_len": 2}, "is served with decode_len=1 only"),
         ({"attention": "triton"}, "'sdpa', or without a compiler 'reference', on a CPU only"),
         ({"graphs": "compile", "buckets": TABLE}, "'sdpa', or without a compiler 'reference', on a CPU only"),
         ({"kv_policy": "local", "kv_budget": 8}, "kv_policy=None only"),

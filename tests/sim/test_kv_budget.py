@@ -15,6 +15,7 @@ pytestmark = pytest.mark.usefixtures("simulated_hpu")
 
 
 WHOLE = {"kv_prompt": "whole", "kv_chunk": None, "max_num_batched_tokens": 67}
+DRAFTS = {"speculative_config": {"num_speculative_tokens": 3}, "max_num_batched_tokens": 32}
 PLAN = KVPlan(
     (
         (Keep("h2o", 10), Keep("ring:sink=2,recent=6")),
@@ -38,11 +39,14 @@ PLAN = KVPlan(
         {"kv_policy": "h2o", "kv_budget": 10, **WHOLE},
         {"kv_policy": "h2o", "kv_budget": 10, "kv_prompt": "whole"},
         {"kv_policy": "snapkv:window=4", "kv_budget": 10, "kv_prompt": "whole", "pattern": PATTERN},
+        {"kv_policy": "h2o", "kv_budget": 10, **DRAFTS},
+        {"kv_policy": "tova:positions=cache", "kv_budget": 10, "pattern": PATTERN, **DRAFTS},
     ],
     ids=[
         *("h2o", "tova-beside-blocks", "snapkv", "streaming-llm", "h2o-in-cache"),
         *("expected-attention", "plan", "fastgen"),
         *("whole", "whole-in-chunks", "whole-in-chunks-beside-blocks"),
+        *("h2o-with-drafts", "tova-in-cache-with-drafts"),
     ],
 )
 def test_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_up(

@@ -165,9 +165,6 @@ class PolicyCurve:
         with user_errors():
             arguments = point.loading(self.pattern, self.task.num_tokens)
             engine = with_pattern(self.choice.engine, arguments.pop("pattern", None))
-            if arguments:
-                # Heads with a budget decode one token at a time.
-                arguments["decode_len"] = 1
             engine = cast(EngineOverrides, {**engine, **arguments})
             subject = Subject(load_model(self.choice.model, engine, eopt.MAX_NUM_SEQS))
             self.task.check(subject)
@@ -498,14 +495,7 @@ class _Comparison:
         engine = self.choice.engine
         if prompts is not None:
             budget = float(point.num_kept(self.task.num_tokens))
-            # Heads with a budget decode one token at a time.
-            engine = {
-                **engine,
-                "kv_policy": point.policy,
-                "kv_budget": budget,
-                "decode_len": 1,
-                "kv_prompt": prompts,
-            }
+            engine = {**engine, "kv_policy": point.policy, "kv_budget": budget, "kv_prompt": prompts}
         if prompts == "whole":
             # A step holds the longest prompt and a token of each other request.
             longest = min(self._max_len(), self.task.num_tokens + _ANSWER_TOKENS)

@@ -161,16 +161,9 @@ class Choice:
 
     def load(self, num_requests: int = MAX_NUM_SEQS) -> Subject:
         """Load the model; see ``load_model``."""
-        from hpu_duo.config.attention_rules import chooses_blocks
         from hpu_duo.lab.eval import Subject
 
-        engine, rule = self.engine, self.engine.get("attention_rule")
-        chooses = rule is not None and chooses_blocks(rule)
-        has_budget = (engine.get("kv_policy"), engine.get("kv_plan")) != (None, None)
-        if (chooses or has_budget) and engine.get("decode_len", 1) > 1:
-            _tell(["heads with a KV budget or top_blocks decode one token at a time: --decode-len is 1"])
-            engine = {**engine, "decode_len": 1}
-        loaded = load_model(self.model, engine, num_requests)
+        loaded = load_model(self.model, self.engine, num_requests)
         _tell(loaded.engine.notes)
         return Subject(loaded)
 
