@@ -157,8 +157,8 @@ class PanelLinear(nn.Module):
         # Only [1, tokens, features] has the tokens of the step in their order.
         live = self.live if x.dim() == 3 and x.shape[0] == 1 else None
         # ``panels.multiply`` without the check of ``panels.fits``, which precedes it.
-        operator = torch.ops.hpu_duo_x86_v2.linear.default
-        return operator(x, self.packed, self.bias, self.out_features, live, "best")
+        operator = torch.ops.hpu_duo_x86_v3.linear.default
+        return operator(x, self.packed, self.bias, self.out_features, live)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, in panels"
@@ -324,7 +324,7 @@ def join_linears(calls: Sequence[Call]) -> list[Call]:
             joined.append([call])
             if call.writes is not False:
                 open_groups.clear()
-        elif key in open_groups:
+        elif len(open_groups.get(key, ())) in range(1, linear.MOST_WEIGHTS):
             open_groups[key].append(call)
         else:
             open_groups[key] = [call]
@@ -346,14 +346,14 @@ def _joint(group: Sequence[Call]) -> Call:
     name = str(group[0].func)
     x, *rest = group[0].args
     own = _OWN_ARGUMENTS[name]
-    lists = [[call.args[place] for call in group] for place in range(1, own + 1)]
+    owns = [call.args[place] for place in range(1, own + 1) for call in group]
     results = tuple(result for call in group for result in call.results)
-    operator = linear.each_operator() if name == linear.NAME else codes.each_operator()
-    return Call(operator, (x, *lists, *rest[own:]), {}, results, is_one=False)
+    operator = (linear if name == linear.NAME else codes).each_operator(len(group))
+    return Call(operator, (x, *owns, *rest[own:]), {}, results, is_one=False)
 
 
 _OWN_ARGUMENTS = {linear.NAME: 3, codes.NAME: 6}
-"""Operators that have one for several weights, and how many of their arguments are lists there."""
+"""Operators that have one for several weights, and how many of their arguments each weight has."""
 
 
 _ROTATE = "apply_rotary_pos_emb"

@@ -391,8 +391,9 @@ class _Writer:
         if not outputs:
             return []
         program = self._builder.build()
-        args = program.number, [*self._tensors]
-        return [Call(program.run, args, {}, tuple(outputs), is_one=False, keeps=program)]
+        args = program.number, *self._tensors
+        is_one = len(outputs) == 1
+        return [Call(program.run, args, {}, tuple(outputs), is_one=is_one, keeps=program)]
 
     def _live_members(self) -> list[tuple[Call, RowOperator]]:
         needed = set(self._needed)

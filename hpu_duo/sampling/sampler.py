@@ -184,7 +184,7 @@ def most_likely(scores_NV: Tensor) -> Tensor:
     """The lowest id among the largest scores of each row, int32 [N]."""
     if x86.fits_logits(scores_NV):
         # ``x86.place_of_largest`` without its check, which precedes it.
-        place_N: Tensor = torch.ops.hpu_duo_x86_v2.place_of_largest.default(scores_NV)
+        place_N: Tensor = torch.ops.hpu_duo_x86_v3.place_of_largest.default(scores_NV)
         return place_N
     width = _ARGMAX_WIDTH
     vocab_size = scores_NV.shape[1]

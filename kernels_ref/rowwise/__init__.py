@@ -1,8 +1,8 @@
 """Fused elementwise programs on a CPU: loaded, computed and stored row by row in the cache.
 
 A program is a list of instructions on registers of some rows at a time. It is interpreted, so a new one
-costs microseconds and needs no compiler; the interpreter itself is built once per machine. ``is_available``
-is False where it cannot be built.
+costs microseconds and needs no compiler; the interpreter itself is prebuilt or built once per machine.
+``is_available`` is False where it cannot be had.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, auto
 from functools import cache
 from math import prod
 from pathlib import Path
 from threading import Lock
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
-from kernels_ref.native import BuildError, build
+from kernels_ref.native import BuildError, Sources, Unit
 from kernels_ref.x86.library import is_supported
 
 
@@ -234,19 +235,35 @@ class RowProgram:
     """A finished program.
 
     Attributes:
-        run: called with ``number`` and a list of tensors, returns the list of outputs in the order of stores.
-            Valid as long as the program is alive.
+        run: called with ``number`` and the tensors, returns the outputs in the order of stores, a single one
+            itself. Valid as long as the program is alive.
+        num_outputs: number of outputs.
+
+    Args:
+        num_tensors: number of tensors, at least 1.
     """
 
-    def __init__(self, code: Sequence[int], constants: Sequence[float]) -> None:
-        self.number: int = torch.ops.hpu_duo_rowwise.build.default([*code], [*constants])
-        self.run = torch.ops.hpu_duo_rowwise.run.default
-        weakref.finalize(self, torch.ops.hpu_duo_rowwise.release.default, self.number).atexit = False
+    def __init__(
+        self, code: Sequence[int], constants: Sequence[float], num_tensors: int, num_outputs: int
+    ) -> None:
+        numbers, values = torch.tensor(code), torch.tensor(constants, dtype=torch.float64)
+        self.number: int = torch.ops.hpu_duo_rowwise_v2.build.default(numbers, values)
+        self.run = _operator(num_tensors, num_outputs)
+        self.num_outputs = num_outputs
+        weakref.finalize(self, torch.ops.hpu_duo_rowwise_v2.release.default, self.number).atexit = False
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs for some tensors."""
-        results: list[torch.Tensor] = self.run(self.number, [*tensors])
-        return results
+        results = self.run(self.number, *tensors)
+        return [results] if self.num_outputs == 1 else [*results]
+
+
+@cache
+def _operator(num_tensors: int, num_outputs: int) -> Callable[..., Any]:
+    """Return the operator that runs programs of these sizes."""
+    torch.ops.hpu_duo_rowwise_v2.offer.default(num_tensors, num_outputs)
+    found: Callable[..., Any] = getattr(torch.ops.hpu_duo_rowwise_v2.run, f"i{num_tensors}o{num_outputs}")
+    return found
 
 
 class Builder:
@@ -333,7 +350,9 @@ class Builder:
                 numbers = [slots[x] if isinstance(x, Register) else x for x in (each.to, *each.sources)]
                 numbers += [numbers[0] if each.code > Code.STORE else 0] * (4 - len(numbers))
                 code += [int(each.code), *numbers, int(each.rounds), each.output]
-        return _program_of(tuple(code), tuple(self._constants))
+        used = [tensor for tensor, _ in self._inputs]
+        used += [rows.index.tensor for rows in layouts if rows.index is not None]
+        return _program_of(tuple(code), tuple(self._constants), max(used, default=-1) + 1, len(self._outputs))
 
     def _slots(self) -> tuple[dict[Register, int], list[tuple[int, int]]]:
         """Assign each register a place, free again after its last reader; also returns their contents."""
@@ -361,11 +380,14 @@ class Builder:
 _programs: WeakValueDictionary[tuple[tuple[int, ...], tuple[str, ...]], RowProgram] = WeakValueDictionary()
 
 
-def _program_of(code: tuple[int, ...], constants: tuple[str, ...]) -> RowProgram:
+def _program_of(
+    code: tuple[int, ...], constants: tuple[str, ...], num_tensors: int, num_outputs: int
+) -> RowProgram:
     """A cached program: equal code, as of all layers of a kind, shares one."""
     program = _programs.get((code, constants))
     if program is None:
-        program = _programs[code, constants] = RowProgram(code, [*map(float.fromhex, constants)])
+        values = [*map(float.fromhex, constants)]
+        program = _programs[code, constants] = RowProgram(code, values, num_tensors, num_outputs)
     return program
 
 
@@ -410,18 +432,22 @@ def _merged(
 
 
 _lock = Lock()
+_AVX512 = (
+    "-mavx512f",
+    "-mavx512dq",
+    "-mavx512vl",
+    "-mavx512bw",
+    "-mfma",
+    "-mprefer-vector-width=512",
+    "-DCPU_CAPABILITY_AVX512",
+)
 _VECTORS = {
-    "AVX512": (
-        "-mavx512f",
-        "-mavx512dq",
-        "-mavx512vl",
-        "-mavx512bw",
-        "-mfma",
-        "-mprefer-vector-width=512",
-        "-DCPU_CAPABILITY_AVX512",
-    ),
-    "AVX2": ("-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY_AVX2"),
+    "plain": (),
+    "avx2": ("-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY_AVX2"),
+    "avx512": _AVX512,
+    "pairs": (*_AVX512, "-mavx512bf16"),
 }
+"""Options by instructions, in the order of their numbers in ``operators.cpp``."""
 
 
 def is_available() -> bool:
@@ -432,14 +458,37 @@ def is_available() -> bool:
 
 @cache
 def _load() -> bool:
-    capability = torch.backends.cpu.get_cpu_capability()
-    vectors = _VECTORS.get(capability, ())
-    if capability == "AVX512" and is_supported():
-        vectors = (*vectors, "-mavx512bf16")
-    source = Path(__file__).parent / "rowwise.cpp"
     try:
-        torch.ops.load_library(build("rowwise", [source], ("-O3", "-fopenmp", *vectors)))
+        torch.ops.load_library(sources().provide()[0])
     except (BuildError, OSError) as error:
         warnings.warn(f"small operators of a step run one by one: {error}", stacklevel=2)
         return False
+    torch.ops.hpu_duo_rowwise_v2.use.default([*_VECTORS].index(_instructions()))
     return True
+
+
+def _instructions() -> str:
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability == "AVX512" and is_supported():
+        return "pairs"
+    return {"AVX512": "avx512", "AVX2": "avx2"}.get(capability, "plain")
+
+
+def sources() -> Sources:
+    """The sources of this CPU's interpreter, and those of a prebuilt library if this CPU runs it."""
+    found = _instructions()
+    portable = () if found == "plain" else portable_units()
+    return Sources("rowwise", _units(found), portable, ("-O3", "-fopenmp"), needs_torch=True)
+
+
+def portable_units() -> tuple[Unit, ...]:
+    """The sources of a library for all CPUs with AVX2."""
+    return _units("avx2", "avx512", "pairs")
+
+
+def _units(*names: str) -> tuple[Unit, ...]:
+    folder = Path(__file__).parent
+    variants = (
+        Unit(folder / "rowwise.cpp", (f"-DHPU_DUO_VARIANT={name}", *_VECTORS[name])) for name in names
+    )
+    return (Unit(folder / "operators.cpp"), *variants)

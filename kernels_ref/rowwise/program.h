@@ -7,7 +7,6 @@
 #include <vector>
 
 namespace hpu_duo {
-namespace {
 
 constexpr int kMaxDims = 8;
 constexpr int64_t kTileBytes = 24 << 10;  // of all slots together: most of a first-level cache
@@ -70,5 +69,12 @@ struct Program {
   bool has_lines() const { return num_dims == 1 || (num_dims > 1 && sizes[num_dims - 1] >= kLeastLine); }
 };
 
-}  // namespace
+// A tensor, and the numbers that choose its rows or null.
+struct Source {
+  const void *data, *index;
+};
+
+// Runs rows [begin, end) of a program; there is one for each set of instructions.
+using RunRows = void(const Program &program, const Source *inputs, void *const *outputs, int64_t begin, int64_t end);
+
 }  // namespace hpu_duo

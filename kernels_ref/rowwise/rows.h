@@ -110,10 +110,6 @@ template <class F> void with_type(int64_t type, const void *data, F f) {
   }
 }
 
-struct Source {
-  const void *data, *index;
-};
-
 void load(const Program &p, const Layout &in, Source from, const View &to, int64_t row, int64_t rows) {
   with_type(in.type, from.data, [&](auto *base) {
     with_items(to, [&](auto *items) {

@@ -45,7 +45,7 @@ def attend_blocks(
     Raises:
         ValueError: tensors that do not go together.
     """
-    operator = torch.ops.hpu_duo_x86_v2.attend_coded_blocks.default
+    operator = torch.ops.hpu_duo_x86_v3.attend_coded_blocks.default
     return Partial(*operator(q_NKHD, *_pairs(units), owner, tail_block, tail_visible))
 
 
@@ -54,7 +54,7 @@ def tile(units: KVUnits, index: torch.Tensor | slice) -> tuple[torch.Tensor, tor
     dtype, dim = units.encoding.dtype, units.encoding.dim
     if isinstance(index, slice) or dtype not in _WIDENED or index.device.type != "cpu" or not _reads(units):
         return units.tile(index)
-    operator = torch.ops.hpu_duo_x86_v2.widen_codes.default
+    operator = torch.ops.hpu_duo_x86_v3.widen_codes.default
     k_codes, k_meta, v_codes, v_meta = _pairs(units)
     return operator(k_codes, k_meta, index, dim, dtype), operator(v_codes, v_meta, index, dim, dtype)
 

@@ -1,19 +1,17 @@
 // The operators of float_codes.cpp; codes.py explains arguments and results.
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include <cstdint>
 #include <optional>
 #include <string_view>
 #include <tuple>
+#include <utility>
 
-#include "floats.h"
+#include "../torch_operators.h"
+#include "machine.h"
 
 namespace {
 
+namespace at = hpu_duo::stable;
 using at::Tensor;
 using Maybe = std::optional<Tensor>;
 
@@ -34,7 +32,7 @@ hpu_duo::CodedVectors vectors_of(const Tensor &codes, const Maybe &meta, int64_t
                               meta->stride(2) == meta->size(3) && meta->size(3) <= 2 &&
                               meta->sizes().slice(0, 3) == codes.sizes().slice(0, 3)),
                     "expected a bfloat16 scale, or that and a zero, of each vector, side by side, got ",
-                    meta ? meta->sizes() : at::IntArrayRef());
+                    meta ? meta->sizes() : at::IntArrayRef({}));
   TORCH_CHECK_VALUE(!is_signed || (meta && !is_pair), "expected a scale of each vector of int8");
   const auto code = is_signed ? hpu_duo::Code::kInt8 : is_pair ? hpu_duo::Code::kInt4 : hpu_duo::Code::kFp8;
   return {(const uint8_t *)codes.const_data_ptr(),
@@ -84,7 +82,7 @@ std::tuple<Tensor, Tensor, Tensor> attend_coded_blocks(const Tensor &query, cons
       .attend_codes(q.const_data_ptr<float>(), vectors_of(k, k_meta, dim), vectors_of(v, v_meta, dim), plan,
                     attn.data_ptr<float>(), largest.data_ptr<float>(), total.data_ptr<float>(), strides, sizes,
                     at::get_num_threads());
-  return {attn, largest, total};
+  return {std::move(attn), std::move(largest), std::move(total)};
 }
 
 Tensor widen_codes(const Tensor &codes, const Maybe &meta, const Tensor &unit, int64_t dim, at::ScalarType dtype,
@@ -105,17 +103,12 @@ Tensor widen_codes(const Tensor &codes, const Maybe &meta, const Tensor &unit, i
   return to;
 }
 
-}  // namespace
+const hpu_duo::Operators operators =
+    hpu_duo::Operators("hpu_duo_x86_v3")
+        .add<attend_coded_blocks>("attend_coded_blocks(Tensor q, Tensor k, Tensor? k_meta, Tensor v, Tensor? v_meta,"
+                                  " Tensor owner, Tensor tail_block, Tensor tail_visible, int instructions=0)"
+                                  " -> (Tensor, Tensor, Tensor)")
+        .add<widen_codes>("widen_codes(Tensor codes, Tensor? meta, Tensor unit, int dim, ScalarType dtype,"
+                          " int instructions=0) -> Tensor");
 
-TORCH_LIBRARY_FRAGMENT(hpu_duo_x86_v2, m) {
-  m.def(
-      "attend_coded_blocks(Tensor q, Tensor k, Tensor? k_meta, Tensor v, Tensor? v_meta, Tensor owner, "
-      "Tensor tail_block, Tensor tail_visible, str instructions='best') -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "widen_codes(Tensor codes, Tensor? meta, Tensor unit, int dim, ScalarType dtype, str instructions='best') "
-      "-> Tensor");
-}
-TORCH_LIBRARY_IMPL(hpu_duo_x86_v2, CPU, m) {
-  m.impl("attend_coded_blocks", attend_coded_blocks);
-  m.impl("widen_codes", widen_codes);
-}
+}  // namespace

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string_view>
 
 #include "codes.h"
 #include "kernels.h"
@@ -41,16 +40,5 @@ struct FloatKernels {
 };
 
 extern const FloatKernels kModelOfLanes, kEightLanes, kSixteenLanes;
-
-// The kernels of a name that this library has, or null; for sources that know which numbers of lanes these are.
-inline const FloatKernels *find_float_kernels(std::string_view name) {
-#ifdef HPU_DUO_LANES_16
-  if (name == "best" || name == "avx512") return &kSixteenLanes;
-#endif
-#ifdef HPU_DUO_LANES_8
-  if (name == "best" || name == "avx2") return &kEightLanes;
-#endif
-  return name == "model" ? &kModelOfLanes : nullptr;
-}
 
 }  // namespace hpu_duo

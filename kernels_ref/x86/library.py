@@ -1,4 +1,4 @@
-"""The kernels of this folder: built as operators ``torch.ops.hpu_duo_x86_v2`` at their first use, and called.
+"""The kernels of this folder: operators ``torch.ops.hpu_duo_x86_v3``, prebuilt or built at their first use.
 
 Decode rows, of a few query tokens each, attend to the units of a store: every visible key and value is read
 once for a few query heads, in place; slots after the last one that some token of a row sees are not read, so
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -22,12 +22,17 @@ from typing import Literal
 import torch
 
 from bias_builders import Window
-from kernels_ref.native import BuildError, Unit, build
+from kernels_ref.native import BuildError, Origin, Sources, Unit
 from kernels_ref.partial import Partial
 
 Instructions = Literal["best", "vectors", "tiles", "model", "avx2", "avx512"]
 """Instructions for products: the best for the work, or slow models for tests. Of bfloat16: AVX512-BF16, AMX,
 or a model of AMX. Of float32: eight lanes of AVX2, sixteen of AVX512, or a model of eight."""
+
+NUMBER_OF: dict[Instructions, int] = {
+    name: number for number, name in enumerate(("best", "vectors", "tiles", "model", "avx2", "avx512"))
+}
+"""Instructions as operators take them; the order is that of ``torch_operators.h``."""
 
 SWITCH = "HPU_DUO_X86_KERNELS"
 """Environment variable: 0 = compute by torch's operators; avx2 or avx512 = as on a CPU with AVX2, or with
@@ -37,11 +42,12 @@ _EIGHT_LANES = ("avx2", "fma", "f16c")
 _SIXTEEN_LANES = (*_EIGHT_LANES, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 _VECTORS = (*_SIXTEEN_LANES, "avx512bf16")
 _TILES = ("amx-tile", "amx-bf16")
+_BYTES_IN_TABLES = ("avx512vbmi",)
 _LANES_OF = {"0": 0, "avx2": 8, "avx512": 16, "1": 16}
 """Most lanes of float32 by the value of the variable."""
 _FLOAT_STORES = (torch.bfloat16, torch.float16, torch.float32)
-_OPERATORS = ("operators.cpp", "codes_operators.cpp")
-"""Sources that call kernels of several numbers of lanes."""
+_OPERATORS = ("operators.cpp", "operator.cpp")
+"""What names of sources that register operators end with; they are compiled for any x86 CPU."""
 _ONE_OF_BOTH = "no_pairs.cpp"
 """Stands for the sources of bfloat16 where the CPU does not run them."""
 _Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -114,10 +120,19 @@ def variants(arithmetic: torch.dtype = torch.bfloat16) -> tuple[Instructions, ..
 
 
 def description(arithmetic: torch.dtype = torch.bfloat16) -> str:
-    """Description of the kernels and their instructions, on a CPU that ``serves`` the arithmetic."""
+    """Description of the kernels and their instructions, on a CPU that ``serves`` the arithmetic, and whether
+    they are from a prebuilt library."""
     if arithmetic == torch.float32:
-        return f"our kernels ({'AVX512' if 16 in lanes() else 'AVX2'}, float32)"
-    return f"our kernels ({'AVX512-BF16 and AMX' if has_tiles() else 'AVX512-BF16'})"
+        found = f"{'AVX512' if 16 in lanes() else 'AVX2'}, float32"
+    else:
+        found = "AVX512-BF16 and AMX" if has_tiles() else "AVX512-BF16"
+    return f"our kernels ({found}{', prebuilt' if origin() == 'prebuilt' else ''})"
+
+
+@cache
+def origin() -> Origin | None:
+    """Where the operators are from, or will be from; None if they cannot be had for lack of a compiler."""
+    return sources().origin()
 
 
 def is_available(arithmetic: torch.dtype = torch.bfloat16, store: torch.dtype | None = None) -> bool:
@@ -160,40 +175,63 @@ def _load(arithmetic: torch.dtype, store: torch.dtype | None = None) -> bool:
 @cache
 def _load_operators() -> bool:
     try:
-        torch.ops.load_library(build("x86", _units(), ("-O3", "-fopenmp")))
+        torch.ops.load_library(sources().provide()[0])
     except (BuildError, OSError) as error:
         warnings.warn(f"the model runs slower than it could on this CPU: {error}", stacklevel=2)
         return False
+    torch.ops.hpu_duo_x86_v3.use.default(max(lanes()), is_supported())
     attention = (("attend_blocks", _triple), ("attend_rings", _triple), ("attend_held", _triple))
-    for name, shapes in (("linear", _linear), ("linears", _linears), *attention):
-        torch.library.register_fake(f"hpu_duo_x86_v2::{name}", shapes)
-    torch.library.register_fake("hpu_duo_x86_v2::attend_coded_blocks", _triple)
-    torch.library.register_fake("hpu_duo_x86_v2::widen_codes", _widened)
-    torch.library.register_fake("hpu_duo_x86_v2::attend_with_weights", _with_mass)
-    torch.library.register_fake("hpu_duo_x86_v2::eviction_victims", _one_of_each)
-    torch.library.register_fake("hpu_duo_x86_v2::column_sums", _sums)
-    torch.library.register_fake("hpu_duo_x86_v2::place_of_largest", _places)
+    for name, shapes in (("linear", _linear), *attention):
+        torch.library.register_fake(f"hpu_duo_x86_v3::{name}", shapes)
+    torch.library.register_fake("hpu_duo_x86_v3::attend_coded_blocks", _triple)
+    torch.library.register_fake("hpu_duo_x86_v3::widen_codes", _widened)
+    torch.library.register_fake("hpu_duo_x86_v3::attend_with_weights", _with_mass)
+    torch.library.register_fake("hpu_duo_x86_v3::eviction_victims", _one_of_each)
+    torch.library.register_fake("hpu_duo_x86_v3::column_sums", _sums)
+    torch.library.register_fake("hpu_duo_x86_v3::place_of_largest", _places)
     return True
 
 
-def _units() -> list[Unit]:
-    """Return the sources that this CPU runs: those of float32 once for each number of lanes and the model."""
-    folder, pairs = Path(__file__).parent, is_supported()
-    tiles = _TILES if has_tiles() else ()
-    bytes_in_tables = ("avx512vbmi",) if "avx512_vbmi" in cpu_flags() else ()
-    options = _machine((*_VECTORS, *bytes_in_tables, *tiles)) if pairs else ()
-    present = (*(f"-DHPU_DUO_LANES_{number}" for number in lanes()), *(("-DHPU_DUO_PAIRS",) if pairs else ()))
-    units = [Unit(folder / name, present) for name in _OPERATORS]
+def sources() -> Sources:
+    """The sources of this CPU's operators, and those of a prebuilt library if this CPU runs it."""
+    has_bytes = "avx512_vbmi" in cpu_flags()
+    sets = (*_VECTORS, *(_BYTES_IN_TABLES if has_bytes else ()), *(_TILES if has_tiles() else ()))
+    mine = _units(lanes(), sets if is_supported() else None)
+    # Of the prebuilt library, a CPU may lack whole sets, and not a part of the last one.
+    portable = portable_units() if lanes() and has_bytes >= is_supported() else ()
+    return Sources("x86", mine, portable, OPTIONS)
+
+
+OPTIONS = ("-O3", "-fopenmp")
+"""For the compiler, of all sources."""
+
+
+def portable_units() -> tuple[Unit, ...]:
+    """The sources of a library for all CPUs with AVX2; what is for other instructions is chosen by ``lanes``,
+    ``is_supported`` and ``has_tiles``."""
+    return _units((8, 16), (*_VECTORS, *_BYTES_IN_TABLES, *_TILES))
+
+
+def _units(numbers: Sequence[int], pairs: Sequence[str] | None) -> tuple[Unit, ...]:
+    """Return sources: those of float32 once for each number of lanes and the model.
+
+    Args:
+        numbers: of lanes.
+        pairs: instruction sets of the sources of bfloat16, or None for none.
+    """
+    folder, units = Path(__file__).parent, []
     for path in sorted(folder.glob("*.cpp")):
         if path.name.startswith("float"):
             # The model is for tests, and has the bits of the others if compilers fuse nothing on their own.
             needed = {0: ("-O1",), 8: _machine(_EIGHT_LANES), 16: _machine(_SIXTEEN_LANES)}
             units += [
-                Unit(path, (f"-DHPU_DUO_LANES={n}", "-ffp-contract=off", *needed[n])) for n in (0, *lanes())
+                Unit(path, (f"-DHPU_DUO_LANES={n}", "-ffp-contract=off", *needed[n])) for n in (0, *numbers)
             ]
-        elif path.name not in _OPERATORS and pairs == (path.name != _ONE_OF_BOTH):
-            units.append(Unit(path, options))
-    return units
+        elif path.name.endswith(_OPERATORS):
+            units.append(Unit(path))
+        elif (pairs is None) == (path.name == _ONE_OF_BOTH):
+            units.append(Unit(path, _machine(pairs or ())))
+    return tuple(units)
 
 
 def _machine(instruction_sets: Iterable[str]) -> tuple[str, ...]:
@@ -228,15 +266,9 @@ def _linear(
     bias: object,
     out_features: int,
     live: object,
-    instructions: str = "",
+    instructions: int = 0,
 ) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
-
-
-def _linears(
-    x: torch.Tensor, packed: object, biases: object, out_features: list[int], *_: object
-) -> list[torch.Tensor]:
-    return [x.new_empty(*x.shape[:-1], number) for number in out_features]
 
 
 def _triple(q: torch.Tensor, *_: object) -> _Triple:
@@ -269,7 +301,7 @@ def attend_blocks(
     Raises:
         ValueError: stores that do not go with the queries.
     """
-    operator = torch.ops.hpu_duo_x86_v2.attend_blocks.default
+    operator = torch.ops.hpu_duo_x86_v3.attend_blocks.default
     return Partial(*operator(q_NKHD, k_XKSD, v_XKSD, owner, tail_block, tail_visible))
 
 
@@ -284,7 +316,7 @@ def attend_rings(
     Raises:
         ValueError: as for ``attend_blocks``.
     """
-    return Partial(*torch.ops.hpu_duo_x86_v2.attend_rings.default(q_NKHD, k_XKSD, v_XKSD, visible))
+    return Partial(*torch.ops.hpu_duo_x86_v3.attend_rings.default(q_NKHD, k_XKSD, v_XKSD, visible))
 
 
 def attend_with_weights(
@@ -306,7 +338,7 @@ def attend_with_weights(
     Raises:
         ValueError: as for ``attend_blocks``.
     """
-    operator = torch.ops.hpu_duo_x86_v2.attend_with_weights.default
+    operator = torch.ops.hpu_duo_x86_v3.attend_with_weights.default
     *partial, mass = operator(q_NKHD, k_XKSD, v_XKSD, visible, sinks_KH)
     return Partial(*partial), mass
 
@@ -332,7 +364,7 @@ def attend_held(
     Raises:
         ValueError: as for ``attend_blocks``.
     """
-    operator = torch.ops.hpu_duo_x86_v2.attend_held.default
+    operator = torch.ops.hpu_duo_x86_v3.attend_held.default
     return Partial(*operator(q_NKHD, k_XKSD, v_XKSD, position, begin, end, sink))
 
 
@@ -383,8 +415,8 @@ def attend(
         raise ValueError("expected a contiguous partial to merge into")
     require(q_SKGD.dtype)
     sink, recent = window or (0, 0)
-    torch.ops.hpu_duo_x86_v2.attend.default(
-        *total, q_SKGD, k_TKD, v_TKD, is_causal, sink, recent, instructions
+    torch.ops.hpu_duo_x86_v3.attend.default(
+        *total, q_SKGD, k_TKD, v_TKD, is_causal, sink, recent, NUMBER_OF[instructions]
     )
 
 
@@ -406,7 +438,9 @@ def column_sums(
         ValueError: tensors that do not go together, or no such kernel here.
     """
     require(q_SKGD.dtype)
-    return torch.ops.hpu_duo_x86_v2.column_sums.default(q_SKGD, k_TKD, lse_SKG, offset, instructions)
+    return torch.ops.hpu_duo_x86_v3.column_sums.default(
+        q_SKGD, k_TKD, lse_SKG, offset, NUMBER_OF[instructions]
+    )
 
 
 def fits_slots(position_NKC: torch.Tensor) -> bool:
@@ -423,7 +457,7 @@ def eviction_victims(
         ValueError: shapes that differ, other dtypes, or no such kernel here.
     """
     require(torch.float32)
-    return torch.ops.hpu_duo_x86_v2.eviction_victims.default(score_NKC, position_NKC, is_protected)
+    return torch.ops.hpu_duo_x86_v3.eviction_victims.default(score_NKC, position_NKC, is_protected)
 
 
 def fits_logits(rows_NV: torch.Tensor) -> bool:
@@ -441,4 +475,4 @@ def place_of_largest(rows_NV: torch.Tensor) -> torch.Tensor:
             kernel here.
     """
     require(rows_NV.dtype)
-    return torch.ops.hpu_duo_x86_v2.place_of_largest.default(rows_NV)
+    return torch.ops.hpu_duo_x86_v3.place_of_largest.default(rows_NV)

@@ -7,12 +7,13 @@ float32 with a weight of bfloat16, float16 or float32, and results float32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
-from kernels_ref.x86.library import Instructions, is_available, require, serves
+from kernels_ref.x86.library import NUMBER_OF, Instructions, is_available, require, serves
 
-NAME = "hpu_duo_x86_v2.linear.default"
+NAME = "hpu_duo_x86_v3.linear.default"
 """The operator of ``multiply``, as torch calls it."""
 
 PANEL = 32
@@ -87,19 +88,47 @@ def multiply(
         ValueError: ``x`` has another dtype or number of inputs, or there is no such kernel here.
     """
     require(x.dtype)
-    return torch.ops.hpu_duo_x86_v2.linear.default(x, packed, bias, out_features, live, instructions)
+    return torch.ops.hpu_duo_x86_v3.linear.default(
+        x, packed, bias, out_features, live, NUMBER_OF[instructions]
+    )
 
 
-def each_operator() -> Callable[..., list[torch.Tensor]]:
+MOST_WEIGHTS = 8
+"""Weights that one call of ``each_operator`` multiplies with."""
+
+
+@cache
+def each_operator(count: int) -> Callable[..., tuple[torch.Tensor, ...]]:
     """The operator that multiplies the same inputs with several weights, as ``multiply`` does, bit for bit.
 
-    It takes ``x``, lists of packed weights, biases and numbers of outputs, ``live`` and ``instructions``.
-    Inputs are packed once for all of them, and threads share all outputs. Its errors are those of
-    ``multiply``, and ValueError if the lists differ in length.
+    It takes ``x``, the packed weights, biases and numbers of outputs one after the other, ``live`` and a
+    number of ``NUMBER_OF``. Inputs are packed once for all of them, and threads share all outputs. Its errors
+    are those of ``multiply``.
+
+    Args:
+        count: of weights, 2 to ``MOST_WEIGHTS``.
 
     Raises:
         ValueError: there is no such kernel here.
     """
     require(None)
-    operator: Callable[..., list[torch.Tensor]] = torch.ops.hpu_duo_x86_v2.linears.default
+    return register_each("linears", count, at=1 + 2 * count)
+
+
+def register_each(name: str, count: int, *, at: int) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The operator of some weights, with a fake version for compiled code.
+
+    Args:
+        name: of its function with lists.
+        count: of weights.
+        at: the place of their numbers of outputs among the arguments.
+    """
+
+    def shapes(x: torch.Tensor, *others: int) -> tuple[torch.Tensor, ...]:
+        return tuple(x.new_empty(*x.shape[:-1], size) for size in others[at - 1 : at - 1 + count])
+
+    operator: Callable[..., tuple[torch.Tensor, ...]] = getattr(
+        getattr(torch.ops.hpu_duo_x86_v3, name), f"n{count}"
+    )
+    torch.library.register_fake(f"hpu_duo_x86_v3::{name}.n{count}", shapes)
     return operator

@@ -1,6 +1,6 @@
 // What stands for the kernels that multiply pairs of bfloat16, in a library for a CPU without AVX512-BF16.
 
-#include <c10/util/Exception.h>
+#include <stdexcept>
 
 #include "kernels.h"
 
@@ -9,7 +9,7 @@ namespace hpu_duo {
 namespace {
 
 [[noreturn]] void refuse() {
-  C10_THROW_ERROR(ValueError, "expected float32 inputs on a CPU without AVX512-BF16, got BFloat16");
+  throw std::invalid_argument("expected float32 inputs on a CPU without AVX512-BF16, got BFloat16");
 }
 
 }  // namespace

@@ -2,25 +2,21 @@
 //
 // The Python modules beside this file explain arguments and results.
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-#include <torch/library.h>
-
 #include <cstdint>
 #include <optional>
 #include <string_view>
 #include <tuple>
-#include <type_traits>
+#include <utility>
 #include <vector>
 
+#include "../torch_operators.h"
 #include "floats.h"
 #include "kernels.h"
+#include "machine.h"
 
 namespace {
 
+namespace at = hpu_duo::stable;
 using at::Tensor;
 using hpu_duo::bf16;
 using Triple = std::tuple<Tensor, Tensor, Tensor>;
@@ -28,16 +24,13 @@ using Triple = std::tuple<Tensor, Tensor, Tensor>;
 constexpr int64_t kAlignment = 64;
 constexpr int64_t kPanel = 32;  // outputs, and inputs, that are packed together
 
-// What the kernels call `uint16_t` is bfloat16 to torch.
 template <typename T>
 T *data(const Tensor &x) {
-  const at::ScalarType expected = std::is_same_v<T, bf16> ? at::kBFloat16 : c10::CppTypeToScalarType<T>::value;
-  TORCH_CHECK_VALUE(x.scalar_type() == expected, "expected ", expected, ", got ", x.scalar_type(), " ", x.sizes());
-  return static_cast<T *>(x.data_ptr());
+  return x.data_ptr<T>();
 }
 
 // The kernels read runs of head_dim items.
-Tensor with_runs(const Tensor &x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
+Tensor with_runs(const Tensor &x) { return x.stride(-1) == 1 ? x.borrowed() : x.contiguous(); }
 
 hpu_duo::Instructions instructions_of(std::string_view name) {
   using hpu_duo::Instructions;
@@ -49,7 +42,7 @@ hpu_duo::Instructions instructions_of(std::string_view name) {
   return Instructions::kBest;
 }
 
-// The kernels of float32 arithmetic that this library has.
+// The kernels of float32 arithmetic that this machine runs.
 const hpu_duo::FloatKernels &float_kernels(std::string_view name) {
   const hpu_duo::FloatKernels *found = hpu_duo::find_float_kernels(name);
   TORCH_CHECK_VALUE(found, "expected best, model, or avx2 or avx512 where the CPU has it, got ", name);
@@ -71,15 +64,19 @@ hpu_duo::Store store_of(const Tensor &k, const Tensor &v) {
   return store_of(k);
 }
 
-void multiply(const Tensor &rows, at::TensorList packed, const c10::List<std::optional<Tensor>> &biases,
+void require_pairs() {
+  TORCH_CHECK_VALUE(hpu_duo::machine.has_pairs, "expected float32 inputs on a CPU without AVX512-BF16, got BFloat16");
+}
+
+void multiply(const Tensor &rows, const at::TensorList &packed, const std::vector<std::optional<Tensor>> &biases,
               const std::vector<Tensor> &results, const int *live, int64_t inputs, std::string_view instructions) {
   const int64_t count = (int64_t)packed.size(), num_rows = rows.numel() / inputs;
   const int num_threads = at::get_num_threads();
-  c10::SmallVector<hpu_duo::Weight, 4> weights;
-  c10::SmallVector<hpu_duo::FloatWeight, 4> float_weights;
+  std::vector<hpu_duo::Weight> weights;
+  std::vector<hpu_duo::FloatWeight> float_weights;
   const bool is_float = rows.scalar_type() == at::kFloat;
   for (int64_t n = 0; n < count; ++n) {
-    const std::optional<Tensor> bias = biases[n];
+    const std::optional<Tensor> &bias = biases[n];
     const float *terms = bias ? data<float>(*bias) : nullptr;
     const int64_t outputs = results[n].size(-1);
     if (is_float)
@@ -91,28 +88,24 @@ void multiply(const Tensor &rows, at::TensorList packed, const c10::List<std::op
     float_kernels(instructions)
         .linear(data<float>(rows), float_weights.data(), count, live, num_rows, inputs, num_threads);
   else
-    hpu_duo::linear(data<bf16>(rows), weights.data(), count, live, num_rows, inputs, instructions_of(instructions),
-                    num_threads);
+    require_pairs(), hpu_duo::linear(data<bf16>(rows), weights.data(), count, live, num_rows, inputs,
+                                     instructions_of(instructions), num_threads);
 }
 
-std::vector<Tensor> linears(const Tensor &x, at::TensorList packed, const c10::List<std::optional<Tensor>> &biases,
-                            at::IntArrayRef out_features, const std::optional<Tensor> &live,
-                            std::string_view instructions) {
-  TORCH_CHECK_VALUE(!packed.empty() && biases.size() == packed.size() && out_features.size() == packed.size(),
-                    "expected a bias or None and a number of outputs for each weight, got ", packed.size(),
-                    " weights, ", biases.size(), " biases and ", out_features.size(), " numbers");
+std::vector<Tensor> linears(const Tensor &x, const at::TensorList &packed,
+                            const std::vector<std::optional<Tensor>> &biases, const std::vector<int64_t> &out_features,
+                            const std::optional<Tensor> &live, std::string_view instructions) {
   const int64_t packed_inputs = kPanel * packed[0].size(1), inputs = x.size(-1);
   const bool is_known = x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat;
   TORCH_CHECK_VALUE(is_known && inputs <= packed_inputs && inputs > packed_inputs - kPanel,
                     "expected bfloat16 or float32 [..., ", packed_inputs - kPanel + 1, " to ", packed_inputs, "], got ",
                     x.scalar_type(), " ", x.sizes());
-  const Tensor rows =
-      inputs == packed_inputs ? x.contiguous() : at::constant_pad_nd(x, {0, packed_inputs - inputs}).contiguous();
+  const Tensor rows = inputs == packed_inputs ? x.contiguous() : at::filled_up(x, packed_inputs);
   std::vector<int64_t> shape = x.sizes().vec();
   std::vector<Tensor> results;
   for (size_t n = 0; n < packed.size(); ++n) {
     const int64_t packed_features = kPanel * packed[n].size(0);
-    const std::optional<Tensor> bias = biases[n];
+    const std::optional<Tensor> &bias = biases[n];
     TORCH_CHECK_VALUE(out_features[n] <= packed_features && (!bias || bias->numel() == packed_features), "expected ",
                       out_features[n], " outputs and a packed bias, got a weight of ", packed_features);
     TORCH_CHECK_VALUE(kPanel * packed[n].size(1) == packed_inputs, "expected weights of ", packed_inputs,
@@ -126,7 +119,7 @@ std::vector<Tensor> linears(const Tensor &x, at::TensorList packed, const c10::L
 
 Tensor linear(const Tensor &x, const Tensor &packed, const std::optional<Tensor> &bias, int64_t out_features,
               const std::optional<Tensor> &live, std::string_view instructions) {
-  return linears(x, packed, c10::List<std::optional<Tensor>>({bias}), out_features, live, instructions)[0];
+  return std::move(linears(x, {packed}, {bias}, {out_features}, live, instructions)[0]);
 }
 
 Triple attend_units(const Tensor &query, const Tensor &keys, const Tensor &values, const hpu_duo::RowPlan &plan,
@@ -152,8 +145,8 @@ Triple attend_units(const Tensor &query, const Tensor &keys, const Tensor &value
   if (q.scalar_type() == at::kFloat)
     run(float_kernels(instructions).attend_rows, data<float>(q), k.data_ptr(), v.data_ptr(), store_of(k, v));
   else
-    run(hpu_duo::attend_rows, data<bf16>(q), data<bf16>(k), data<bf16>(v));
-  return {attn, largest, total};
+    require_pairs(), run(hpu_duo::attend_rows, data<bf16>(q), data<bf16>(k), data<bf16>(v));
+  return {std::move(attn), std::move(largest), std::move(total)};
 }
 
 // A plan of the given size, contiguous.
@@ -199,7 +192,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend_with_weights(const Tensor &q, 
     plan.sinks = data<float>(logits);
   }
   auto [attn, largest, total] = attend_units(q, k, v, plan, 1, instructions);
-  return {attn, largest, total, mass};
+  return {std::move(attn), std::move(largest), std::move(total), std::move(mass)};
 }
 
 Triple attend_held(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &position, const Tensor &begin,
@@ -225,13 +218,9 @@ Tensor eviction_victims(const std::optional<Tensor> &score, const Tensor &positi
   const Tensor held = position.contiguous();
   Tensor scores, mask, slot = at::empty({position.size(0), position.size(1)}, position.options());
   if (score) scores = plan_of("score", *score, position.sizes());
-  if (is_protected) mask = is_protected->expand(position.sizes()).contiguous();
-#ifdef HPU_DUO_PAIRS
-  const bool is_float = instructions != "best";
+  if (is_protected) mask = is_protected->copy(position.sizes(), is_protected->scalar_type());
+  const bool is_float = instructions != "best" || !hpu_duo::machine.has_pairs;
   const auto run = is_float ? float_kernels(instructions).eviction_victims : hpu_duo::eviction_victims;
-#else
-  const auto run = float_kernels(instructions).eviction_victims;
-#endif
   run(score ? data<float>(scores) : nullptr, data<int>(held), is_protected ? data<bool>(mask) : nullptr,
       data<int>(slot), slot.numel(), (int)position.size(2), at::get_num_threads());
   return slot;
@@ -246,7 +235,7 @@ Tensor place_of_largest(const Tensor &x, std::string_view instructions) {
     float_kernels(instructions)
         .place_of_largest(data<float>(rows), data<int>(place), x.size(0), x.size(1), num_threads);
   else
-    hpu_duo::place_of_largest(data<bf16>(rows), data<int>(place), x.size(0), x.size(1), num_threads);
+    require_pairs(), hpu_duo::place_of_largest(data<bf16>(rows), data<int>(place), x.size(0), x.size(1), num_threads);
   return place;
 }
 
@@ -268,8 +257,8 @@ Tensor column_sums(const Tensor &query, const Tensor &keys, const Tensor &lse, s
         .column_sums(data<float>(q), k.data_ptr(), store_of(k), data<float>(logs), data<float>(sums), strides, sizes,
                      at::get_num_threads());
   else
-    hpu_duo::column_sums(data<bf16>(q), data<bf16>(k), data<float>(logs), data<float>(sums), strides, sizes,
-                         instructions_of(instructions), at::get_num_threads());
+    require_pairs(), hpu_duo::column_sums(data<bf16>(q), data<bf16>(k), data<float>(logs), data<float>(sums), strides,
+                                          sizes, instructions_of(instructions), at::get_num_threads());
   return sums;
 }
 
@@ -288,6 +277,7 @@ void attend(const Tensor &attn, const Tensor &largest, const Tensor &total, cons
                 data<float>(total), data<float>(widened), strides, sizes, at::get_num_threads());
     return;
   }
+  require_pairs();
   const int64_t num_bytes = hpu_duo::attend_workspace(num_keys, dim) * (int64_t)sizeof(bf16) + kAlignment;
   const Tensor workspace = at::empty({num_bytes}, q.options().dtype(at::kByte));
   const int64_t aligned = ((int64_t)workspace.data_ptr() + kAlignment - 1) / kAlignment * kAlignment;
@@ -296,42 +286,29 @@ void attend(const Tensor &attn, const Tensor &largest, const Tensor &total, cons
                   at::get_num_threads());
 }
 
-}  // namespace
+void use(int64_t lanes, bool has_pairs) { hpu_duo::machine = {(int)lanes, has_pairs}; }
 
 // A changed schema needs another number: the compiler's cache on disk has calls by name and number of arguments.
-TORCH_LIBRARY(hpu_duo_x86_v2, m) {
-  m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, Tensor? live,"
-        " str instructions='best') -> Tensor");
-  m.def("linears(Tensor x, Tensor[] packed, Tensor?[] bias, int[] out_features, Tensor? live,"
-        " str instructions='best') -> Tensor[]");
-  m.def("have_tiles() -> bool", hpu_duo::have_tiles);
-  m.def("attend_blocks(Tensor q, Tensor k, Tensor v, Tensor owner, Tensor tail_block, Tensor tail_visible,"
-        " str instructions='best')"
-        " -> (Tensor, Tensor, Tensor)");
-  m.def("attend_rings(Tensor q, Tensor k, Tensor v, Tensor visible, str instructions='best')"
-        " -> (Tensor, Tensor, Tensor)");
-  m.def("attend_with_weights(Tensor q, Tensor k, Tensor v, Tensor visible, Tensor? sinks,"
-        " str instructions='best')"
-        " -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def("attend_held(Tensor q, Tensor k, Tensor v, Tensor position, Tensor begin, Tensor end, int sink,"
-        " str instructions='best')"
-        " -> (Tensor, Tensor, Tensor)");
-  m.def("column_sums(Tensor q, Tensor k, Tensor lse, int? offset, str instructions='best') -> Tensor");
-  m.def("eviction_victims(Tensor? score, Tensor position, Tensor? is_protected, str instructions='best') -> Tensor");
-  m.def("place_of_largest(Tensor x, str instructions='best') -> Tensor");
-  m.def("attend(Tensor(a!) attn, Tensor(b!) largest, Tensor(c!) total, Tensor q, Tensor k, Tensor v,"
-        " bool is_causal, int sink, int recent, str instructions='best') -> ()");
-}
+const hpu_duo::Operators operators =
+    hpu_duo::Operators("hpu_duo_x86_v3")
+        .add<linear>("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, Tensor? live,"
+                     " int instructions=0) -> Tensor")
+        .add_lists<linears>("linears(Tensor x, Tensor[] packed, Tensor?[] bias, int[] out_features, Tensor? live,"
+                            " int instructions=0) -> Tensor[]")
+        .add<attend_blocks>("attend_blocks(Tensor q, Tensor k, Tensor v, Tensor owner, Tensor tail_block,"
+                            " Tensor tail_visible, int instructions=0) -> (Tensor, Tensor, Tensor)")
+        .add<attend_rings>("attend_rings(Tensor q, Tensor k, Tensor v, Tensor visible, int instructions=0)"
+                           " -> (Tensor, Tensor, Tensor)")
+        .add<attend_with_weights>("attend_with_weights(Tensor q, Tensor k, Tensor v, Tensor visible, Tensor? sinks,"
+                                  " int instructions=0) -> (Tensor, Tensor, Tensor, Tensor)")
+        .add<attend_held>("attend_held(Tensor q, Tensor k, Tensor v, Tensor position, Tensor begin, Tensor end,"
+                          " int sink, int instructions=0) -> (Tensor, Tensor, Tensor)")
+        .add<column_sums>("column_sums(Tensor q, Tensor k, Tensor lse, int? offset, int instructions=0) -> Tensor")
+        .add<eviction_victims>("eviction_victims(Tensor? score, Tensor position, Tensor? is_protected,"
+                               " int instructions=0) -> Tensor")
+        .add<place_of_largest>("place_of_largest(Tensor x, int instructions=0) -> Tensor")
+        .add<attend>("attend(Tensor(a!) attn, Tensor(b!) largest, Tensor(c!) total, Tensor q, Tensor k, Tensor v,"
+                     " bool is_causal, int sink, int recent, int instructions=0) -> ()")
+        .add_plain<use>("use(int lanes, bool has_pairs) -> ()");
 
-TORCH_LIBRARY_IMPL(hpu_duo_x86_v2, CPU, m) {
-  m.impl("linear", linear);
-  m.impl("linears", linears);
-  m.impl("attend_blocks", attend_blocks);
-  m.impl("attend_rings", attend_rings);
-  m.impl("attend_with_weights", attend_with_weights);
-  m.impl("attend_held", attend_held);
-  m.impl("column_sums", column_sums);
-  m.impl("eviction_victims", eviction_victims);
-  m.impl("place_of_largest", place_of_largest);
-  m.impl("attend", attend);
-}
+}  // namespace

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 from kernels_ref.x86.library import is_available, require
-from kernels_ref.x86.linear import PANEL
+from kernels_ref.x86.linear import PANEL, register_each
 
 
 def fits(dtype: torch.dtype, num_groups: int, group: int) -> bool:
@@ -86,7 +86,7 @@ def pack_table(table_NG: torch.Tensor) -> torch.Tensor:
     return whole.view(-1, PANEL, num_groups).transpose(1, 2).contiguous()
 
 
-NAME = "hpu_duo_x86_v2.quantised_linear.default"
+NAME = "hpu_duo_x86_v3.quantised_linear.default"
 """The operator of ``operator``, as torch calls it."""
 
 
@@ -96,23 +96,10 @@ def _shape(
     return x.new_empty(*x.shape[:-1], size)
 
 
-def _shapes(
-    x: torch.Tensor,
-    codes: object,
-    scales: object,
-    zeros: object,
-    biases: object,
-    sizes: list[int],
-    *_: object,
-) -> list[torch.Tensor]:
-    return [x.new_empty(*x.shape[:-1], size) for size in sizes]
-
-
 @cache
 def _registered() -> None:
     require()
-    torch.library.register_fake("hpu_duo_x86_v2::quantised_linear", _shape)
-    torch.library.register_fake("hpu_duo_x86_v2::quantised_linears", _shapes)
+    torch.library.register_fake("hpu_duo_x86_v3::quantised_linear", _shape)
 
 
 def operator() -> Callable[..., torch.Tensor]:
@@ -128,18 +115,21 @@ def operator() -> Callable[..., torch.Tensor]:
         ValueError: there is no such kernel here. The operator raises it for tensors that do not go together.
     """
     _registered()
-    found: Callable[..., torch.Tensor] = torch.ops.hpu_duo_x86_v2.quantised_linear.default
+    found: Callable[..., torch.Tensor] = torch.ops.hpu_duo_x86_v3.quantised_linear.default
     return found
 
 
-def each_operator() -> Callable[..., list[torch.Tensor]]:
+@cache
+def each_operator(count: int) -> Callable[..., tuple[torch.Tensor, ...]]:
     """The operator that multiplies the same rows with several weights, as ``operator`` does, bit for bit.
 
-    It takes lists in place of codes, scales, zero points, biases, outputs and groups.
+    It takes all codes, all scales and so on, one after the other, up to the inputs of a group.
+
+    Args:
+        count: of weights, 2 to ``linear.MOST_WEIGHTS``.
 
     Raises:
         ValueError: as for ``operator``.
     """
     _registered()
-    found: Callable[..., list[torch.Tensor]] = torch.ops.hpu_duo_x86_v2.quantised_linears.default
-    return found
+    return register_each("quantised_linears", count, at=1 + 4 * count)

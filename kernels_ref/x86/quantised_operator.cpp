@@ -1,19 +1,16 @@
 // The operator of quantised.cpp; quantised.py explains arguments and results.
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include <cstdint>
 #include <optional>
 #include <vector>
 
+#include "../torch_operators.h"
+#include "machine.h"
 #include "quantised.h"
 
 namespace {
 
+namespace at = hpu_duo::stable;
 using at::Tensor;
 using hpu_duo::bf16;
 using hpu_duo::CodeKind;
@@ -71,26 +68,23 @@ hpu_duo::QuantisedWeight weight_of(const Tensor &codes, const Tensor &scales, co
 
 using Maybe = std::optional<Tensor>;
 
-std::vector<Tensor> quantised_linears(const Tensor &x, at::TensorList codes, at::TensorList scales,
-                                      const c10::List<Maybe> &zeros, const c10::List<Maybe> &biases,
-                                      at::IntArrayRef out_features, at::IntArrayRef groups, const Maybe &live) {
+std::vector<Tensor> quantised_linears(const Tensor &x, const at::TensorList &codes, const at::TensorList &scales,
+                                      const std::vector<Maybe> &zeros, const std::vector<Maybe> &biases,
+                                      const std::vector<int64_t> &out_features, const std::vector<int64_t> &groups,
+                                      const Maybe &live) {
   const size_t count = codes.size();
-  TORCH_CHECK_VALUE(count && scales.size() == count && zeros.size() == count && biases.size() == count &&
-                        out_features.size() == count && groups.size() == count,
-                    "expected as many scales, zero points, biases and numbers as codes: ", count);
   const int64_t inputs = x.size(-1), packed_inputs = (inputs + kPanel - 1) / kPanel * kPanel;
   TORCH_CHECK_VALUE(x.scalar_type() == at::kBFloat16, "expected bfloat16, got ", x.scalar_type());
+  TORCH_CHECK_VALUE(hpu_duo::machine.has_pairs, "expected a CPU with AVX512-BF16");
   TORCH_CHECK_VALUE(!live || live->scalar_type() == at::kInt, "expected int32 live rows");
-  const Tensor rows =
-      inputs == packed_inputs ? x.contiguous() : at::constant_pad_nd(x, {0, packed_inputs - inputs}).contiguous();
+  const Tensor rows = inputs == packed_inputs ? x.contiguous() : at::filled_up(x, packed_inputs);
   std::vector<int64_t> shape = x.sizes().vec();
   std::vector<Tensor> results;
-  c10::SmallVector<hpu_duo::QuantisedWeight, 4> weights;
+  std::vector<hpu_duo::QuantisedWeight> weights;
   for (size_t n = 0; n < count; ++n) {
     shape.back() = out_features[n];
     results.push_back(at::empty(shape, x.options()));
-    const Maybe zero = zeros[n], bias = biases[n];
-    weights.push_back(weight_of(codes[n], scales[n], zero, bias, groups[n], packed_inputs, results.back()));
+    weights.push_back(weight_of(codes[n], scales[n], zeros[n], biases[n], groups[n], packed_inputs, results.back()));
   }
   hpu_duo::quantised_linears((const bf16 *)rows.data_ptr(), weights.data(), (int64_t)count,
                              live ? live->const_data_ptr<int>() : nullptr, rows.numel() / packed_inputs, packed_inputs,
@@ -100,21 +94,14 @@ std::vector<Tensor> quantised_linears(const Tensor &x, at::TensorList codes, at:
 
 Tensor quantised_linear(const Tensor &x, const Tensor &codes, const Tensor &scales, const Maybe &zeros,
                         const Maybe &bias, int64_t out_features, int64_t group, const Maybe &live) {
-  return quantised_linears(x, codes, scales, c10::List<Maybe>({zeros}), c10::List<Maybe>({bias}), out_features, group,
-                           live)[0];
+  return std::move(quantised_linears(x, {codes}, {scales}, {zeros}, {bias}, {out_features}, {group}, live)[0]);
 }
+
+const hpu_duo::Operators operators =
+    hpu_duo::Operators("hpu_duo_x86_v3")
+        .add<quantised_linear>("quantised_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias,"
+                               " int out_features, int group, Tensor? live) -> Tensor")
+        .add_lists<quantised_linears>("quantised_linears(Tensor x, Tensor[] codes, Tensor[] scales, Tensor?[] zeros,"
+                                      " Tensor?[] bias, int[] out_features, int[] group, Tensor? live) -> Tensor[]");
 
 }  // namespace
-
-TORCH_LIBRARY_FRAGMENT(hpu_duo_x86_v2, m) {
-  m.def(
-      "quantised_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, int out_features, "
-      "int group, Tensor? live) -> Tensor");
-  m.def(
-      "quantised_linears(Tensor x, Tensor[] codes, Tensor[] scales, Tensor?[] zeros, Tensor?[] bias, "
-      "int[] out_features, int[] group, Tensor? live) -> Tensor[]");
-}
-TORCH_LIBRARY_IMPL(hpu_duo_x86_v2, CPU, m) {
-  m.impl("quantised_linear", quantised_linear);
-  m.impl("quantised_linears", quantised_linears);
-}

@@ -45,9 +45,9 @@ def test_the_lowest_score_goes_and_the_lowest_position_of_equal_ones(
     assert found.dtype == torch.int32
     assert found.shape == shape[:2]
     if impl is Implementation.SDPA and x86.is_available(torch.float32):
-        operator = torch.ops.hpu_duo_x86_v2.eviction_victims.default
+        operator = torch.ops.hpu_duo_x86_v3.eviction_victims.default
         for name in x86.variants(torch.float32):
-            assert torch.equal(operator(score, position, is_protected, name), found), name
+            assert torch.equal(operator(score, position, is_protected, x86.NUMBER_OF[name]), found), name
     value = torch.zeros(shape) if score is None else score
     for row in range(num_rows):
         for head in range(K):

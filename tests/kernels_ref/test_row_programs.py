@@ -60,8 +60,8 @@ def test_a_program_is_gone_with_its_owner() -> None:
     assert torch.equal(program([x])[0], x)
     del program
     gc.collect()
-    with pytest.raises(RuntimeError, match=f"expected the number of a program, got {number}"):
-        torch.ops.hpu_duo_rowwise.run(number, [x])
+    with pytest.raises(ValueError, match=f"expected the number of a program, got {number}"):
+        torch.ops.hpu_duo_rowwise_v2.run.i1o1(number, x)
 
 
 def test_equal_programs_are_one_and_others_are_not() -> None:

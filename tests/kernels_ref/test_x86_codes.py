@@ -118,15 +118,15 @@ def test_tiles_have_the_bits_of_decoded_codes(name: str, dtype: torch.dtype) -> 
     for found, expected in zip(codes.tile(units, index), units.tile(index)):
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     for instructions in x86.variants(torch.float32):
-        operator = torch.ops.hpu_duo_x86_v2.widen_codes.default
-        found = operator(*codes._pairs(units)[:2], index, 256, dtype, instructions)
+        operator = torch.ops.hpu_duo_x86_v3.widen_codes.default
+        found = operator(*codes._pairs(units)[:2], index, 256, dtype, x86.NUMBER_OF[instructions])
         torch.testing.assert_close(found, units.tile(index)[0], rtol=0, atol=0, equal_nan=True)
 
 
 def test_stores_that_do_not_go_together_are_refused() -> None:
     units = stored(format_of("k8v4"), torch.randn(2, 1, 1, 4, 32), torch.float32)
     pairs, seen = codes._pairs(units), plan_of([], [0], [4])
-    operator = torch.ops.hpu_duo_x86_v2.attend_coded_blocks.default
+    operator = torch.ops.hpu_duo_x86_v3.attend_coded_blocks.default
     with pytest.raises(ValueError, match="bytes of vectors of 64 elements"):
         operator(torch.randn(1, 1, 1, 64), *pairs, *seen)
     with pytest.raises(ValueError, match="expected a scale of each vector of int8"):

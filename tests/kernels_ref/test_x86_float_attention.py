@@ -124,7 +124,7 @@ def test_the_largest_is_the_first_of_equals_or_the_first_that_is_not_a_number(
         rows[2, [width // 2, width - 1]] = torch.nan
     assert x86.fits_logits(rows)
     for name in NAMES:
-        found = torch.ops.hpu_duo_x86_v2.place_of_largest(rows, name)
+        found = torch.ops.hpu_duo_x86_v3.place_of_largest(rows, x86.NUMBER_OF[name])
         assert found.tolist() == rows.argmax(dim=-1).tolist()
 
 

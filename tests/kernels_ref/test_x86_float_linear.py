@@ -61,7 +61,7 @@ def test_weights_of_several_dtypes_share_inputs_threads_and_padding(rows: int) -
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            outputs.append(linear.each_operator()(x, packed, biases, [70] * 3, live))
+            outputs.append(linear.each_operator(3)(x, *packed, *biases, *[70] * 3, live))
     finally:
         torch.set_num_threads(before)
     for one, two, panels, bias in zip(*outputs, packed, biases, strict=True):

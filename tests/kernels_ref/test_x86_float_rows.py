@@ -22,8 +22,8 @@ heads = st.sampled_from([(1, 1), (2, 3), (1, 4), (1, 7)])
 def run(name: str, *args: object) -> list[list[torch.Tensor]]:
     """Results of an operator in each number of lanes, the model last."""
     assert x86.is_available(torch.float32)
-    operator = getattr(torch.ops.hpu_duo_x86_v2, name).default
-    return [list(operator(*args, instructions)) for instructions in x86.variants(torch.float32)]
+    operator = getattr(torch.ops.hpu_duo_x86_v3, name).default
+    return [list(operator(*args, x86.NUMBER_OF[name])) for name in x86.variants(torch.float32)]
 
 
 def check_bits(found: list[list[torch.Tensor]]) -> list[torch.Tensor]:

@@ -97,5 +97,5 @@ def test_several_weights_of_the_same_rows(rows: int) -> None:
     lists = zip(
         *((each.codes, each.scales, each.zeros, None, each.out_features, each.group) for each in layers)
     )
-    got = each_operator()(x, *map(list, lists), None)
+    got = each_operator(3)(x, *(item for each in lists for item in each), None)
     assert all(torch.equal(part, layer(x)) for part, layer in zip(got, layers, strict=True))

@@ -197,7 +197,7 @@ def test_compiled_code_calls_the_operators_and_they_promise_what_they_return() -
     plan = plan_of([0, 1], [2, 3], [3, 8])
     held = (torch.arange(8, dtype=torch.int32).expand(2, 1, 8), plan[1], plan[2][..., 0], 1)
     x86.attend_blocks(q, store, store, *plan)
-    operators = torch.ops.hpu_duo_x86_v2
+    operators = torch.ops.hpu_duo_x86_v3
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(operators.attend_blocks.default, (q, store, store, *plan), test_utils=checks)
     torch.library.opcheck(operators.attend_rings.default, (q, store, store, plan[2]), test_utils=checks)

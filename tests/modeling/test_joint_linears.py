@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(not is_supported(), reason="needs a CPU with AVX
 
 Inputs = Mapping[str, Tensor]
 INPUTS, SIZES = 64, (70, 32, 32)
-ONE, EACH = "hpu_duo_x86_v2.linear.default", "hpu_duo_x86_v2.linears.default"
+ONE, EACH = "hpu_duo_x86_v3.linear.default", "hpu_duo_x86_v3.linears.n{}"
+FAMILY = "hpu_duo_x86_v3.linear"
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,7 @@ def weights() -> list[Tensor]:
 
 
 def products(calls: Sequence[Call]) -> list[str]:
-    return [str(call.func) for call in calls if str(call.func) in (ONE, EACH)]
+    return [str(call.func) for call in calls if str(call.func).startswith(FAMILY)]
 
 
 def check(fn: Callable[[Inputs], Any]) -> list[str]:
@@ -63,7 +64,7 @@ def test_products_with_the_same_inputs_are_one_call(weights: list[Tensor]) -> No
         q, k, v = (linear.multiply(x, weight, None, size, live) for weight, size in zip(weights, SIZES))
         return [q.view(5, 2, 35).transpose(0, 1) + 1, k * 3, v]
 
-    assert check(fn) == [EACH]
+    assert check(fn) == [EACH.format(3)]
 
 
 def test_biases_stay_with_their_weights(weights: list[Tensor]) -> None:
@@ -75,7 +76,14 @@ def test_biases_stay_with_their_weights(weights: list[Tensor]) -> None:
             linear.multiply(inputs["x"], weights[1], bias, SIZES[1]),
         ]
 
-    assert check(fn) == [EACH]
+    assert check(fn) == [EACH.format(2)]
+
+
+def test_more_products_than_one_call_has_are_several_calls(weights: list[Tensor]) -> None:
+    def fn(inputs: Inputs) -> list[Tensor]:
+        return [linear.multiply(inputs["x"], weights[1], None, size) for size in range(1, 10)]
+
+    assert check(fn) == [EACH.format(8), ONE]
 
 
 def test_products_with_other_inputs_or_other_padding_stay_apart(weights: list[Tensor]) -> None:

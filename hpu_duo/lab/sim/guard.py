@@ -20,7 +20,7 @@ def load_guard() -> Path:
         ValueError: there is no C++ compiler, or it does not accept torch's headers.
     """
     try:
-        library = build("sim_guard", [Path(__file__).with_name("guard.cpp")])
+        library = build("sim_guard", [Path(__file__).with_name("guard.cpp")], needs_torch=True)
     except BuildError as error:
         raise ValueError(f"the simulated HPU needs its guard: {error}") from error
     ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
