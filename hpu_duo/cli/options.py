@@ -400,7 +400,7 @@ CUT = ("pattern", "sparsity", "threshold", "sink", "recent", "max_layer_kinds")
 """Settings that say which heads stream."""
 KEPT = ("kv_policy", "kv_budget", "kv_plan", "kv_prompt", "kv_chunk")
 """Settings that say what heads keep that have a KV budget."""
-STORED = ("kv_cache_dtype", "kv_cache_dtype_skip_layers", "calculate_kv_scales", "ring_dtype")
+STORED = ("kv_cache_dtype", "kv_cache_dtype_skip_layers", "calculate_kv_scales", "kv_scales", "ring_dtype")
 """Settings of the format of keys and values."""
 STEP = ("device", "dtype", "graphs", "attention", "softmax")
 """Settings of how a step runs."""

@@ -71,9 +71,13 @@ class ModelConfig:
         "auto",
         "Producer of quantised weights: auto (as the checkpoint says), compressed-tensors, fp8, gptq, awq, "
         "modelopt or mxfp4; another one than the checkpoint's is an error. int8, int4 and fp8 quantise the "
-        "linear layers of a plain checkpoint while it loads (round to nearest).",
+        "linear layers of a plain checkpoint while it loads (round to nearest); inc does so to fp8, by the "
+        "files of Intel Neural Compressor that the environment's QUANT_CONFIG names.",
         ENGINE,
-        choices=("auto", "compressed-tensors", "fp8", "gptq", "awq", "modelopt", "mxfp4", "int8", "int4"),
+        choices=(
+            *("auto", "compressed-tensors", "fp8", "gptq", "awq", "modelopt", "mxfp4", "int8", "int4"),
+            "inc",
+        ),
     )
     quantization_execution: str = option(
         "auto",

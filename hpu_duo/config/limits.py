@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,8 @@ class CacheConfig:
         kv_cache_dtype_skip_layers: numbers of layers that keep the model's dtype, or "sliding_window", all
             layers with one.
         calculate_kv_scales: vLLM's name of what is refused.
+        kv_scales: directory with constants that keys and values are divided by before they are rounded to
+            fp8; None = those of the checkpoint, else 1. Those of fp8_inc are in files of ``QUANT_CONFIG``.
         ring_dtype: format in which rings, and heads with a budget, keep keys and values: a name like that of
             ``kv_cache_dtype``.
         device_memory_utilization: vLLM's ``gpu_memory_utilization``; see ``hpu_duo.config.limits``.
@@ -181,7 +184,8 @@ class CacheConfig:
     kv_cache_dtype: str = option(
         "auto",
         "How keys and values are stored: auto (as --dtype), bfloat16, float16, float32, int8_per_token_head, "
-        "int4_per_token_head, fp8, fp8_per_token_head or k8v4; see docs/quantisation.md.",
+        "int4_per_token_head, fp8, fp8_inc (scales of QUANT_CONFIG), fp8_per_token_head or k8v4; see "
+        "docs/quantisation.md.",
         LIMITS,
         metavar="FORMAT",
     )
@@ -197,6 +201,13 @@ class CacheConfig:
         "Refused: formats have constant scales, or one for each vector.",
         LIMITS,
         flags=("--calculate-kv-scales",),
+    )
+    kv_scales: str | Path | None = option(
+        None,
+        "Directory with scales of keys and values for fp8, as hpu-duo calibrate --kv-scales writes.",
+        LIMITS,
+        metavar="DIR",
+        unset="the checkpoint's, else 1",
     )
     ring_dtype: str = option(
         "auto",
@@ -229,6 +240,8 @@ class CacheConfig:
 
     def _check_formats(self) -> None:
         check_bool("calculate_kv_scales", self.calculate_kv_scales)
+        if not isinstance(self.kv_scales, str | PathLike | None):
+            raise ValueError(f"expected kv_scales to be a directory, got {self.kv_scales!r}")
         if self.calculate_kv_scales:
             raise ValueError(
                 "calculate_kv_scales is not served: scales of the first request would be those of all "

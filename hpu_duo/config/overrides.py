@@ -51,6 +51,7 @@ class EngineOverrides(TypedDict, total=False):
     kv_cache_dtype: str
     kv_cache_dtype_skip_layers: tuple[str | int, ...]
     calculate_kv_scales: bool
+    kv_scales: str | Path | None
     ring_dtype: str
     max_model_len: int | None
     max_num_seqs: int

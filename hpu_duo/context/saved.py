@@ -21,6 +21,7 @@ from hpu_duo.modeling.config_checks import served_len, short_len
 from hpu_duo.modeling.hub import model_fingerprint
 from hpu_duo.modeling.quantised.execution import rounding_of
 from kernels_ref import PLAIN
+from kernels_ref.formats import INC
 from kernels_ref.unified import format_names
 
 if TYPE_CHECKING:
@@ -127,6 +128,8 @@ def fingerprint_of(model: GenerativeModel) -> dict[str, str]:
     }
     if (rounding := rounding_of(config.model.path, config.model.quantization)) is not None:
         found["weights"] = f"rounded to {rounding}"
+    if config.cache.kv_scales is not None or INC in (config.cache.kv_cache_dtype, config.cache.ring_dtype):
+        found["scales of keys and values"] = str(engine.runner.model.kv_scales)
     if pattern is not None:
         heads = [pattern.sink, pattern.recent, pattern.mask.astype(int).tolist()]
         found["head pattern"] = json.dumps(heads)

@@ -280,6 +280,8 @@ class EngineStats:
         num_late_captures: planned buckets captured only when a request needed them.
         num_uncaptured_steps: steps of buckets that are too long to be captured.
         num_unrecorded_steps: steps that were served but could not be recorded, as on a full disk.
+        num_clipped_values: elements of keys and values of prompts beyond the range of a format of constant
+            scales, on this rank; on devices other than a CPU up to ten seconds old.
         num_running, num_waiting: requests now.
         used_blocks, total_blocks, used_rows, total_rows: allocations now.
         kv_bytes: bytes of the stores.
@@ -311,6 +313,7 @@ class EngineStats:
     num_late_captures: int
     num_uncaptured_steps: int
     num_unrecorded_steps: int
+    num_clipped_values: int
     num_running: int
     num_waiting: int
     used_blocks: int
@@ -364,6 +367,7 @@ class EngineStats:
             num_late_captures=graphs.late_captures,
             num_uncaptured_steps=graphs.bypasses,
             num_unrecorded_steps=counters.num_unrecorded_steps,
+            num_clipped_values=runner.model.num_clipped(),
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             used_blocks=allocations.blocks.num_used,

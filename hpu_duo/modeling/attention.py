@@ -29,6 +29,7 @@ from kernels_ref import (
     loops,
     unified_attention,
 )
+from kernels_ref.formats.fp8 import Fp8
 
 RowTensors: TypeAlias = tuple[tuple[torch.Tensor, ...], ...]
 """Tensors of the row states of a layer, in the order of ``LayerSpec.rows``."""
@@ -177,6 +178,17 @@ class _StoreNames(NamedTuple):
     region_layout: UnitLayout | None
 
 
+def _ranges(spec: LayerSpec, place: int) -> tuple[tuple[int, int, float], ...]:
+    """Heads with a format of constant scales of keys (0) or values (1), and the largest number of each."""
+    found, begin = [], 0
+    for group in spec.groups:
+        end, vectors = begin + group.num_heads, (group.format.keys, group.format.values)[place]
+        if isinstance(vectors, Fp8):
+            found.append((begin, end, vectors.largest))
+        begin = end
+    return tuple(found)
+
+
 class AttentionLayer(nn.Module):
     """The stores of one layer as buffers, so that they are inputs of compiled layers.
 
@@ -186,9 +198,15 @@ class AttentionLayer(nn.Module):
     Args:
         scales: of keys and of values, which are divided by them for all stores of the layer; scores and
             results are those of the keys and values themselves.
+
+    Attributes:
+        counts_clipped: whether heads store keys or values in a format of constant scales.
+        clipped: int32 ``[2]``, elements of keys and of values of prompts that were beyond its range, where
+            ``counts_clipped``. Decodes are not counted: they would run one more operator.
     """
 
     kv_scales: torch.Tensor
+    clipped: torch.Tensor
 
     def __init__(
         self,
@@ -203,6 +221,14 @@ class AttentionLayer(nn.Module):
         if scales is not None:
             device = cache[0].tensors[0].device
             self.register_buffer("kv_scales", torch.tensor(scales, device=device), persistent=False)
+        self._ranges = tuple(_ranges(spec, place) for place in (0, 1))
+        self.counts_clipped = any(self._ranges) and spec.writes
+        if self.counts_clipped:
+            self.register_buffer(
+                "clipped",
+                torch.zeros(2, dtype=torch.int32, device=cache[0].tensors[0].device),
+                persistent=False,
+            )
         self.spec, self.running = spec, running
         self.parts = tuple(self._register(i, units) for i, units in enumerate(cache))
         self.layouts = tuple((part.layout, part.region_layout) for part in self.parts)
@@ -244,12 +270,24 @@ class AttentionLayer(nn.Module):
         if self.has_scales:
             k_scale, v_scale = self.kv_scales.unbind()
             q, k, v = q * k_scale, k / k_scale, v / v_scale
+        if self.counts_clipped and step.parts.causal:
+            self._count_clipped(k, v, step)
         output = unified_attention(q, k, v, cache, step, self.spec, sinks)
         if self.has_scales:
             output = output * v_scale
         for kind, names in self._rows:
             kind.advance(tuple(getattr(self, name) for name in names), step)
         return output
+
+    def _count_clipped(self, k: torch.Tensor, v: torch.Tensor, step: Step) -> None:
+        is_prompt = step.tensors.causal_row < step.tensors.row_start.shape[0]
+        counts = []
+        for x, ranges in zip((k, v), self._ranges):
+            found = torch.zeros_like(is_prompt, dtype=torch.int32)
+            for begin, end, largest in ranges:
+                found = found + (x[:, begin:end].abs() > largest).sum(dim=(1, 2), dtype=torch.int32)
+            counts.append(torch.where(is_prompt, found, 0).sum(dtype=torch.int32))
+        self.clipped.add_(torch.stack(counts))
 
     def _units(self, part: _StoreNames) -> KVUnits:
         store, scratch, state, regions = (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from inspect import signature
@@ -29,6 +32,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LayerRunner = Callable[..., Any]
+_READ_S = 10.0
+_CLIPPED = (
+    "layer %d: %d elements of keys and %d of values of prompts are beyond the range of fp8 with this layer's "
+    "scales, and are stored as its largest number: measure scales (hpu-duo calibrate --kv-scales), or choose "
+    "kv_cache_dtype fp8_per_token_head"
+)
+_log = logging.getLogger(__name__)
 
 
 def run_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -78,6 +88,10 @@ class StepModel(NotPicklable):
         self.specs = tuple(specs)
         # Layers that share stores have them once.
         self._caches = tuple(cache for spec, cache in zip(specs, caches) if spec.writes)
+        self._attention: list[AttentionLayer] = []
+        self._num_clipped: dict[int, int] = {}
+        self._read_at = -math.inf
+        self._kv_scales = tuple(scales)
         self._running = RunningStep()
         self._runners: dict[Hashable, LayerRunner] = {}
         # Without it, transformers computes it in each step, as int64.
@@ -88,7 +102,9 @@ class StepModel(NotPicklable):
         for layer, spec, cache, rows, of_kv in zip(
             layers, specs, caches, of_rows, scales or [None] * len(caches)
         ):
-            setattr(layer.attention, LAYER_ATTRIBUTE, AttentionLayer(spec, cache, self._running, rows, of_kv))
+            attention = AttentionLayer(spec, cache, self._running, rows, of_kv)
+            setattr(layer.attention, LAYER_ATTRIBUTE, attention)
+            self._attention.append(attention)
             kind = LayerKind(layer.module, spec)
             # Equal kinds become one object, which dictionaries find without comparing.
             kind = kinds.setdefault(kind, kind)
@@ -97,6 +113,33 @@ class StepModel(NotPicklable):
         self.stores = stores_of(specs, caches)
         self.mask_dtype = caches[0][0].encoding.dtype if specs[0].impl.reads_masks else None
         self._copies = tuple(_copies(self._caches))
+
+    def num_clipped(self) -> int:
+        """Count elements of keys and values of prompts that constant scales have clipped.
+
+        A layer with some is warned of once. On devices other than a CPU the counts are read every ten
+        seconds at most, since a read waits for the device.
+        """
+        counting = {number: each for number, each in enumerate(self._attention) if each.counts_clipped}
+        now = time.monotonic()
+        is_due = self._mask.device.type == "cpu" or now - self._read_at > _READ_S
+        if not counting or not is_due:
+            return sum(self._num_clipped.values())
+        self._read_at = now
+        table = torch.stack([each.clipped for each in counting.values()]).tolist()
+        for (number, layer), (keys, values) in zip(counting.items(), table):
+            if not (keys or values):
+                continue
+            layer.clipped.zero_()
+            if number not in self._num_clipped:
+                _log.warning(_CLIPPED, number, keys, values)
+            self._num_clipped[number] = self._num_clipped.get(number, 0) + keys + values
+        return sum(self._num_clipped.values())
+
+    @property
+    def kv_scales(self) -> list[list[float] | None]:
+        """What keys and values of each layer are divided by; None where they are stored as they are."""
+        return [None if each is None else list(each) for each in self._kv_scales]
 
     @property
     def stores_flat(self) -> list[torch.Tensor]:

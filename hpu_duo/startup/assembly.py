@@ -32,7 +32,7 @@ from hpu_duo.scheduling import make_policy
 from hpu_duo.startup.blueprint import fix_served_len, request_len
 from hpu_duo.startup.device_side import DeviceSide, Place
 from hpu_duo.startup.heads import check_pattern
-from hpu_duo.startup.kv_formats import unused_note
+from hpu_duo.startup.kv_formats import check_scales, unused_note
 from hpu_duo.startup.sharding import build_led, native_code_built, settle
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ def assemble(
     else:
         place = Place.of(config)
         device = place.device
+        check_scales(config.cache, device)  # and these
         precision = Precision.choose(config.model.dtype, hf_config, device.type)
         with collector_paused(), native_code_built(config.model, place, precision.arithmetic):
             execution = choose_execution(config.model, precision.arithmetic, device)

@@ -430,7 +430,7 @@ class Blueprint:
     def build(self, model: PreTrainedModel, memory: MemoryPlan, live: LiveRows) -> tuple[KVStore, StepModel]:
         """Allocate the stores, and attach them to the model; heads are in the order of their groups."""
         store = KVStore(memory, self.dtype, self.device)
-        scales = scales_of(self.config.model.path, self.specs, memory.layers)
+        scales = scales_of(self.config.model.path, self.specs, memory.layers, self.config.cache)
         parts = (store.layers, live, store.row_tensors, scales)
         return store, StepModel(model, self.layers, self.specs, *parts)
 

@@ -12,10 +12,12 @@ from hpu_duo.config.limits import SLIDING_WINDOW, CacheConfig
 from hpu_duo.kv.plan import LayerKV, in_format
 from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.modeling.quantised.execution import inc_scales
+from hpu_duo.modeling.quantised.inc import VARIABLE, IncScales, quant_config, read_inc
 from hpu_duo.modeling.quantised.kv_scales import kv_scales
 from hpu_duo.startup.heads import HeadAssignment
 from kernels_ref import PLAIN, Blocks, Budget, GroupKind, Implementation, KVFormat, LayerSpec, Owner, Rings
-from kernels_ref.formats import ROUNDED, format_of
+from kernels_ref.formats import INC, ROUNDED, format_of, inc_format
 from kernels_ref.x86 import library as x86
 
 
@@ -37,9 +39,7 @@ def with_formats(
             f"expected kv_cache_dtype_skip_layers of 0 to {len(layers) - 1}, the layers of this model, "
             f"got {', '.join(sorted(unknown))}"
         )
-    of_blocks, of_rows = (
-        _served(format_of(name), dtype) for name in (cache.kv_cache_dtype, cache.ring_dtype)
-    )
+    of_blocks, of_rows = (_served(name, dtype) for name in (cache.kv_cache_dtype, cache.ring_dtype))
     found = []
     for number, (each, layer) in enumerate(zip(heads, layers)):
         has_window = layer.call.sliding_window is not None
@@ -62,7 +62,7 @@ def unused_note(specs: Iterable[LayerSpec], cache: CacheConfig, dtype: torch.dty
     notes = []
     for setting, other, owns_blocks in zip(("kv_cache_dtype", "ring_dtype"), others, (True, False)):
         name = getattr(cache, setting)
-        chosen = _served(format_of(name), dtype)
+        chosen = _served(name, dtype)
         if not chosen.is_plain and (owns_blocks, chosen) not in kept:
             notes.append(
                 f"{setting} {name!r} is not used: all heads are {other}, or in layers that "
@@ -72,12 +72,18 @@ def unused_note(specs: Iterable[LayerSpec], cache: CacheConfig, dtype: torch.dty
 
 
 def scales_of(
-    path: str | Path, specs: Sequence[LayerSpec], layers: Sequence[LayerKV]
+    path: str | Path, specs: Sequence[LayerSpec], layers: Sequence[LayerKV], cache: CacheConfig
 ) -> tuple[tuple[float, float] | None, ...]:
     """Return the constants that keys and values of each layer are divided by, if their formats take them.
 
+    They are those of files of Intel Neural Compressor for its format, else of the user's file, else of the
+    checkpoint.
+
+    Args:
+        path: of the checkpoint.
+
     Raises:
-        ValueError: see ``kv_scales``.
+        ValueError: see ``kv_scales`` and ``IncScales.kv``; or the user's file has none.
     """
     # A layer that reads the stores of another one has its scales.
     sources = [
@@ -87,7 +93,18 @@ def scales_of(
         for number, (spec, kv) in enumerate(zip(specs, layers))
     ]
     wanted = [source for source in sources if source is not None]
-    found = kv_scales(path, wanted) if wanted else None
+    found = None
+    if not wanted:
+        return (None,) * len(specs)
+    if INC in (cache.kv_cache_dtype, cache.ring_dtype):
+        found = _inc_files().kv(wanted)
+    elif cache.kv_scales is None:
+        found = kv_scales(path, wanted)
+    elif (found := kv_scales(cache.kv_scales, wanted)) is None:
+        raise ValueError(
+            f"expected kv_scales to be a directory that hpu-duo calibrate --kv-scales has written, got "
+            f"{str(cache.kv_scales)!r}, which has no *.safetensors with k_scale and v_scale"
+        )
     if found is None:
         return (None,) * len(specs)
     return tuple(None if source is None else found[source] for source in sources)
@@ -132,9 +149,37 @@ def _is_read(head_dim: int, precision: Precision) -> bool:
     return x86.fits_rows(q, k) and x86.fits_tiles(q, q[0])
 
 
-def _served(kv_format: KVFormat, dtype: torch.dtype) -> KVFormat:
-    """Return the format, or plain floats if it is the model's dtype by name."""
-    return PLAIN if kv_format.name == str(dtype).removeprefix("torch.") else kv_format
+def _served(name: str, dtype: torch.dtype) -> KVFormat:
+    """Return the format of a name, or plain floats if it is the model's dtype.
+
+    Raises:
+        ValueError: there is none, or its files cannot be read.
+    """
+    if name == INC:
+        return inc_format(_inc_files().largest)
+    return PLAIN if name == str(dtype).removeprefix("torch.") else format_of(name)
+
+
+def _inc_files() -> IncScales:
+    return read_inc(quant_config(f"kv_cache_dtype {INC!r}"))
+
+
+def check_scales(cache: CacheConfig, device: torch.device) -> None:
+    """Check files of scales of keys and values before anything else is read.
+
+    Raises:
+        ValueError: they cannot be read, or do not go with the format; or they are for another device.
+    """
+    names = (cache.kv_cache_dtype, cache.ring_dtype)
+    if cache.kv_scales is not None and INC in names:
+        raise ValueError(f"expected kv_scales or kv_cache_dtype {INC!r}, whose scales are in {VARIABLE}")
+    if cache.kv_scales is not None and not any(format_of(name).takes_scales for name in names):
+        raise ValueError(
+            f"kv_scales={str(cache.kv_scales)!r} needs a kv_cache_dtype of fp8, whose scales are constants, "
+            f"got {cache.kv_cache_dtype!r}"
+        )
+    if INC in names:
+        inc_scales(f"kv_cache_dtype {INC!r}", device)
 
 
 def _check_sizes(kv_format: KVFormat, head_dim: int, number: int) -> None:

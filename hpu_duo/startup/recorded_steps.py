@@ -322,6 +322,7 @@ def origin_of(engine: Engine, config: EngineConfig) -> dict[str, Any]:
             "kv_chunk": config.cache.kv_chunk,
             "kv_cache_dtype": config.cache.kv_cache_dtype,
             "kv_cache_dtype_skip_layers": config.cache.kv_cache_dtype_skip_layers,
+            "kv_scales": None if config.cache.kv_scales is None else str(config.cache.kv_scales),
             "ring_dtype": config.cache.ring_dtype,
             "attention_rule": config.heads.attention_rule,
             "max_ring_window": config.heads.max_ring_window,

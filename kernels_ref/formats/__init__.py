@@ -10,11 +10,12 @@ from collections.abc import Mapping
 import torch
 
 from kernels_ref.formats.base import Floats, KVFormat, Rounded, VectorFormat, VectorPart
-from kernels_ref.formats.fp8 import Fp8, ScaledFp8
+from kernels_ref.formats.fp8 import LARGEST, Fp8, ScaledFp8
 from kernels_ref.formats.int4 import Int4
 from kernels_ref.formats.int8 import Int8
 
 __all__ = [
+    "INC",
     "PAIR",
     "PLAIN",
     "ROUNDED",
@@ -36,10 +37,12 @@ ROUNDED = {
 PAIR = ":"
 """Between the names of a format of keys and of one of values."""
 
+INC = "fp8_inc"
+"""Keys and values in fp8 with the scales, and the range, of files of Intel Neural Compressor."""
+
 _formats = {PLAIN.name: PLAIN}
 _refused: Mapping[str, str] = {
     "fp8_e5m2": "two bits of a fraction are too few for keys",
-    "fp8_inc": "scale files of Intel Neural Compressor are not read yet",
     "kivi_": "scales of a channel over several tokens are not served yet",
     "nvfp4": "it is a format of NVIDIA's tensor cores",
     "turboquant_": "it rotates vectors, which no kernel here does",
@@ -59,8 +62,17 @@ def register_format(added: KVFormat) -> None:
         raise ValueError(f"expected a name that no format of keys and values has, got {added.name!r}")
 
 
+def inc_format(largest: float = LARGEST) -> KVFormat:
+    """Return the format ``INC``.
+
+    Args:
+        largest: fp8 number of the device that its files are for.
+    """
+    return KVFormat(INC, Fp8(largest), Fp8(largest))
+
+
 def names_of_formats() -> tuple[str, ...]:
-    """Names of all formats."""
+    """Names of all formats but ``INC``, which needs files."""
     return tuple(_formats)
 
 
@@ -75,13 +87,15 @@ def format_of(name: str, setting: str = "kv_cache_dtype") -> KVFormat:
     """
     if name in _formats:
         return _formats[name]
+    if name == INC:
+        return inc_format()
     keys, is_pair, values = name.partition(PAIR)
     if is_pair and PAIR not in values:
         pair = KVFormat(name, format_of(keys, setting).keys, format_of(values, setting).values)
         # One name for the same bytes: saved contexts are compared by it.
         known = (x for x in _formats.values() if (x.keys, x.values) == (pair.keys, pair.values))
         return next(known, pair)
-    served = f"{', '.join(_formats)}, or one of keys and one of values with {PAIR!r} between"
+    served = f"{', '.join((*_formats, INC))}, or one of keys and one of values with {PAIR!r} between"
     begins = max((each for each in _refused if name.startswith(each)), key=len, default=None)
     reason = "" if begins is None else f": {_refused[begins]}"
     raise ValueError(f"expected {setting} to be one of {served}, got {name!r}{reason}")

@@ -15,9 +15,9 @@ LARGEST = 448.0
 """Of float8_e4m3fn."""
 
 
-def _codes(x: torch.Tensor) -> torch.Tensor:
+def _codes(x: torch.Tensor, largest: float = LARGEST) -> torch.Tensor:
     # Bytes: torch's CPU kernels copy no float8 by index.
-    return torch.clamp(x, -LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.clamp(x, -largest, largest).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 _TABLE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -33,9 +33,14 @@ def _values(codes: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Fp8(VectorFormat):
-    """Elements as they are, in 8 bits; those beyond 448 are stored as that."""
+    """Elements as they are, in 8 bits; those beyond the largest number are stored as that.
+
+    Attributes:
+        largest: number of the device.
+    """
 
     takes_scale: ClassVar[bool] = True
+    largest: float = LARGEST
 
     def parts(self, dim: int) -> tuple[VectorPart, ...]:
         """Return the codes."""
@@ -43,7 +48,7 @@ class Fp8(VectorFormat):
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Round each element."""
-        return (_codes(x.float()),)
+        return (_codes(x.float(), self.largest),)
 
     def decode(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """Return the elements, which every dtype has exactly."""

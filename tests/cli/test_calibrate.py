@@ -3,10 +3,13 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import Result
 
+from hpu_duo import HPUDuoModel
+from hpu_duo.builtin import MODEL_DIR
 from hpu_duo.config.kv_plan import Keep, KVPlan
 
 Run = Callable[..., Result]
@@ -100,3 +103,23 @@ def test_no_file_is_overwritten(hpu_duo: Run, tmp_path: Path) -> None:
         assert result.exit_code == 2
         assert message in result.stderr
     assert (tmp_path / "plan.yaml").read_text() == "mine"
+
+
+def test_scales_of_keys_and_values_are_written_and_read_back(hpu_duo: Run, tmp_path: Path) -> None:
+    out = tmp_path / "scales"
+    result = hpu_duo("calibrate", "--kv-scales", out, *SMALL, "--json")
+    assert result.exit_code == 0, result.stderr
+    told = json.loads(result.stdout)["layers"]
+    assert [each["k_scale"] for each in told] == pytest.approx([each["k_max"] / 224 for each in told])
+    options: dict[str, Any] = {"dtype": "float32", "num_blocks": 8, "max_model_len": 256, "kv_scales": out}
+    served = HPUDuoModel.from_pretrained(MODEL_DIR, kv_cache_dtype="fp8", **options)
+    expected = [[each["k_scale"], each["v_scale"]] for each in told]
+    assert [pytest.approx(each) for each in expected] == served.engine.runner.model.kv_scales
+    with pytest.raises(ValueError, match=r"kv_scales='.*' needs a kv_cache_dtype of fp8"):
+        HPUDuoModel.from_pretrained(MODEL_DIR, **options)
+    with pytest.raises(ValueError, match=r"calibrate --kv-scales has written, got '.*nothing'"):
+        HPUDuoModel.from_pretrained(
+            MODEL_DIR, kv_cache_dtype="fp8", **{**options, "kv_scales": tmp_path / "nothing"}
+        )
+    for arguments in ((), ("--kv-scales", tmp_path / "a", "--output", tmp_path / "b"), ("--kv-scales", out)):
+        assert hpu_duo("calibrate", *arguments).exit_code == 2

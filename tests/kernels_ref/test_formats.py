@@ -126,7 +126,6 @@ def test_a_pair_of_names_is_a_format_of_keys_and_one_of_values() -> None:
     ("name", "reason"),
     {
         "fp8_e5m2": "too few for keys",
-        "fp8_inc": "are not read yet",
         "kivi_2": "not served yet",
         "nvfp4_4over6": "NVIDIA",
         "turboquant_k8v4": "rotates",

@@ -337,6 +337,14 @@ def test_scales_of_a_checkpoint_divide_what_is_stored_in_fp8(
     write(k_scale=0.0, v_scale=1.0)
     with pytest.raises(ValueError, match=r"k_scale to be above 0 and finite, got 0\.0"):
         scaled.load(kv_cache_dtype="fp8", **options)
+    # Elements of prompts are counted that are beyond 448 after the division.
+    write(k_scale=1e-6, v_scale=1.0)
+    served, heads = scaled.load(kv_cache_dtype=f"fp8{PAIR}float32", **options), 1 if options == DUO else 2
+    serve(served, [TEXT], GREEDY)
+    clipped = served.stats().num_clipped_values
+    assert 0.9 < clipped / (len(TEXT) * heads * 2 * served.config.head_dim) <= 1
+    serve(served, [TEXT[1:6]], GREEDY)
+    assert served.stats().num_clipped_values > clipped
     # Layers that keep the dtype of the model, or read stores of others, need none.
     write(k_scale=0.5, v_scale=1.0)
     save_file(

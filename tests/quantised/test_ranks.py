@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hpu_duo.device import Member, run_processes
 from hpu_duo.device.ranks import Ranks
 from hpu_duo.modeling.loading import build_without_weights, load_model, read_config
 from hpu_duo.modeling.probe import read_layers
+from hpu_duo.modeling.quantised.inc import METHOD as INC
+from hpu_duo.modeling.quantised.inc import read_inc
 from hpu_duo.modeling.quantised.linear import DEQUANTISED, WeightExecution
 from hpu_duo.modeling.quantised.state import quantised_layers
 from hpu_duo.parallel.config import RankHeads
@@ -22,6 +25,7 @@ from hpu_duo.parallel.loading import load_share
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN
 from tests.modeling.families import make_config, prompts_of, save_random
+from tests.quantised.inc_files import nodes_of, write_inc
 from tests.quantised.test_checkpoints import LAYOUTS, SIZES
 from tests.quantised.writers import KINDS, write_twins
 from tests.ranks.test_memory import anonymous_bytes
@@ -98,6 +102,8 @@ WIDE = {
 def peak_of_loading(member: Member, path: Path, rounding: str | None = None) -> tuple[int, int]:
     """The most that loading adds at any moment, and the bytes of the model; rounded weights stay codes."""
     execution = DEQUANTISED if rounding is None else replace(CODES, rounding=rounding)
+    if rounding == INC:
+        execution = replace(execution, scales=read_inc(path.parent / "maxabs_quant_g2.json"))
     config, peak, is_done = read_config(path), [0], threading.Event()
     # What transformers imports lazily is not of the weights.
     load_model(path.parent / "small", read_config(path.parent / "small"), torch.float32, torch.device("cpu"))
@@ -127,10 +133,13 @@ def test_a_load_takes_the_plain_model_and_about_a_layer(name: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int4", INC])
 def test_a_load_that_rounds_takes_the_codes_and_about_a_layer(name: str, tmp_path: Path) -> None:
     for directory, sizes in (("large", WIDE), ("small", SIZES)):
         save_random(make_config("LlamaConfig", **sizes), tmp_path / directory)
+    if name == INC:
+        state = load_file(tmp_path / "large/model.safetensors")
+        write_inc(tmp_path, [nodes_of(state, WIDE["num_hidden_layers"])])
     ((peak, size),) = run_processes(peak_of_loading, (tmp_path / "large", name), [{}], 300)
     plain_layer = 4 * (4 * 512 * 512 + 3 * 512 * 1536)
     assert peak < size + plain_layer

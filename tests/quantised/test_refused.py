@@ -412,14 +412,19 @@ def assert_a_sentence(error: str, seed: int) -> None:
     assert not error or (error.startswith("expected ") and "\n" not in error), (seed, error)
 
 
-def test_damaged_configurations_end_in_a_sentence() -> None:
-    errors = [fuzz_config(seed) for seed in range(400)]
+COUNTS = [60, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.exhaustive])]
+
+
+@pytest.mark.parametrize("count", [400, *COUNTS[1:]])
+def test_damaged_configurations_end_in_a_sentence(count: int) -> None:
+    errors = [fuzz_config(seed) for seed in range(count)]
     for seed, error in enumerate(errors):
         assert_a_sentence(error, seed)
     assert "" in errors
 
 
-def test_damaged_headers_end_in_a_sentence(quantised: Path) -> None:
+@pytest.mark.parametrize("count", [150, *COUNTS[1:]])
+def test_damaged_headers_end_in_a_sentence(count: int, quantised: Path) -> None:
     data = (quantised / "model.safetensors").read_bytes()
-    for seed in range(150):
+    for seed in range(count):
         assert_a_sentence(fuzz_header(quantised, data, seed), seed)

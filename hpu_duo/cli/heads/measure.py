@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         Documents,
         PlannedHead,
         PromptFile,
+        ScaleCalibration,
     )
 
 
@@ -303,7 +304,22 @@ def _options(values: dict[str, Any]) -> str:
 @grouped
 def calibrate(
     *,
-    output: Annotated[Path, typer.Option(metavar="FILE.yaml", help="The plan; no file is overwritten.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.yaml",
+            help="The plan; no file is overwritten.",
+            show_default="none, with --kv-scales",
+        ),
+    ] = None,
+    kv_scales: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="New directory for scales of keys and values in fp8, for --kv-scales of other commands; "
+            "instead of a plan.",
+        ),
+    ] = None,
     model: Model = None,
     method: Annotated[
         str,
@@ -319,13 +335,17 @@ def calibrate(
 ) -> None:
     """Choose what each KV head keeps by its attention on prompts, and write the KV plan for --kv-plan.
 
-    The built-in model takes some seconds.
+    Or measure keys and values, and write their scales for --kv-scales. The built-in model takes some seconds.
     """
     with user_errors():
         run.check()
-        if output.exists():
-            raise ValueError(f"{output} exists already: choose another file for --output")
-        check_file("--output", output)
+        if (output is None) is (kv_scales is None):
+            raise ValueError("expected --output or --kv-scales, got neither or both")
+        for name, written in (("--output", output), ("--kv-scales", kv_scales)):
+            if written is not None and written.exists():
+                raise ValueError(f"{written} exists already: choose another file for {name}")
+            if written is not None:
+                check_file(name, written)
         request = calibration_of(model, method, settings, prompts, run)
         # What torch prints would stand between the table and its reader.
         from hpu_duo.cli.heads.run import cpu_set_up, quiet
@@ -333,6 +353,10 @@ def calibrate(
         quiet()
         from hpu_duo.lab.kv_calibration import Calibration
 
+    if output is None:
+        assert kv_scales is not None, "it was checked"
+        _calibrate_scales(request, kv_scales, run, as_json)
+        return
     with cpu_set_up(run.threads):
         with user_errors():
             calibration = Calibration(request)
@@ -347,7 +371,30 @@ def calibrate(
         _calibrate_show(output, calibration, found)
 
 
-def _measure(calibration: Calibration) -> None:
+def _calibrate_scales(request: CalibrationRequest, directory: Path, run: RunOptions, as_json: bool) -> None:
+    from hpu_duo.cli.heads.run import cpu_set_up
+    from hpu_duo.lab.kv_calibration import ScaleCalibration
+
+    with cpu_set_up(run.threads):
+        with user_errors():
+            calibration = ScaleCalibration(request)
+        with user_errors(()):
+            _measure(calibration)
+    with user_errors(OSError):
+        calibration.save(directory)
+    if as_json:
+        typer.echo((directory / "kv_scales.json").read_text(encoding="utf-8"))
+        return
+    console, table = Console(), Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("layer", "largest key", "largest value"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, largest in enumerate(calibration.largest.tolist()):
+        table.add_row(str(number), *(f"{each:.4g}" for each in largest))
+    console.print(table)
+    console.print(f"{directory}: for --kv-scales, with --kv-cache-dtype fp8", highlight=False, markup=False)
+
+
+def _measure(calibration: Calibration | ScaleCalibration) -> None:
     from hpu_duo.cli.heads.views import IdentifyView
 
     view = IdentifyView(Console(stderr=True), calibration.total, is_silent=False)

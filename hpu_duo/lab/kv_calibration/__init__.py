@@ -6,6 +6,7 @@ from hpu_duo.lab.kv_calibration.calibrated import CalibratedPlan, PlannedHead
 from hpu_duo.lab.kv_calibration.calibration import Calibration, CalibrationRequest
 from hpu_duo.lab.kv_calibration.fastgen import FastGen, FastGenChoice, Kind, choose_kinds, fastgen_plan
 from hpu_duo.lab.kv_calibration.head_budgets import head_budgets, plan_of_budgets
+from hpu_duo.lab.kv_calibration.kv_scales import ScaleCalibration
 from hpu_duo.lab.kv_calibration.methods import CalibrationMethod
 from hpu_duo.lab.kv_calibration.prompts import Documents, PromptFile
 from hpu_duo.lab.kv_calibration.sizes import Quantised, quantised
@@ -23,6 +24,7 @@ __all__ = [
     "PlannedHead",
     "PromptFile",
     "Quantised",
+    "ScaleCalibration",
     "TokenClasses",
     "TokenClassifier",
     "choose_kinds",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,9 +19,12 @@ from hpu_duo.lab.kv_calibration.ada_kv import AdaKV
 from hpu_duo.lab.kv_calibration.calibrated import CalibratedPlan, PlannedHead
 from hpu_duo.lab.kv_calibration.collect import LayerAttention, collect
 from hpu_duo.lab.kv_calibration.methods import CalibrationMethod
-from hpu_duo.lab.kv_calibration.prompts import Documents, PromptFile, check_lengths
+from hpu_duo.lab.kv_calibration.prompts import Documents, Prompt, PromptFile, check_lengths
 from hpu_duo.modeling.hub import model_name
 from hpu_duo.modeling.loading import load_tokenizer, read_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -61,15 +65,8 @@ class Calibration:
 
     def __init__(self, request: CalibrationRequest) -> None:
         # Cheap checks first: a model of this size takes minutes to read.
-        config = read_config(request.model)
-        tokenizer = load_tokenizer(request.model)
-        if tokenizer is None:
-            raise ValueError(f"expected a tokenizer beside the model in {request.model}, found none")
-        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-        self._prompts = request.prompts.read(tokenizer, positions)
+        tokenizer, self._prompts = prompts_of(request)
         self.lengths = tuple(len(prompt.ids) for prompt in self._prompts)
-        check_lengths(self._prompts, request.method.shortest(self.lengths), positions)
-
         self._request = request
         self._classifier = TokenClassifier(tokenizer)
         self._model = GatedModel.load(request.model, request.dtype, resolve_device(request.device))
@@ -118,13 +115,40 @@ class Calibration:
     @property
     def origin(self) -> tuple[str, ...]:
         """Lines that say where the plan comes from."""
-        request = self._request
-        return (
-            f"model {model_name(request.model)}, prompts: {self.total}, of {min(self.lengths):,} to "
-            f"{max(self.lengths):,} tokens",
-            _told(request.method),
-            _told(request.prompts),
-        )
+        model, prompts = origin_of(self._request, self.lengths)
+        return model, _told(self._request.method), prompts
+
+
+def prompts_of(
+    request: CalibrationRequest, shortest: int | None = None
+) -> tuple[PreTrainedTokenizerBase, list[Prompt]]:
+    """Read the prompts of a request, and check their lengths, before the weights of the model.
+
+    Args:
+        shortest: length of a prompt; None = that of the method.
+
+    Raises:
+        ValueError: they cannot be read, or do not fit the model or the method.
+    """
+    config = read_config(request.model)
+    tokenizer = load_tokenizer(request.model)
+    if tokenizer is None:
+        raise ValueError(f"expected a tokenizer beside the model in {request.model}, found none")
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    prompts = request.prompts.read(tokenizer, positions)
+    if shortest is None:
+        shortest = request.method.shortest([len(prompt.ids) for prompt in prompts])
+    check_lengths(prompts, shortest, positions)
+    return tokenizer, prompts
+
+
+def origin_of(request: CalibrationRequest, lengths: Sequence[int]) -> tuple[str, str]:
+    """Return a line about model and lengths of prompts, and one about their source."""
+    model = (
+        f"model {model_name(request.model)}, prompts: {len(lengths)}, of {min(lengths):,} to "
+        f"{max(lengths):,} tokens"
+    )
+    return model, _told(request.prompts)
 
 
 def _told(settings: CalibrationMethod | PromptFile | Documents) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from hpu_duo.config.engine import ModelConfig
 from hpu_duo.modeling.quantised import hpu, panels
 from hpu_duo.modeling.quantised.checkpoint import quantisation_of
 from hpu_duo.modeling.quantised.config import METHODS
+from hpu_duo.modeling.quantised.inc import METHOD as INC
+from hpu_duo.modeling.quantised.inc import IncScales, quant_config, read_inc
 from hpu_duo.modeling.quantised.linear import DEQUANTISED, Keeps, WeightExecution
 from hpu_duo.modeling.quantised.rounding import FORMATS
 from kernels_ref.x86.library import is_available
@@ -45,14 +48,32 @@ def choose_execution(model: ModelConfig, dtype: torch.dtype, device: torch.devic
     """
     execution, rounding = model.quantization_execution, rounding_of(model.path, model.quantization)
     found = quantisation_of(model.path)
+    scales = inc_scales("quantization 'inc'", device) if rounding == INC else None
+    plain = WeightExecution(rounding=rounding, scales=scales)
     if execution == DEQUANTISE or (found is None and rounding is None):
-        return WeightExecution(rounding=rounding)
+        return plain
     if execution == STORED:
-        return WeightExecution(_always, rounding)
+        return replace(plain, keeps=_always)
     # Unpacked weights are read by no kernel.
     is_packed = device.type != "cpu" or model.pack_weights is not False
     keeps = kernel_for(device, dtype) if is_packed else None
-    return WeightExecution(rounding=rounding) if keeps is None else WeightExecution(keeps, rounding)
+    return plain if keeps is None else replace(plain, keeps=keeps)
+
+
+def inc_scales(setting: str, device: torch.device) -> IncScales:
+    """Read the scales that the environment's ``QUANT_CONFIG`` names.
+
+    Args:
+        setting: that needs them, for messages.
+        device: they are for; any but an HPU takes those of each Gaudi.
+
+    Raises:
+        ValueError: see ``read_inc``; or they are for another device.
+    """
+    found = read_inc(quant_config(setting))
+    if device.type == "hpu":
+        found.check_device(2 if hpu.is_gaudi2(device) else 3)
+    return found
 
 
 def rounding_of(path: str | Path, quantization: str) -> str | None:
@@ -60,7 +81,7 @@ def rounding_of(path: str | Path, quantization: str) -> str | None:
 
     Args:
         path: directory of the checkpoint.
-        quantization: "auto", a producer of ``METHODS``, or a format of ``FORMATS``.
+        quantization: "auto", a producer of ``METHODS``, a format of ``FORMATS``, or "inc".
 
     Raises:
         ValueError: weights are plain, of another producer, or already quantised; or see ``quantisation_of``.
@@ -68,7 +89,7 @@ def rounding_of(path: str | Path, quantization: str) -> str | None:
     found = quantisation_of(path)
     if quantization == AUTO or (found is not None and found.method == quantization):
         return None
-    if quantization in FORMATS and found is None:
+    if quantization in (*FORMATS, INC) and found is None:
         return quantization
     got = "plain weights" if found is None else f"{found.method} ({found.where})"
     wanted = f"weights quantised by {quantization}" if quantization in METHODS else "plain weights"
@@ -94,6 +115,8 @@ def execution_note(path: str | Path, execution: WeightExecution) -> tuple[str, .
         if found is not None
         else f"linear layers, rounded to {execution.rounding} at load (to the nearest, without data),"
     )
+    if execution.scales is not None:
+        what = f"linear layers, rounded to fp8 at load by the scales of {execution.scales.file},"
     if execution.keeps is DEQUANTISED.keeps:
         return (f"{what} are dequantised at load: they have the size of plain ones",)
     return (f"{what} stay codes where a kernel reads them; stats().resolved has their format and bytes",)

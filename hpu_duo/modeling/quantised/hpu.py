@@ -87,22 +87,28 @@ def _words(codes_NK: torch.Tensor) -> torch.Tensor:
 
 
 class HPUFp8Linear(nn.Module):
-    """A layer of fp8 codes. Inputs are rounded to fp8, each token by a scale of its own.
+    """A layer of fp8 codes. Inputs are rounded to fp8, by a constant, or each token by a scale of its own.
 
     Args:
         layer: ``fits``.
-        is_narrow: whether fp8 ends at 240: codes are halved then, see ``QuantisedWeight.halved``.
+        is_narrow: whether fp8 ends at 240: larger codes are halved then, see ``QuantisedWeight.halved``.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
+    input_scale: torch.Tensor | None
+    input_inverse: torch.Tensor | None
     bias: nn.Parameter | None
 
     def __init__(self, layer: QuantisedLinear, is_narrow: bool = False) -> None:
         super().__init__()
-        stored = layer.stored.halved() if is_narrow else layer.stored
+        stored, self.largest = layer.stored, _FP8_MAX[is_narrow]
+        if stored.largest > self.largest:
+            stored = stored.halved()
         self.in_features, self.out_features, self.label = layer.in_features, layer.out_features, stored.label
-        self.largest = _FP8_MAX[is_narrow]
+        scale = None if stored.input_scale is None else torch.tensor([[stored.input_scale]])
+        self.register_buffer("input_scale", scale, persistent=False)
+        self.register_buffer("input_inverse", None if scale is None else 1 / scale, persistent=False)
         self.register_parameter("bias", layer.bias)
         turned = stored.codes.view(torch.uint8).t().contiguous().view(stored.codes.dtype)
         scales = stored.scales.float().reshape(1, -1).expand(1, self.out_features).contiguous()
@@ -111,8 +117,11 @@ class HPUFp8Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.flatten(0, -2)
-        scale = (rows.abs().amax(dim=-1, keepdim=True).float() + _LEAST) / self.largest
-        codes = torch.ops.hpu.cast_to_fp8_v2(rows, 1 / scale, False, False, self.codes.dtype)[0]
+        scale, inverse = self.input_scale, self.input_inverse
+        if scale is None or inverse is None:
+            scale = (rows.abs().amax(dim=-1, keepdim=True).float() + _LEAST) / self.largest
+            inverse = 1 / scale
+        codes = torch.ops.hpu.cast_to_fp8_v2(rows, inverse, False, False, self.codes.dtype)[0]
         y = torch.ops.hpu.fp8_gemm_v2(
             codes, False, self.codes, False, None, x.dtype, scale, self.scales, None, False
         ).unflatten(0, x.shape[:-1])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hpu_duo.modeling.quantised.inc import IncScales
 from hpu_duo.modeling.quantised.weight import QuantisedWeight
 
 
@@ -15,7 +16,7 @@ class QuantisedLinear(nn.Module):
     """``nn.Linear`` with a quantised weight, which is dequantised to the dtype of the inputs at each use.
 
     This is the reference of kernels that read codes. It takes the memory of the codes, and of one plain
-    weight while it runs.
+    weight while it runs. Inputs with a constant scale are rounded to fp8 first.
 
     Args:
         in_features, out_features: sizes of inputs and outputs.
@@ -27,6 +28,7 @@ class QuantisedLinear(nn.Module):
     scales: torch.Tensor
     zeros: torch.Tensor | None
     group_of: torch.Tensor | None
+    input_scale: torch.Tensor | None
     bias: nn.Parameter | None
 
     def __init__(
@@ -52,13 +54,19 @@ class QuantisedLinear(nn.Module):
         self.register_buffer("scales", stored.scales, persistent=False)
         self.register_buffer("zeros", zeros if isinstance(zeros, torch.Tensor) else None, persistent=False)
         self.register_buffer("group_of", stored.group_of, persistent=False)
+        scale = stored.input_scale
+        self.register_buffer("input_scale", None if scale is None else torch.tensor(scale), persistent=False)
+        self.largest = stored.largest
 
     @property
     def stored(self) -> QuantisedWeight:
         """The weight."""
         zeros: torch.Tensor | int = self.zero if self.zeros is None else self.zeros
-        shape = self.out_features, self.in_features
-        return QuantisedWeight(self.codes, self.scales, shape, self.block, zeros, self.bits, self.group_of)
+        shape, scale = (self.out_features, self.in_features), self.input_scale
+        return QuantisedWeight(
+            *(self.codes, self.scales, shape, self.block, zeros, self.bits, self.group_of),
+            *(None if scale is None else float(scale), self.largest),
+        )
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the plain weight ``[out_features, in_features]``."""
@@ -71,6 +79,9 @@ class QuantisedLinear(nn.Module):
             self.bias.data = self.bias.data[index.to(self.bias.device)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.input_scale is not None:
+            codes = (x.float() / self.input_scale).clamp(-self.largest, self.largest)
+            x = (codes.to(torch.float8_e4m3fn).float() * self.input_scale).to(x.dtype)
         return nn.functional.linear(x, self.dequantised(x.dtype), self.bias)
 
     def extra_repr(self) -> str:
@@ -104,11 +115,13 @@ class WeightExecution:
     Attributes:
         keeps: whether a weight stays codes; all others are dequantised at load.
         rounding: format that plain weights of linear layers are rounded to, a name of
-            ``hpu_duo.modeling.quantised.rounding.FORMATS``; None = they stay plain.
+            ``hpu_duo.modeling.quantised.rounding.FORMATS``, or "inc"; None = they stay plain.
+        scales: of weights and inputs, for "inc".
     """
 
     keeps: Keeps = _never
     rounding: str | None = None
+    scales: IncScales | None = None
 
 
 DEQUANTISED = WeightExecution()

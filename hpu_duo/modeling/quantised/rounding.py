@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from types import MappingProxyType
 
 import torch
 
 from hpu_duo.modeling.quantised.format import in_slabs
-from hpu_duo.modeling.quantised.weight import NIBBLE, QuantisedWeight, pack_nibbles
+from hpu_duo.modeling.quantised.inc import LinearScales
+from hpu_duo.modeling.quantised.weight import FP8_MAX, NIBBLE, QuantisedWeight, pack_nibbles
 
 GROUP = 128
 """Inputs of a group of 4-bit codes."""
 _LEAST_GROUP = 32
 """The smallest group: kernels read so many inputs at a time."""
-_FP8_MAX = 448.0
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ FORMATS = MappingProxyType(
         "int8": Rounding(127, -127, 127),
         # The scale of compressed-tensors: half a step is left above, none below.
         "int4": Rounding(7.5, -8, 7, is_grouped=True),
-        "fp8": Rounding(_FP8_MAX, -_FP8_MAX, _FP8_MAX),
+        "fp8": Rounding(FP8_MAX, -FP8_MAX, FP8_MAX),
     }
 )
 """Formats that plain weights are rounded to, by their names."""
@@ -97,3 +97,39 @@ def rounded(weight: torch.Tensor, name: str, scale_dtype: torch.dtype) -> Quanti
     middle = 1 << (NIBBLE - 1)
     packed = pack_nibbles((codes + middle).to(torch.uint8))
     return QuantisedWeight(packed, scales, shape, block, middle, NIBBLE)
+
+
+_TOLERANCE = 2**-6
+"""Share by which a weight may exceed its measured size: measurements may be rounded to bfloat16."""
+
+
+def rounded_by(weight: torch.Tensor, given: LinearScales) -> QuantisedWeight:
+    """Round a weight ``[N, K]`` to fp8 by scales that were measured.
+
+    Raises:
+        ValueError: a value is not finite, or larger than what the scale was measured for.
+    """
+    # Without a copy of the weight.
+    sizes = torch.maximum(weight.amax(dim=-1, keepdim=True), -weight.amin(dim=-1, keepdim=True)).float()
+    if not bool(sizes.isfinite().all()):
+        raise ValueError("expected finite weights to quantise, got infinity or NaN")
+    if given.weight is None:
+        scales = torch.tensor([[given.of_output(size)] for size in sizes.flatten().tolist()])
+    else:
+        scales = torch.tensor([[given.weight]])
+        size, most = float(sizes.max()), given.largest * given.weight
+        if size > most * (1 + _TOLERANCE):
+            raise ValueError(
+                f"expected weights of at most {most:g}, as their measured scale says, got {size:g}: "
+                "the scales are of another checkpoint"
+            )
+    num_outputs, num_inputs = shape = weight.shape
+
+    def rows(some: slice) -> torch.Tensor:
+        of_rows = scales if len(scales) == 1 else scales[some]
+        return (weight[some].float() / of_rows).clamp_(-given.largest, given.largest)
+
+    codes = in_slabs(weight, shape, torch.float8_e4m3fn, rows)
+    block = (num_outputs if len(scales) == 1 else 1, num_inputs)
+    found = QuantisedWeight(codes, scales, (num_outputs, num_inputs), block)
+    return replace(found, input_scale=given.inputs, largest=given.largest)

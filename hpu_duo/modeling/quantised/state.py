@@ -10,8 +10,9 @@ from torch import nn
 
 from hpu_duo.modeling.quantised.checkpoint import QuantisedTensor, StoredTensor
 from hpu_duo.modeling.quantised.format import FLOATS
+from hpu_duo.modeling.quantised.inc import LinearScales
 from hpu_duo.modeling.quantised.linear import QuantisedLinear, WeightExecution
-from hpu_duo.modeling.quantised.rounding import can_round, rounded
+from hpu_duo.modeling.quantised.rounding import can_round, rounded, rounded_by
 from hpu_duo.modeling.quantised.weight import QuantisedWeight
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -24,13 +25,13 @@ class StoredCodes:
 
     Attributes:
         stored: the tensor.
-        rounding: format that a plain one is rounded to.
-        dtype: of the scales of a rounded one.
+        rounding: format that a plain one is rounded to, or scales that it is rounded by.
+        dtype: of a rounded one before, and of scales that are computed.
         part: the dimension and the outputs or inputs of a rank's part; None for all.
     """
 
     stored: StoredTensor
-    rounding: str | None
+    rounding: str | LinearScales | None
     dtype: torch.dtype
     part: tuple[int, torch.Tensor] | None = None
 
@@ -46,7 +47,11 @@ class StoredCodes:
         else:
             assert self.rounding is not None, "a plain weight is rounded to codes"
             try:
-                weight = rounded(self.stored.read().to(self.dtype), self.rounding, self.dtype)
+                plain = self.stored.read().to(self.dtype)
+                if isinstance(self.rounding, str):
+                    weight = rounded(plain, self.rounding, self.dtype)
+                else:
+                    weight = rounded_by(plain, self.rounding)
             except ValueError as error:
                 raise ValueError(f"{error} in {self.stored.name} of {self.stored.file}") from error
         return weight if self.part is None else weight.select(*self.part)
@@ -79,13 +84,20 @@ def codes_in(
         state: tensors by the names of the model.
         linears: see ``linears_of``.
         dtype: of the model.
-        head: the output head, which is not rounded to codes.
+        head: the output head, which is rounded to codes by measured scales only.
+
+    Raises:
+        ValueError: a layer has no measured scales and should.
     """
     found = {}
     for name, linear in linears.items():
         stored = state.get(name)
         if isinstance(stored, QuantisedTensor):
             found[name] = StoredCodes(stored, None, dtype)
+        elif execution.scales is not None:
+            scales = execution.scales.linear(name.removesuffix(".weight"))
+            if scales is not None and stored is not None and stored.dtype in FLOATS:
+                found[name] = StoredCodes(stored, scales, dtype)
         elif stored is not None and execution.rounding is not None and linear is not head:
             is_router = name.split(".")[-2] in ROUTERS
             if stored.dtype in FLOATS and can_round(stored.shape, execution.rounding) and not is_router:

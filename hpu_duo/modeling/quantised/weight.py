@@ -14,6 +14,8 @@ from hpu_duo.modeling.quantised.format import in_slabs
 
 NIBBLE = 4
 """Bits of the smaller codes: two of them are in a byte, the first in its lower half."""
+FP8_MAX = 448.0
+"""The largest number of e4m3."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class QuantisedWeight:
         zeros: codes of zero, of the shape of the scales, or one for all.
         bits: of a code.
         group_of: int64 ``[K]``, the column of scales of each input; None = groups of neighbours.
+        input_scale: constant that inputs are divided by before they are rounded to fp8, where a product of
+            the device takes them so; None = there is none.
+        largest: fp8 number that codes may be.
     """
 
     codes: torch.Tensor
@@ -38,6 +43,8 @@ class QuantisedWeight:
     zeros: torch.Tensor | int = 0
     bits: int = 8
     group_of: torch.Tensor | None = None
+    input_scale: float | None = None
+    largest: float = FP8_MAX
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -135,7 +142,7 @@ class QuantisedWeight:
         Exact but for odd codes below 2^-5, which are rounded to even.
         """
         codes = (self.codes.float() * 0.5).to(self.codes.dtype)
-        return replace(self, codes=codes, scales=self.scales * 2)
+        return replace(self, codes=codes, scales=self.scales * 2, largest=self.largest / 2)
 
 
 def _are_whole(blocks: torch.Tensor, size: int) -> bool:

@@ -148,6 +148,8 @@ METRICS = (
     Row("vllm:cache_config_info", GAUGE,
         lambda s, _: {(str(s.resolved.limits.block_size), s.resolved.kv_cache_dtype): 1.0},
         "Tokens of a block, and formats of keys and values.", (*_MODEL, "block_size", "cache_dtype")),
+    Row("hpuduo:kv_clipped_values", COUNTER, "num_clipped_values",
+        "Elements of keys and values of prompts beyond the range of a format with constant scales."),
     Row("hpuduo:kv_held_bytes", GAUGE, "held_bytes", "Bytes of the allocated blocks and rows."),
     Row("hpuduo:prefix_idle_bytes", GAUGE, "prefixes.idle_bytes",
         "Bytes of cached blocks that no request uses."),
