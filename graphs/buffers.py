@@ -104,13 +104,21 @@ class DeviceInputs:
     Args:
         shapes_of, largest: as the ``HostInputs`` that fill the arrays have them.
         device: of the inputs of captured steps.
+        num_extra: most items behind the fields of a step, see ``copy_in``.
     """
 
-    def __init__(self, shapes_of: ShapesOf, largest: FieldShapes, device: torch.device | str = "cpu") -> None:
-        num_items = pack(largest).num_items
+    def __init__(
+        self,
+        shapes_of: ShapesOf,
+        largest: FieldShapes,
+        device: torch.device | str = "cpu",
+        num_extra: int = 0,
+    ) -> None:
+        num_items = pack(largest).num_items + num_extra
         self.device = torch.device(device)
         self.num_copies = 0
         self.bytes_copied = 0
+        self._has_extra = num_extra > 0
         self._items = torch.zeros(num_items, dtype=torch.int32, device=self.device)
         # CUDA copies fastest from pinned memory; ``copy_in`` returns when that may be overwritten.
         self._pinned = torch.zeros(num_items, dtype=torch.int32, pin_memory=True) if self._is_cuda else None
@@ -129,7 +137,8 @@ class DeviceInputs:
         """Copy a step to the device in one transfer.
 
         Args:
-            items: what ``HostInputs.take`` returned for the bucket.
+            items: what ``HostInputs.take`` returned for the bucket, and further items that captured steps do
+                not read.
 
         Returns:
             int32 device tensors by field name, at addresses that depend on the bucket only. Repeated calls
@@ -139,17 +148,24 @@ class DeviceInputs:
             ValueError: the array is of another bucket, or larger than the buffer.
         """
         views = self._views_of(bucket)
+        target = views.items
         if items.dtype != np.int32 or items.shape != (views.layout.num_items,):
-            raise ValueError(
-                f"{bucket}: expected int32 [{views.layout.num_items}], got {items.dtype} {list(items.shape)}"
-            )
+            target = self._with_extra(bucket, items)
         source = torch.from_numpy(items)
         if self._pinned is not None:
             source = self._pinned[: len(items)].copy_(source)
-        views.items.copy_(source)
+        target.copy_(source)
         self.num_copies += 1
-        self.bytes_copied += views.layout.num_bytes
+        self.bytes_copied += items.nbytes
         return views.fields
+
+    def _with_extra(self, bucket: BatchShape, items: npt.NDArray[np.int32]) -> torch.Tensor:
+        """The part of the buffer for an array with further items behind the fields."""
+        num_items = self._views_of(bucket).layout.num_items
+        fits = items.dtype == np.int32 and items.ndim == 1 and num_items < len(items) <= len(self._items)
+        if not (fits and self._has_extra):
+            raise ValueError(f"{bucket}: expected int32 [{num_items}], got {items.dtype} {list(items.shape)}")
+        return self._items[: len(items)]
 
     @property
     def _is_cuda(self) -> bool:

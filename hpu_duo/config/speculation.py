@@ -10,11 +10,16 @@ from math import isfinite
 from numbers import Real
 from typing import Any
 
-METHODS = ("suffix", "ngram")
+METHODS = ("suffix", "ngram", "duo")
 MOST_DRAFTS = 31
-_OF_METHOD = {"prompt_lookup_": "ngram", "suffix_decoding_": "suffix"}
-"""Keys of a method, by how they begin."""
-_OTHERS = ("draft_model", "eagle", "eagle3", "medusa", "mtp", "mlp_speculator", "duo")
+_OF_METHOD = {
+    "prompt_lookup_": ("ngram",),
+    "suffix_decoding_": ("suffix", "duo"),
+    "draft_sink": ("duo",),
+    "draft_recent": ("duo",),
+}
+"""Methods of a key, by how it begins."""
+_OTHERS = ("draft_model", "eagle", "eagle3", "medusa", "mtp", "mlp_speculator")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +28,16 @@ class SpeculativeConfig:
 
     Args:
         method: "suffix" (the likeliest continuation of the last tokens, in the request's text and in earlier
-            outputs) or "ngram" (what followed the last tokens when they occurred first).
+            outputs), "ngram" (what followed the last tokens when they occurred first) or "duo" (the model
+            itself, which reads the first and the newest tokens only; drafts of "suffix" where it has some).
         num_speculative_tokens: most drafts of a request in a step, 1 to 31.
         prompt_lookup_max, prompt_lookup_min: tokens of an n-gram; one is the default of the other, 5 of both.
         suffix_decoding_max_tree_depth: most tokens of a match.
         suffix_decoding_max_cached_requests: earlier outputs to draft from, for each ``cache_salt``; 0 = none.
         suffix_decoding_max_spec_factor: most drafts for each token of the match.
         suffix_decoding_min_token_prob: least probability of a draft, by how often it has followed.
+        draft_sink, draft_recent: first and newest tokens of a text that drafts of "duo" read in heads that
+            see all of it otherwise, in whole blocks.
         draft_lens: tokens of a row that steps without prompts may verify, ascending from 1; each size is
             captured apart. None = 1, 4 and ``num_speculative_tokens + 1``.
         num_speculative_tokens_per_batch_size: ``[first, last, most]`` for ranges of numbers of rows: most
@@ -47,17 +55,20 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_requests: int = 10_000
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
+    draft_sink: int = 16
+    draft_recent: int = 64
     draft_lens: tuple[int, ...] | None = None
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
 
     def __post_init__(self) -> None:
         _check_method(self.method)
-        for key, method in _OF_METHOD.items():
+        for key, methods in _OF_METHOD.items():
             for each in fields(self):
                 value = getattr(self, each.name)
-                if each.name.startswith(key) and value != each.default and self.method != method:
+                if each.name.startswith(key) and value != each.default and self.method not in methods:
+                    needed = " or ".join(map(repr, methods))
                     raise ValueError(
-                        f"speculative_config: {each.name}={value!r} needs method {method!r}, "
+                        f"speculative_config: {each.name}={value!r} needs method {needed}, "
                         f"got {self.method!r}"
                     )
         self._check_integers()
@@ -79,6 +90,8 @@ class SpeculativeConfig:
             raise _error("prompt_lookup_min", f"at most prompt_lookup_max={longest}", shortest)
         _check_int("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, 2, 128)
         _check_int("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0)
+        _check_int("draft_sink", self.draft_sink, 0)
+        _check_int("draft_recent", self.draft_recent, 1)
 
     def _check_lens(self) -> None:
         lens = self.draft_lens
@@ -172,7 +185,7 @@ def _error(key: str, expected: str, value: object) -> ValueError:
 
 def _check_method(method: object) -> None:
     if method not in METHODS:
-        known = ", which need no model" if method in _OTHERS else ""
+        known = ", which need no other model" if method in _OTHERS else ""
         raise _error("method", f"{' or '.join(METHODS)}{known}", method)
 
 

@@ -33,6 +33,7 @@ class StepBatch:
         num_samples: number of logits that each row needs, those of its last new tokens, int32 ``[n]``.
         shared, unique: the context blocks of each part, and the rows that read them.
         shape: the exact shape; a bucket must hold it.
+        has_sources: whether some tokens are those of model drafts, which stay on the device.
     """
 
     rows: StepRows
@@ -41,6 +42,7 @@ class StepBatch:
     shared: SharedPart
     unique: UniquePart
     shape: BatchShape
+    has_sources: bool = False
 
     @classmethod
     def of(cls, plan: StepPlan, block_size: int) -> StepBatch:
@@ -48,7 +50,9 @@ class StepBatch:
         token_ids = np.concatenate([row.request.tokens[row.start : row.end] for row in plan.rows])
         num_samples = np.array([row.num_samples for row in plan.rows], np.int32)
         batch = flatten(rows_of(plan), token_ids, block_size, num_samples)
-        return batch if not plan.fills_rows else replace(batch, shape=_filled(batch.shape, plan))
+        if not plan.fills_rows:
+            return batch
+        return replace(batch, shape=_filled(batch.shape, plan), has_sources=plan.has_model_drafts)
 
     @classmethod
     def empty(cls) -> StepBatch:
@@ -92,6 +96,7 @@ class StepGeometry:
         max_block_moves, uses_rows, uses_block_positions, num_regions, uses_token_classes, draft_lens: see
             ``StepLimits``; without rows, prompt rows gather no rings, and there may be more of them than C.
             With regions, prompt rows are in the order of these.
+        num_tails: blocks of each row that are gathered and masked (T); None = as many as its new tokens need.
     """
 
     block_size: int
@@ -105,6 +110,7 @@ class StepGeometry:
     num_regions: int = 0
     uses_token_classes: bool = False
     draft_lens: tuple[int, ...] = ()
+    num_tails: int | None = None
 
     @classmethod
     def of(cls, limits: StepLimits) -> StepGeometry:
@@ -139,7 +145,8 @@ class StepGeometry:
     def field_shapes(self, bucket: BatchShape) -> dict[str, tuple[int, ...]]:
         """Shape of every array of a step in ``bucket``, by name; see ``kernels_ref.StepTensors``."""
         counts = self.counts(bucket)
-        q, n, tails = (bucket.query_len,), (counts.rows,), (counts.rows, tails_per_row(self.row_len(bucket)))
+        num_tails = tails_per_row(self.row_len(bucket)) if self.num_tails is None else self.num_tails
+        q, n, tails = (bucket.query_len,), (counts.rows,), (counts.rows, num_tails)
         return {
             "token_ids": q,
             "positions": q,
@@ -277,7 +284,8 @@ def _fill_tokens(
         block = np.full(len(position), geometry.null_block, dtype=np.int32)
     _put(
         host,
-        ("token_ids", batch.token_ids, 0),
+        # Tokens that the device takes from what it has sampled are negative here.
+        ("token_ids", np.maximum(batch.token_ids, 0) if batch.has_sources else batch.token_ids, 0),
         ("positions", position, 0),
         ("row", row, no_row),
         ("causal_row", causal_row, no_row),

@@ -117,12 +117,11 @@ class CacheSource:
 
     Args:
         current: the cache in use; a new table may replace it.
+        name: of the source.
     """
 
-    name = "the graph cache"
-
-    def __init__(self, current: Callable[[], GraphCache]) -> None:
-        self._current = current
+    def __init__(self, current: Callable[[], GraphCache], name: str = "the graph cache") -> None:
+        self._current, self.name = current, name
 
     def read(self) -> Tally:
         """Buckets by name; captured after warm-up counts as recompiled."""

@@ -43,22 +43,25 @@ class Acceptance:
 
 
 class StepTimes:
-    """Seconds of steps without prompts, by number of rows and tokens of each: the least of the last ones."""
+    """Seconds of steps without prompts, by number of rows, tokens of each, and whether a model has drafted.
+
+    They are the least of the last ones.
+    """
 
     def __init__(self) -> None:
-        self._times: dict[tuple[int, int], deque[tuple[int, float]]] = {}
+        self._times: dict[tuple[int, int, bool], deque[tuple[int, float]]] = {}
         self._num_steps = 0
 
-    def add(self, num_rows: int, row_len: int, seconds: float) -> None:
+    def add(self, num_rows: int, row_len: int, seconds: float, has_chain: bool = False) -> None:
         """Add a step."""
         self._num_steps += 1
-        key = num_rows.bit_length(), row_len
+        key = num_rows.bit_length(), row_len, has_chain
         times = self._times.setdefault(key, deque(maxlen=_NUM_TIMES))
         times.append((self._num_steps, seconds))
 
-    def of(self, num_rows: int, row_len: int) -> float | None:
+    def of(self, num_rows: int, row_len: int, has_chain: bool = False) -> float | None:
         """Seconds of such a step; None before two of them are known, and where they are long ago."""
-        times = self._times.get((num_rows.bit_length(), row_len), ())
+        times = self._times.get((num_rows.bit_length(), row_len, has_chain), ())
         recent = [seconds for number, seconds in times if self._num_steps - number < _MAX_AGE]
         return min(recent) if len(recent) > 1 else None
 
@@ -90,12 +93,13 @@ class DraftLengths:
         pause[0] -= 1
         return True
 
-    def choose(self, num_drafts: Mapping[Any, int], num_rows: int) -> int:
+    def choose(self, num_drafts: Mapping[Any, int], num_rows: int, has_chain: bool = False) -> int:
         """Return the tokens of a row of the next step.
 
         Args:
             num_drafts: length of the draft of each request that has one.
             num_rows: rows of the step.
+            has_chain: whether a model makes some of the drafts.
         """
         shortest = self._lens[0]
         if not num_drafts:
@@ -105,7 +109,7 @@ class DraftLengths:
         sizes = [each for each in self._lens if shortest < each <= last]
         plain_s, known = (
             self.times.of(num_rows, shortest),
-            {each: self.times.of(num_rows, each) for each in sizes},
+            {each: self.times.of(num_rows, each, has_chain) for each in sizes},
         )
         if plain_s is None:
             return shortest
@@ -146,14 +150,18 @@ class DraftLengths:
         if num_accepted:
             self._pauses.pop(request, None)
 
-    def ran(self, num_rows: int, row_len: int, num_tokens: int, seconds: float) -> None:
+    def ran(
+        self, num_rows: int, row_len: int, num_tokens: int, seconds: float, has_chain: bool = False
+    ) -> None:
         """Note a step without prompts.
 
         Args:
             num_tokens: tokens that it has added to all rows.
+            has_chain: whether a model has made some of its drafts.
         """
-        self.times.add(num_rows, row_len, seconds)
-        plain_s, took_s = self.times.of(num_rows, self._lens[0]), self.times.of(num_rows, row_len)
+        self.times.add(num_rows, row_len, seconds, has_chain)
+        plain_s = self.times.of(num_rows, self._lens[0])
+        took_s = self.times.of(num_rows, row_len, has_chain)
         if plain_s is None or took_s is None:
             return
         self._total_s += took_s

@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpu_duo.drafting import Drafter, PredictedOutput
 from hpu_duo.engine.draft_gain import DraftLengths
-from hpu_duo.engine.samples import LiveSamples
-from hpu_duo.engine.step_plan import StepPlan
+from hpu_duo.engine.model_drafts.tables import drafts_of
+from hpu_duo.engine.samples import LiveSamples, SampleState
+from hpu_duo.engine.step_plan import FROM_DEVICE, StepPlan
 from hpu_duo.request import Request
 
 _log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class MakesDrafts(Protocol):
         """Return the drafts of a decode, at most so many."""
         ...
 
-    def choose(self, found: Mapping[Request, Sized], num_rows: int, longest: int) -> int:
+    def choose(self, found: Mapping[Request, Any], num_rows: int, longest: int) -> int:
         """Return the most tokens of a row of the step, at most ``longest``, from the drafts of its rows."""
         ...
 
@@ -109,6 +110,7 @@ class Drafting:
         vocab_size: tokens lie below it.
         counters: of verified drafts.
         lens: sizes of rows to choose from, see ``StepLimits.draft_lens``; () verifies all drafts.
+        num_model_drafts: drafts that a model makes where the drafter proposes few; 0 = no model drafts.
 
     Attributes:
         drafter, counters: as given.
@@ -122,8 +124,10 @@ class Drafting:
         vocab_size: int,
         counters: SpeculationCounters,
         lens: Sequence[int] = (),
+        num_model_drafts: int = 0,
     ) -> None:
         self.drafter, self._samples, self._vocab_size = drafter, samples, vocab_size
+        self._num_model_drafts = num_model_drafts
         self.counters = counters
         self._has_failed = self.has_host_rows = False
         self._lengths = DraftLengths(lens) if lens else None
@@ -133,10 +137,20 @@ class Drafting:
         self._num_left = _TOKENS_A_STEP
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """Return drafts of a request that its output may begin with and that do not end it."""
+        """Return drafts of a request that its output may begin with and that do not end it.
+
+        Drafts of a model are ``FROM_DEVICE``.
+        """
         state = self._samples.get(request.request_id)
-        if self._has_failed or state is None or (self._lengths is not None and self._lengths.pauses(request)):
+        if state is None or (self._lengths is not None and self._lengths.pauses(request)):
             return ()
+        drafts = () if self._has_failed else self._of_text(request, state, most)
+        num = min(self._num_model_drafts, most)
+        if 2 * len(drafts) < num and state.takes_model_drafts:
+            return [FROM_DEVICE] * num
+        return drafts
+
+    def _of_text(self, request: Request, state: SampleState, most: int) -> Sequence[int]:
         try:
             if not self._extend(request, request.num_tokens):
                 return ()
@@ -154,9 +168,10 @@ class Drafting:
             # token, the same error ends it by name.
             return ()
 
-    def choose(self, found: Mapping[Request, Sized], num_rows: int, longest: int) -> int:
+    def choose(self, found: Mapping[Request, Any], num_rows: int, longest: int) -> int:
         """Return the most tokens of a row of the step, at most ``longest``, from the drafts of its rows."""
         own = {request: len(drafts) for request, drafts in found.items() if not request.num_drafts}
+        has_chain = any(drafts[0] == FROM_DEVICE for request, drafts in found.items() if request in own)
         if not own:
             if num_rows:
                 self.counters.without["none proposed"] += 1
@@ -165,7 +180,7 @@ class Drafting:
         if given:
             chosen = 1 + given[0]
         else:
-            chosen = longest if self._lengths is None else self._lengths.choose(own, num_rows)
+            chosen = longest if self._lengths is None else self._lengths.choose(own, num_rows, has_chain)
         forced = max((len(drafts) for request, drafts in found.items() if request.num_drafts), default=0)
         longest = min(longest, max(chosen, 1 + forced))
         if longest > 1:
@@ -186,7 +201,8 @@ class Drafting:
             seconds: of the whole step.
         """
         if self._lengths is not None and plan.num_samples and plan.rows[-1].num_new_tokens <= plan.decode_len:
-            self._lengths.ran(len(plan.rows), plan.decode_len, num_tokens, seconds)
+            has_chain = plan.has_model_drafts
+            self._lengths.ran(len(plan.rows), plan.decode_len, num_tokens, seconds, has_chain)
 
     def _guess(self, request: Request, most: int) -> Sequence[int] | NDArray[np.integer]:
         if (predicted := self._predicted.get(request)) is not None:
@@ -229,6 +245,21 @@ class Drafting:
             except Exception:  # of a user's code
                 self._fail()
 
+    def num_before_end(self, request: Request, num_taken: int) -> int:
+        """Return how many sampled tokens to take: none behind one that ends the output.
+
+        Args:
+            num_taken: sampled tokens, all but the last of which are drafts that were accepted.
+        """
+        state = self._samples.get(request.request_id)
+        if state is None:
+            return num_taken
+        start = request.num_tokens
+        try:
+            return 1 + len(state.cut_drafts(request.tokens[start : start + num_taken - 1].tolist()))
+        except Exception:  # of a tokenizer; the same token ends the request by name
+            return 1
+
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Count the drafts of a row that were verified."""
         self.counters.count(num_drafts, num_accepted)
@@ -262,11 +293,29 @@ class Drafting:
         _log.exception("the drafter has failed: tokens are decoded one by one from now on")
 
 
+def write_model_drafts(plan: StepPlan, drafted: NDArray[np.int32]) -> frozenset[int]:
+    """Write drafts that were sampled on the device behind the known tokens of their rows.
+
+    Args:
+        drafted: int32 ``[g, N]``.
+
+    Returns:
+        The ring rows that have such drafts.
+    """
+    found = set()
+    for row in plan.rows:
+        if num_drafts := drafts_of(row):
+            found.add(row.ring_row)
+            row.request.tokens[row.start + 1 : row.end] = drafted[:num_drafts, row.ring_row]
+    return frozenset(found)
+
+
 def num_verified(
     plan: StepPlan,
     token_ids: NDArray[np.int32],
     errors: Mapping[int, tuple[int, Exception]],
     drafting: Drafting | None,
+    drafted: Collection[int] = (),
 ) -> list[int]:
     """Return the number of accepted tokens of each of ``plan.sampled_rows``.
 
@@ -277,6 +326,7 @@ def num_verified(
         token_ids: ``num_samples`` for each of these rows, row after row.
         errors: first of these that is undefined, by ring row.
         drafting: counts drafts, but for forced tokens.
+        drafted: ring rows whose drafts were not known before the step, so that they may end the output.
     """
     accepted, end = [], 0
     for row in plan.sampled_rows:
@@ -287,6 +337,8 @@ def num_verified(
             num_taken += int(differs.argmax()) if differs.any() else num_drafts
             if row.ring_row in errors:
                 num_taken = max(1, min(num_taken, errors[row.ring_row][0]))
+            if drafting is not None and row.ring_row in drafted:
+                num_taken = drafting.num_before_end(request, num_taken)
             if drafting is not None and request.num_output_tokens >= len(request.params.forced_token_ids):
                 drafting.verified(request, num_drafts, num_taken - 1)
         accepted.append(num_taken)

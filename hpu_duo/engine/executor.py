@@ -15,16 +15,17 @@ import torch
 from graphs import BatchShape, BucketTable, DeviceInputs, GraphCache, Layout, MissPolicy
 from graphs.interrupts import interrupts_deferred
 from hpu_duo.device import DeviceRuntime
-from hpu_duo.device.collectives import gather_from_ranks
-from hpu_duo.device.ranks import Ranks, WorkerRanks
+from hpu_duo.device.ranks import WorkerRanks
 from hpu_duo.engine.batch import StepGeometry
-from hpu_duo.engine.compile_watch import CompileWatch, Counts
+from hpu_duo.engine.compile_watch import CacheSource, CompileWatch, Counts
 from hpu_duo.engine.orders import Capture, Exchange, Execute, FinishWarmUp, Order, SetTable, Touch
 from hpu_duo.engine.step_input import (
     BLOCK_COPIES,
     ROW_COPIES,
+    RunsDrafts,
     StepBuilder,
     StepInput,
+    extra_places,
     message_fields,
     most_copies,
 )
@@ -32,80 +33,13 @@ from hpu_duo.kv.pool import copy_sizes
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.step_model import StepModel, run_layer
 from hpu_duo.not_picklable import NotPicklable
-from hpu_duo.parallel import Exchanged, StepExchanges
+from hpu_duo.parallel import Exchanged, SpreadLogits, StepExchanges
 from hpu_duo.sampling import SampledTokens, SamplingBatch, SamplingRoute, TokenLogprobs, sample, static_routes
-from hpu_duo.sampling.sampler import most_likely, take_column
 from kernels_ref import Step, StepParts, StepTensors, prepare_step
 from kernels_ref.loops import RegionOf, in_regions
+from kernels_ref.units import index_dtype
 
 # N rows of logits, V tokens of the vocabulary, T ranks
-
-
-class SpreadLogits:
-    """Samples from logits whose columns are sharded evenly over ranks.
-
-    Where all rows are plainly greedy, ranks exchange their best candidates, 8 bytes a row. Otherwise they
-    exchange all logits, which filters, penalties and log-probabilities need.
-
-    Args:
-        ranks: this rank among all.
-        group: name of the ranks' process group.
-        vocab_size: V; columns of the last rank beyond it are padding.
-
-    Attributes:
-        gathered_bytes: bytes that this rank has sent so far.
-    """
-
-    def __init__(self, ranks: Ranks, group: str, vocab_size: int) -> None:
-        self._ranks, self._group, self._vocab_size = ranks, group, vocab_size
-        self.gathered_bytes = 0
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks that share the model."""
-        return self._ranks.size
-
-    def sample(self, own: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
-        """Sample one token per row; see ``hpu_duo.sampling.sample``.
-
-        Args:
-            own: the rank's logits, float ``[N, ceil(V / T)]``.
-        """
-        plain = SamplingRoute(batch.route.num_rows, batch.route.vocab_size)
-        if batch.route != plain:
-            return sample(self.whole(own), batch)
-        return SampledTokens(self._greedy(own), None)
-
-    def whole(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the logits of all ranks, ``[N, V]``."""
-        gathered = self._gather(own).unflatten(0, (self._ranks.size, own.shape[0]))
-        return gathered.transpose(0, 1).flatten(1)[:, : self._vocab_size]
-
-    def _greedy(self, own: torch.Tensor) -> torch.Tensor:
-        first = self._ranks.rank * own.shape[1]
-        # With many ranks and few tokens, the last ranks have padding only.
-        own = own[:, : max(0, self._vocab_size - first)]
-        # Both are exact in float32: token ids are below 2**24.
-        found = self._gather(_best(own, first) if own.shape[1] else _none(own))
-        best_NT, token_NT = found.view(self._ranks.size, 2, -1).permute(1, 2, 0)
-        # Among equal logits, the lowest rank has the lowest token.
-        return take_column(token_NT, most_likely(best_NT)).to(torch.int32)
-
-    def _gather(self, own: torch.Tensor) -> torch.Tensor:
-        self.gathered_bytes += own.nbytes
-        return gather_from_ranks(own, self._ranks.size, self._group)
-
-
-def _best(own: torch.Tensor, first: int) -> torch.Tensor:
-    """The largest logit of each row, and its token, ``[2, N]``."""
-    place = most_likely(own)
-    return torch.stack([take_column(own, place).float(), (place + first).float()])
-
-
-def _none(own: torch.Tensor) -> torch.Tensor:
-    """The candidates of a rank without tokens, ``[2, N]``: minus infinity. The first rank has tokens."""
-    best = torch.full((own.shape[0],), float("-inf"), dtype=torch.float32, device=own.device)
-    return torch.stack([best, torch.zeros_like(best)])
 
 
 STAGED = "staged"
@@ -194,11 +128,13 @@ class StepOutput(NamedTuple):
         token_ids: tokens of ``message.sampled``, int32 ``[S]``; those of ``host_sampled`` are undefined.
         logprobs: one entry per token, if the message requests them.
         logits: of all rows, float ``[N * M, V]``, if the message has rows for the host.
+        drafted: tokens of the drafts of the message, int32 ``[g, N]``, if it has any.
     """
 
     token_ids: npt.NDArray[np.int32]
     logprobs: TokenLogprobs | None = None
     logits: torch.Tensor | None = None
+    drafted: npt.NDArray[np.int32] | None = None
 
 
 _NOTHING = StepOutput(np.zeros(0, np.int32))
@@ -218,6 +154,7 @@ class Executor(NotPicklable):
         followers: worker ranks, to which this one broadcasts each step; None = there are none, or this is
             one.
         exchanges: of a step with other ranks; None without other ranks.
+        drafts: runs the drafts of messages; None without a model that drafts.
 
     Attributes:
         watch: counts what is compiled.
@@ -240,28 +177,33 @@ class Executor(NotPicklable):
         spread: SpreadLogits | None = None,
         followers: WorkerRanks | None = None,
         exchanges: StepExchanges | None = None,
+        drafts: RunsDrafts | None = None,
     ) -> None:
         self.spread, self.followers = spread, followers
+        self.drafts, self._sampled = drafts, torch.zeros(1, dtype=torch.int32, device=device)
         self._exchanges, self.exchanged = exchanges, Exchanged()
         self.model, self.store, self.geometry, self.graphs = model, store, geometry, graphs
         self.device, self.runtime, self.largest = device, runtime, largest
         # No part of an executor refers back to it, so its memory is freed with the last reference.
         this = weakref.proxy(self)
         self.watch = CompileWatch.of(lambda: this.graphs, runtime)
+        num_extra = extra_places(0, largest)[-1]
+        if drafts is not None:
+            num_extra = drafts.tables.num_extra(largest, geometry.decode_len)
+            drafted = CacheSource(lambda: drafts.graphs, "the graph cache of drafts")
+            self.watch = CompileWatch((*self.watch.sources, drafted))
         self._fails_on_recompile = fail_on_recompile
         fields = message_fields(geometry.longest, largest)
-        self.inputs = DeviceInputs(partial(message_fields, geometry), fields, device)
+        self.inputs = DeviceInputs(partial(message_fields, geometry), fields, device, num_extra)
         self.bytes_copied = 0
         self._run_in(use_table)
 
     def _run_in(self, uses_table: bool) -> None:
         self.uses_table = uses_table
-        stages = self.inputs if self.runtime.compiles_operators else None
-        make_step = partial(_make_step, self.model, self.geometry, self.graphs, stages)
+        stages = self.inputs.layout if self.runtime.compiles_operators else None
+        make = partial(make_step, self.model, self.geometry, self.graphs, stages)
         graphs = self.graphs
-        self.step_of = _StepFunctions(
-            make_step, lambda shape: uses_table and shape in graphs.table
-        ).__getitem__
+        self.step_of = StepFunctions(make, lambda shape: uses_table and shape in graphs.table).__getitem__
 
     def bucket_of(self, shape: BatchShape) -> BatchShape:
         """The shape to pad a step to.
@@ -289,6 +231,8 @@ class Executor(NotPicklable):
 
     def _set_table(self, table: BucketTable, policy: MissPolicy) -> None:
         self.graphs = self.graphs.with_table(table, policy)
+        if self.drafts is not None:
+            self.drafts.set_table(table, self.geometry.row_len, policy)
         self._run_in(True)
 
     def execute(self, message: StepInput) -> StepOutput:
@@ -305,13 +249,9 @@ class Executor(NotPicklable):
         compiled = self.watch.snapshot() if self._fails_on_recompile else None
         tokens = on_device = None
         with self.leading(Execute(message)), self.runtime.step():
-            logits = self._forward(message)
+            logits, floats, drafted = self._forward(message)
             if message.sampling is not None:
-                self.bytes_copied += message.sampling.num_bytes
-                found = self.sample(logits, message.sampling)
-                tokens = (
-                    found.token_ids if found.logprobs is None else packed(found.token_ids, found.logprobs)
-                )
+                tokens = self._tokens(logits, message.sampling, floats, drafted)
                 on_device = self.whole(logits) if message.host_sampled else None
         return LaunchedStep(message, tokens, on_device, compiled)
 
@@ -330,8 +270,9 @@ class Executor(NotPicklable):
                 with self.runtime.results():
                     table = tokens.cpu()
                     on_host = None if logits is None else logits.cpu()
+                table, drafted = (table, None) if not message.num_drafts else _apart(table, message)
                 token_ids, logprobs = (table, None) if table.ndim == 1 else unpacked(table, message.sampled)
-                output = StepOutput(token_ids.numpy()[message.sampled], logprobs, on_host)
+                output = StepOutput(token_ids.numpy()[message.sampled], logprobs, on_host, drafted)
             if compiled is not None:
                 self.watch.forbid_since(compiled)
         except Exception as error:
@@ -340,15 +281,46 @@ class Executor(NotPicklable):
             raise self.followers.failed(error) from error
         return output
 
+    def _tokens(
+        self,
+        logits: torch.Tensor,
+        sampling: SamplingBatch,
+        floats: torch.Tensor | None,
+        drafted: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Sample, and return all that is read of a step: see ``packed``; behind it the drafted tokens."""
+        self.bytes_copied += sampling.num_bytes
+        found = self.sample(logits, sampling, floats)
+        self._sampled = found.token_ids
+        tokens = found.token_ids if found.logprobs is None else packed(found.token_ids, found.logprobs)
+        return tokens if drafted is None else torch.cat([tokens.view(-1), drafted.to(tokens.dtype)])
+
+    def run_drafts(self, message: StepInput) -> None:
+        """Run a message of padding with drafts, to its tokens, without counting it: for warm-up."""
+        inputs = self.copy_in(message)
+        floats, drafted = self._take_sampled(message, inputs)
+        step = self.step_of(message.bucket)
+        logits = self.graphs.run_uncounted(message.bucket, step, self.step_inputs(inputs))
+        assert message.sampling is not None, "padding is sampled"
+        self._tokens(logits, message.sampling, floats, drafted).cpu()
+
     @torch.inference_mode()
     def logits(self, message: StepInput) -> torch.Tensor:
         """The logits of a message, float ``[N * M, V]``, on the device; nothing is sampled."""
         with self.leading(Execute(message, is_sampled=False)):
-            return self.whole(self._forward(message))
+            return self.whole(self._forward(message)[0])
 
-    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
-        """Sample from the logits that a step returns, sharded or not."""
-        return sample(logits, batch) if self.spread is None else self.spread.sample(logits, batch)
+    def sample(
+        self, logits: torch.Tensor, batch: SamplingBatch, floats: torch.Tensor | None = None
+    ) -> SampledTokens:
+        """Sample from the logits that a step returns, sharded or not.
+
+        Args:
+            floats: those of the batch, if they are on the device already.
+        """
+        if self.spread is None:
+            return sample(logits, batch, floats)
+        return self.spread.sample(logits, batch, floats)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits of all tokens, gathered from ranks if sharded."""
@@ -381,21 +353,50 @@ class Executor(NotPicklable):
         """Execute the copies of a message, which come first in its integers."""
         self.store.carry_out(inputs[BLOCK_COPIES][:, :num_blocks], inputs[ROW_COPIES][:, :num_rows])
 
-    def _forward(self, message: StepInput) -> torch.Tensor:
-        inputs = self.copy_in(message)
+    def _forward(self, message: StepInput) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Return logits; with drafts also the floats of sampling on the device, and the drafted tokens."""
+        self.bytes_copied += message.ints.nbytes
+        inputs, floats, drafted = self.inputs.copy_in(message.bucket, message.ints), None, None
         if message.num_block_copies or message.num_row_copies:
             self.copy_units(inputs, message.num_block_copies, message.num_row_copies)
+        if message.has_sources:
+            floats, drafted = self._take_sampled(message, inputs)
         if self._exchanges is not None:
             self.exchanged = self.exchanged.plus(self._exchanges.of(message.bucket))
         self.model.live.set(message.shape, message.bucket, self.geometry.row_len(message.bucket))
-        return self.graphs.run(message.bucket, self.step_of(message.bucket), self.step_inputs(inputs))
+        logits = self.graphs.run(message.bucket, self.step_of(message.bucket), self.step_inputs(inputs))
+        return logits, floats, drafted
+
+    def _take_sampled(
+        self, message: StepInput, inputs: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Run the drafts of a message, if any, and take tokens that were sampled last as its tokens."""
+        bucket, floats, drafted, buffer = message.bucket, None, None, self.inputs.buffer
+        begin, end, _ = extra_places(self.inputs.layout(bucket).num_items, bucket)
+        if message.num_drafts:
+            assert self.drafts is not None, "a model drafts"
+            if message.sampling is not None and message.sampling.floats.size:
+                floats = torch.from_numpy(message.sampling.floats).to(self.device)
+            drafted = self.drafts.run(
+                *(buffer[end : len(message.ints)], bucket.num_logits, message.num_drafts),
+                *(message.sampling, floats, self.sample),
+            )
+            self._sampled = drafted
+        source = buffer[begin : begin + bucket.query_len]
+        found = self._sampled.index_select(0, source.clamp(min=0))
+        tokens = torch.where(source >= 0, found, inputs["token_ids"])
+        # Written to the buffer as a whole: writes of a part of a tensor are no operation of some devices.
+        place = self.inputs.layout(bucket).slots["token_ids"].offset
+        places = torch.arange(place, place + len(tokens), dtype=index_dtype(self.device), device=self.device)
+        buffer.index_copy_(0, places, tokens)
+        return floats, drafted
 
     def step_inputs(self, fields: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return the inputs of a step: the views that ``copy_in`` returned, or the buffer behind them."""
         return {STAGED: self.inputs.buffer} if self.runtime.compiles_operators else fields
 
 
-class _StepFunctions(dict[BatchShape, Callable[[Mapping[str, torch.Tensor]], torch.Tensor]]):
+class StepFunctions(dict[BatchShape, Callable[[Mapping[str, torch.Tensor]], torch.Tensor]]):
     """Step functions by shape: those of buckets, and that of the last shape that is none."""
 
     def __init__(
@@ -413,19 +414,20 @@ class _StepFunctions(dict[BatchShape, Callable[[Mapping[str, torch.Tensor]], tor
         return made
 
 
-def _make_step(
+def make_step(
     model: StepModel,
     geometry: StepGeometry,
     graphs: GraphCache,
-    staged: DeviceInputs | None,
+    layout_of: Callable[[BatchShape], Layout] | None,
     bucket: BatchShape,
 ) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
+    """Return the function that is captured for a bucket."""
     runners: dict[Hashable, Callable[..., Any]] = {
         kind: graphs.region(bucket, kind, run_layer) for kind in model.kinds
     }
     region_of = graphs.regions_of(bucket)
-    if staged is not None:
-        return staged_step(model, geometry, bucket, staged.layout(bucket), runners, region_of)
+    if layout_of is not None:
+        return staged_step(model, geometry, bucket, layout_of(bucket), runners, region_of)
     return bucket_step(model, geometry, bucket, runners, region_of)
 
 
@@ -474,6 +476,16 @@ def packed(token_ids: torch.Tensor, logprobs: TokenLogprobs) -> torch.Tensor:
     return torch.cat([column.float() for column in columns], dim=1)
 
 
+def _apart(table: torch.Tensor, message: StepInput) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
+    """Return the sampled tokens, or what ``packed`` returned, and the drafts that were appended to it."""
+    assert message.sampling is not None, "tokens were read"
+    num_drafted = message.num_drafts * message.bucket.num_logits
+    sampled, drafted = table[:-num_drafted], table[-num_drafted:].to(torch.int32)
+    if message.sampling.route.num_logprobs >= 0:
+        sampled = sampled.view(message.sampling.route.num_rows, -1)
+    return sampled, drafted.numpy().reshape(message.num_drafts, -1)
+
+
 def unpacked(table: torch.Tensor, rows: npt.NDArray[np.int32]) -> tuple[torch.Tensor, TokenLogprobs]:
     """Return the tokens that ``packed`` has brought together, ``[N * M]``, and log-probabilities of rows."""
     num_top = (table.shape[1] - 3) // 2
@@ -519,7 +531,10 @@ class StepWarmUp:
         padding = executor.model.live.none_of(bucket, executor.geometry.row_len(bucket))
         # As in a step: a lazy device compiles its collected operators here.
         with executor.leading(Capture(bucket)), executor.runtime.step(), padding:
-            return executor.graphs.warm_up(bucket, executor.step_of, self._padding)
+            is_new = executor.graphs.warm_up(bucket, executor.step_of, self._padding)
+            if is_new and executor.drafts is not None and executor.geometry.row_len(bucket) > 1:
+                self._run_drafts(bucket)
+        return is_new
 
     @torch.inference_mode()
     def exchange(self, added: BatchShape, dropped: BatchShape, padding: float | None = None) -> None:
@@ -552,6 +567,8 @@ class StepWarmUp:
                 num_logits = {executor.geometry.counts(bucket).logits: bucket for bucket in captured}
                 self._run_operators(tuple(num_logits.values()))
             executor.graphs.seal()
+            if executor.drafts is not None:
+                executor.drafts.graphs.seal()
 
     def _run_operators(self, buckets: tuple[BatchShape, ...]) -> None:
         executor = self._executor
@@ -563,6 +580,15 @@ class StepWarmUp:
             for route in self.routes(bucket):
                 found = executor.sample(logits, SamplingBatch.padding(route))
                 (found.token_ids if found.logprobs is None else packed(found.token_ids, found.logprobs)).cpu()
+
+    def _run_drafts(self, bucket: BatchShape) -> None:
+        """Run drafts of padding in front of a step, by each route of sampling."""
+        plain = SamplingRoute(self._executor.geometry.counts(bucket).logits, self._vocab_size)
+        routes = self.routes(bucket)
+        for route in (plain, *[each for each in routes if each.has_random][:1]):
+            message = self._builder.padding_with_drafts(bucket, route)
+            for _ in range(self._executor.graphs.backend.num_first_runs):
+                self._executor.run_drafts(message)
 
     def _padding(self, bucket: BatchShape) -> Mapping[str, torch.Tensor]:
         """Inputs of a step of padding: only null units are read and written."""

@@ -117,6 +117,14 @@ class SampleState:
                 return drafts[:number]
         return drafts
 
+    @property
+    def takes_model_drafts(self) -> bool:
+        """Whether tokens may be sampled behind drafts that the host does not know yet.
+
+        Penalties and grammars depend on them.
+        """
+        return self.penalties is None and self._grammar is None
+
     def _fork_text(self) -> SampleState:
         """Return a state whose text goes on from here."""
         ahead = copy(self)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from graphs import BatchShape, HostInputs
+from graphs import BatchShape, BucketTable, GraphCache, HostInputs, MissPolicy
 from hpu_duo.engine.batch import StepBatch, StepGeometry, fill
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.pool import NO_COPIES, Copy, CopyLists, padded_size
-from hpu_duo.sampling import RowError, SamplingBatch, SamplingRow, TokenLogprobs
+from hpu_duo.sampling import RowError, SampledTokens, SamplingBatch, SamplingRoute, SamplingRow, TokenLogprobs
 
 BLOCK_COPIES = "block_copies"
 """Name of a field of the integers, like the next constant."""
@@ -34,6 +36,11 @@ class StepInput:
             grammar; None = no sampling.
         sampled: rows of logits whose tokens are returned, int32 ``[S]``, in order.
         host_sampled: rows of logits whose tokens are sampled on the host, to which logits are copied then.
+        has_sources: whether ``token_source`` is behind the fields of ``ints``: for each query token -1, or
+            the place of its id among the ids that were sampled last, which stay on the device. Those are the
+            drafts of this message, draft after draft, if it has any, else the tokens of the previous step.
+        num_drafts: drafts of each row that are computed before the step, whose fields are behind that; see
+            ``model_drafts``.
     """
 
     shape: BatchShape
@@ -44,6 +51,42 @@ class StepInput:
     sampling: SamplingBatch | None
     sampled: npt.NDArray[np.int32]
     host_sampled: tuple[int, ...] = ()
+    has_sources: bool = False
+    num_drafts: int = 0
+
+
+def with_sources(
+    message: StepInput, sources: npt.NDArray[np.int32], drafts: npt.NDArray[np.int32] | None = None
+) -> StepInput:
+    """Return a message whose tokens come from the device where ``token_source`` is no -1.
+
+    Args:
+        sources: ``token_source`` of the leading query tokens, int32.
+        drafts: fields of each draft of the message, int32 ``[g, items]``.
+    """
+    begin, end, stop = extra_places(len(message.ints), message.bucket, 0 if drafts is None else drafts.size)
+    ints = np.zeros(stop, np.int32)
+    ints[: len(message.ints)] = message.ints
+    ints[begin : begin + len(sources)], ints[begin + len(sources) : end] = sources, -1
+    if drafts is not None:
+        ints[end:] = drafts.ravel()
+    return replace(message, ints=ints, has_sources=True, num_drafts=0 if drafts is None else len(drafts))
+
+
+def extra_places(num_items: int, bucket: BatchShape, num_drafted: int = 0) -> tuple[int, int, int]:
+    """Return where ``token_source`` begins behind the fields of a step, where it ends, and where all ends.
+
+    Args:
+        num_items: of the fields.
+        num_drafted: items of drafts, which begin where ``token_source`` ends.
+    """
+    begin = num_items + -num_items % _ALIGNED
+    end = begin + bucket.query_len + -bucket.query_len % _ALIGNED
+    return begin, end, end + num_drafted
+
+
+_ALIGNED = 16
+"""Items of 64 bytes."""
 
 
 def message_fields(geometry: StepGeometry, bucket: BatchShape) -> dict[str, tuple[int, ...]]:
@@ -113,6 +156,7 @@ class StepResult:
         device_s: seconds of the device, both phases together.
         errors: errors of rows that could not be sampled, by ring row, each with the number of its first
             token that is undefined: 0, or more behind drafts.
+        drafted: tokens that the drafts of the message sampled for each row, int32 ``[g, N]``; None without.
     """
 
     message: StepInput
@@ -120,6 +164,7 @@ class StepResult:
     logprobs: TokenLogprobs | None
     device_s: float
     errors: Mapping[int, tuple[int, Exception]] = field(default_factory=dict)
+    drafted: npt.NDArray[np.int32] | None = None
 
     @property
     def shape(self) -> BatchShape:
@@ -130,6 +175,56 @@ class StepResult:
     def bucket(self) -> BatchShape:
         """The bucket that it was padded to."""
         return self.message.bucket
+
+
+class AddsDrafts(Protocol):
+    """Interface of tables of model drafts to the builder of messages; see ``model_drafts``."""
+
+    def add_to(
+        self, message: StepInput, plan: StepPlan, token_ids: npt.NDArray[np.int32], decode_len: int
+    ) -> StepInput:
+        """Return the message of a plan with the drafts of its rows."""
+        ...
+
+    def add_padding(self, message: StepInput, decode_len: int) -> StepInput:
+        """Return a message of padding with drafts of padding."""
+        ...
+
+    def num_extra(self, largest: BatchShape, decode_len: int) -> int:
+        """Most items that drafts add to a message."""
+        ...
+
+
+class RunsDrafts(Protocol):
+    """Interface of what runs model drafts to the executor; see ``model_drafts``.
+
+    Attributes:
+        graphs: captured drafts.
+        tables: of their fields.
+    """
+
+    graphs: GraphCache
+
+    @property
+    def tables(self) -> AddsDrafts:
+        """Tables of their fields."""
+        ...
+
+    def run(
+        self,
+        drafts: torch.Tensor,
+        num_rows: int,
+        num_drafts: int,
+        sampling: SamplingBatch | None,
+        floats: torch.Tensor | None,
+        sample: Callable[[torch.Tensor, SamplingBatch, torch.Tensor], SampledTokens],
+    ) -> torch.Tensor:
+        """Draft, and return the sampled tokens."""
+        ...
+
+    def set_table(self, table: BucketTable, row_len: Callable[[BatchShape], int], policy: MissPolicy) -> None:
+        """Replace the buckets by those of drafts for a table of steps."""
+        ...
 
 
 class StepBuilder:
@@ -146,6 +241,7 @@ class StepBuilder:
         vocab_size: as given.
         class_of: class of each token of the vocabulary, for heads that prefer to store some classes; to be
             set before the first step of such a model.
+        drafts: tables of model drafts; None without them.
     """
 
     def __init__(
@@ -160,6 +256,7 @@ class StepBuilder:
         self._geometry, self._bucket_of = geometry, bucket_of
         self.vocab_size, self._is_static = vocab_size, is_static
         self.class_of: np.ndarray | None = None
+        self.drafts: AddsDrafts | None = None
         self._host = HostInputs(partial(message_fields, geometry), message_fields(geometry.longest, largest))
 
     def build(self, plan: StepPlan, sampling: Mapping[int, Sequence[SamplingRow]]) -> BuiltStep:
@@ -193,6 +290,9 @@ class StepBuilder:
             how, errors = self._sampling(rows)
         copies = CopyLists.of(plan.moves) if plan.moves else NO_COPIES
         message = self._message(batch, bucket, copies, how, sampled, tuple(host_sampled))
+        if plan.has_model_drafts:
+            assert self.drafts is not None, "a model drafts"
+            message = self.drafts.add_to(message, plan, batch.token_ids, decode_len)
         return BuiltStep(message, host_sampled, errors)
 
     def padding(self, bucket: BatchShape, num_copies: int = 0) -> StepInput:
@@ -204,6 +304,12 @@ class StepBuilder:
         null = (self._geometry.null_block, self._geometry.null_row)
         copies = CopyLists(*(np.full((2, num_copies), unit, np.int32) for unit in null))
         return self._message(StepBatch.empty(), bucket, copies, None, (), ())
+
+    def padding_with_drafts(self, bucket: BatchShape, route: SamplingRoute) -> StepInput:
+        """Build a step of padding with drafts that are sampled by a route, to warm them up."""
+        assert self.drafts is not None, "a model drafts"
+        message = replace(self.padding(bucket), sampling=SamplingBatch.padding(route))
+        return self.drafts.add_padding(message, self._geometry.row_len(bucket))
 
     def copying(self, copies: Sequence[Copy], bucket: BatchShape) -> StepInput:
         """Build the input of a step with copies and no rows."""

@@ -22,6 +22,9 @@ from hpu_duo.scheduling import SchedulingPolicy
 
 _arrival = attrgetter("arrival")
 
+FROM_DEVICE = -1
+"""Stands for a token that a model samples before the step, on the device."""
+
 
 class ScheduledRow(NamedTuple):
     """The share of one request in a step: tokens ``[start, start + num_new_tokens)`` of it.
@@ -65,6 +68,8 @@ class StepPlan:
         fills_rows: whether its shape has rows of ``decode_len`` tokens, whose number depends on the step.
         moves: device copies, to execute one after the other before the step writes anything.
         preempted: requests that were preempted while this step was planned, the latest arrival first.
+        has_model_drafts: whether a model drafts for some rows before the step; ``Request.tokens`` has
+            ``FROM_DEVICE`` in place of these drafts.
     """
 
     rows: tuple[ScheduledRow, ...]
@@ -72,6 +77,7 @@ class StepPlan:
     preempted: tuple[Request, ...] = ()
     decode_len: int = 1
     fills_rows: bool = False
+    has_model_drafts: bool = False
 
     @cached_property
     def num_tokens(self) -> int:
@@ -172,7 +178,7 @@ class StepDraft:
         self.preempted: list[Request] = []
         self._max_chunk_rows = limits.max_chunk_rows
         self._chunks = ChunkRows(limits)
-        self._has_drafts = False
+        self._has_drafts = self._has_model_drafts = False
         self._shares: dict[Request, int] = {}
         # Running requests that could compute more than they do in this step.
         self._cut: set[Request] = set()
@@ -273,6 +279,7 @@ class StepDraft:
     def add_drafts(self, request: Request, drafts: Sequence[int] | NDArray[np.integer]) -> None:
         """Schedule drafts behind the last known token of a decode, and write them there."""
         self._has_drafts = True
+        self._has_model_drafts |= bool(drafts[0] == FROM_DEVICE)
         self._shares[request] += len(drafts)
         self.num_free_tokens -= len(drafts)
         request.tokens[request.num_tokens : request.num_tokens + len(drafts)] = drafts
@@ -311,7 +318,14 @@ class StepDraft:
             kinds[0 if num_new <= decode_len else 1 if start else 2].append(row)
         decodes, continued, begun = kinds
         fills_rows = decode_len > self._decode_len
-        return StepPlan((*decodes, *continued, *begun), moves, tuple(self.preempted), decode_len, fills_rows)
+        return StepPlan(
+            (*decodes, *continued, *begun),
+            moves,
+            tuple(self.preempted),
+            decode_len,
+            fills_rows,
+            self._has_model_drafts,
+        )
 
 
 def append_tokens(

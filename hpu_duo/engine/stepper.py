@@ -19,7 +19,14 @@ from hpu_duo.device import DeviceRuntime
 from hpu_duo.device.ranks import RankError
 from hpu_duo.drafting import Drafter
 from hpu_duo.engine.compile_watch import CompileWatch
-from hpu_duo.engine.drafts import ON_THE_HOST, Drafting, SpeculationCounters, num_verified, without_rejected
+from hpu_duo.engine.drafts import (
+    ON_THE_HOST,
+    Drafting,
+    SpeculationCounters,
+    num_verified,
+    without_rejected,
+    write_model_drafts,
+)
 from hpu_duo.engine.executor import Executor, LaunchedStep, StepWarmUp
 from hpu_duo.engine.outputs import OutputQueue, TokenLogprob, logprobs_of
 from hpu_duo.engine.replanning import Replanner
@@ -117,7 +124,7 @@ class Runner(NotPicklable):
         for index in sorted(failed, reverse=True):
             ring_row, number = divmod(index, self.executor.geometry.row_len(built.message.bucket))
             errors[ring_row] = number, failed[index]
-        return StepResult(built.message, token_ids, output.logprobs, device_s, errors)
+        return StepResult(built.message, token_ids, output.logprobs, device_s, errors, output.drafted)
 
     @torch.inference_mode()
     def carry_out(self, copies: Sequence[Copy]) -> None:
@@ -290,13 +297,13 @@ class Stepper:
                 "expected decode_len of 2 or more to verify drafts of a drafter, got decode_len=1: a step "
                 "verifies decode_len - 1 drafts of a request"
             )
-        self._drafting = (
-            None
-            if drafter is None
-            else Drafting(
-                drafter, self.samples, vocab_size, self.speculation, self._scheduler.limits.draft_lens
+        self._drafting = None
+        if drafter is not None:
+            lens, has_model = self._scheduler.limits.draft_lens, self._runner.executor.drafts is not None
+            self._drafting = Drafting(
+                *(drafter, self.samples, vocab_size, self.speculation, lens),
+                num_model_drafts=decode_len - 1 if has_model else 0,
             )
-        )
         self._scheduler.drafting = self._drafting
 
     @property
@@ -420,7 +427,8 @@ class Stepper:
         logprobs = {} if result.logprobs is None else logprobs_of(plan, result.token_ids, result.logprobs)
         accepted, taken = None, plan
         if plan.num_samples > len(plan.sampled_rows):
-            accepted = num_verified(plan, result.token_ids, result.errors, self._drafting)
+            drafted = () if result.drafted is None else write_model_drafts(plan, result.drafted)
+            accepted = num_verified(plan, result.token_ids, result.errors, self._drafting, drafted)
             taken = without_rejected(plan, accepted)
         self.telemetry.note(taken, result, self._scheduler.allocations, self._runner.executor.store.plan)
         if result.errors:

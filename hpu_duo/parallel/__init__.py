@@ -14,6 +14,7 @@ from hpu_duo.parallel.head_exchange import (
     summed_score_bytes,
 )
 from hpu_duo.parallel.modules import ScoreExchange, SharedPolicy, Sums, connect
+from hpu_duo.parallel.spread_logits import SpreadLogits
 
 __all__ = [
     "ContextParallelBlocks",
@@ -24,6 +25,7 @@ __all__ = [
     "RankHeads",
     "ScoreExchange",
     "SharedPolicy",
+    "SpreadLogits",
     "StepExchanges",
     "Sums",
     "connect",

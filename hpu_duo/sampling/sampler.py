@@ -122,12 +122,13 @@ class SampledTokens(NamedTuple):
     logprobs: TokenLogprobs | None
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
+def sample(logits: Tensor, batch: SamplingBatch, floats: Tensor | None = None) -> SampledTokens:
     """Sample one token per row; at most one small host-to-device copy and one of masks, no read.
 
     Args:
         logits: float32, bfloat16 or float16 [N, V], raw. Not modified.
         batch: built from the rows of the same order, with the same N and V.
+        floats: those of the batch, if they are on the device already.
 
     Raises:
         ValueError: the shape of the logits is not that of the batch.
@@ -135,8 +136,9 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
     expected = (batch.route.num_rows, batch.route.vocab_size)
     if tuple(logits.shape) != expected:
         raise ValueError(f"logits: expected shape {expected}, got {tuple(logits.shape)}")
-    # The array of a cached batch is read-only, which torch cannot represent, and empty.
-    floats = torch.from_numpy(batch.floats) if batch.floats.size else torch.empty(0)
+    if floats is None:
+        # The array of a cached batch is read-only, which torch cannot represent, and empty.
+        floats = torch.from_numpy(batch.floats) if batch.floats.size else torch.empty(0)
     masks = None if batch.masks is None else torch.from_numpy(batch.masks).to(logits.device)
     return sample_tokens(logits, floats.to(logits.device), batch.route, masks)
 

@@ -16,7 +16,9 @@ from hpu_duo.config.engine import EngineConfig
 from hpu_duo.config.limits import DeviceBudget
 from hpu_duo.device import DeviceRuntime, own_device, resolve_device, runtime_for
 from hpu_duo.device.ranks import Membership, WorkerRanks
-from hpu_duo.engine.executor import Executor, SpreadLogits
+from hpu_duo.engine.executor import Executor
+from hpu_duo.engine.model_drafts.steps import DraftSteps, draft_table
+from hpu_duo.engine.model_drafts.tables import DraftTables, DraftWindow
 from hpu_duo.engine.stepper import Runner
 from hpu_duo.heads import permute_heads
 from hpu_duo.kv.plan import MemoryPlan
@@ -28,11 +30,11 @@ from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.quantised.hpu import use_operators
 from hpu_duo.modeling.row_fusion import arrange
 from hpu_duo.modeling.step_model import StepModel
-from hpu_duo.parallel import StepExchanges, Sums, connect
+from hpu_duo.parallel import ContextParallelBlocks, SpreadLogits, StepExchanges, Sums, connect
 from hpu_duo.startup.blueprint import Blueprint, choose_kernels
 from hpu_duo.startup.heads import ChosenHeads
 from hpu_duo.startup.tables import StepTables, plan_with_graphs
-from kernels_ref import Implementation, Owner, Softmax
+from kernels_ref import Blocks, Implementation, Owner, Rings, Softmax
 from kernels_ref.formats.trial import format_problem
 from kernels_ref.x86 import library as x86
 
@@ -205,10 +207,12 @@ class DeviceSide:
         runtime.place(model)
         _try_formats(blueprint)
         store, step_model = blueprint.build(model, memory, live)
-        executor = _make_executor(config, step_model, store, tables, runtime, shared)
         limits = tables.limits(memory)
+        drafts = _drafts(config, step_model, tables, memory, place, limits)
+        executor = _make_executor(config, step_model, store, tables, runtime, shared, drafts)
         hf_config = model.config if shared is None else shared.hf_config
         runner = Runner(executor, hf_config.get_text_config().vocab_size, limits.max_model_len)
+        runner.builder.drafts = None if drafts is None else drafts.tables
         return cls(runner, blueprint, limits, hf_config)
 
 
@@ -322,6 +326,7 @@ def _make_executor(
     tables: StepTables,
     runtime: DeviceRuntime,
     shared: Shared | None,
+    drafts: DraftSteps | None,
 ) -> Executor:
     memory = store.plan
     policy = config.graph.on_miss if tables.uses_table else MissPolicy.EAGER
@@ -348,12 +353,49 @@ def _make_executor(
         spread=spread,
         followers=followers,
         exchanges=exchanges,
+        drafts=drafts,
     )
     if shared is not None:
         # One broadcast per step, unless masks or histories of penalties exceed that.
         rows = executor.largest.num_logits * geometry.decode_len
         shared.membership.link.reserve(executor.inputs.buffer.nbytes + rows * _ROW_BYTES + _MESSAGE_BYTES)
     return executor
+
+
+def _drafts(
+    config: EngineConfig,
+    model: StepModel,
+    tables: StepTables,
+    memory: MemoryPlan,
+    place: Place,
+    limits: StepLimits,
+) -> DraftSteps | None:
+    """Return what runs drafts of the model itself; None without them.
+
+    Raises:
+        ValueError: it has states that a draft would change.
+    """
+    speculation = config.scheduler.speculation
+    if speculation is None or speculation.method != "duo":
+        return None
+    served = Blocks | Rings | ContextParallelBlocks
+    kinds = [group.kind for spec in model.specs for group in spec.groups]
+    others = {kind.describe() or kind.name for kind in kinds if not isinstance(kind, served)}
+    others |= {kind.name for spec in model.specs for kind in spec.rows}
+    if others:
+        raise ValueError(
+            "speculative_config with method 'duo' drafts over the stores of the model: expected heads that "
+            f"store all tokens or a window, got {', '.join(sorted(others))}"
+        )
+    geometry, table = tables.geometry(memory), tables.table(memory)
+    window = DraftWindow(speculation.draft_sink, speculation.draft_recent)
+    fields = DraftTables(geometry, window, limits.uses_blocks)
+    # Another backend, since its buckets may be equal to those of plain steps.
+    backend = _backend(config, place.device, place.runtime)
+    policy = config.graph.on_miss if tables.uses_table else MissPolicy.EAGER
+    graphs = GraphCache(backend, draft_table(table, geometry.row_len), policy)
+    stages = place.runtime.compiles_operators
+    return DraftSteps(model, fields, graphs, place.device, stages=stages)
 
 
 def _budget(config: EngineConfig, runtime: DeviceRuntime, num_coming: int) -> DeviceBudget:

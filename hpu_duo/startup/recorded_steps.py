@@ -201,6 +201,9 @@ def _bytes(message: StepInput, token_ids: npt.NDArray[np.int32]) -> bytes:
         "num_masks": masks.size,
         "crc": zlib.crc32(arrays),
     }
+    if message.has_sources:
+        # Such a step without drafts of its own takes tokens of the one before it.
+        head |= {"sources": True, "drafts": message.num_drafts}
     return _sealed(head) + arrays
 
 
@@ -252,6 +255,8 @@ def _step(head: bytes, file: BinaryIO) -> LoggedStep:
         None if route is None else _sampling(SamplingRoute(**route), floats, masks),
         np.array(parts["sampled"], np.int32),
         tuple(map(int, parts["hosted"])),
+        bool(parts.get("sources", False)),
+        int(parts.get("drafts", 0)),
     )
     return LoggedStep(message, np.array(parts["tokens"], np.int32))
 

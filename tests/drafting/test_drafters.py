@@ -186,12 +186,15 @@ def test_the_configuration_says_which_drafter_there_is() -> None:
         ("[1]", r"expected speculative_config to be an object with keys, got \[1\]"),
         ("{", "expected speculative_config to be a JSON object, got '{'"),
         ({"num_tokens": 3}, "no key 'num_tokens'; did you mean 'num_speculative_tokens'"),
-        ({"method": "eagle3"}, "method to be suffix or ngram, which need no model, got 'eagle3'"),
+        (
+            {"method": "eagle3"},
+            "method to be suffix or ngram or duo, which need no other model, got 'eagle3'",
+        ),
         (
             {"model": "draft", "method": "draft_model"},
-            "method to be suffix or ngram, which need no model, got 'draft_model'",
+            "method to be suffix or ngram or duo, which need no other model, got 'draft_model'",
         ),
-        ({"method": 3}, "method to be suffix or ngram, got 3"),
+        ({"method": 3}, "method to be suffix or ngram or duo, got 3"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens to be an integer >= 1 and <= 31, got 0"),
         ({"num_speculative_tokens": 32}, "num_speculative_tokens to be an integer >= 1 and <= 31, got 32"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens to be an integer.*got True"),
@@ -202,7 +205,7 @@ def test_the_configuration_says_which_drafter_there_is() -> None:
         ({"prompt_lookup_max": 2}, "prompt_lookup_max=2 needs method 'ngram', got 'suffix'"),
         (
             {"method": "ngram", "suffix_decoding_max_tree_depth": 9},
-            "suffix_decoding_max_tree_depth=9 needs method 'suffix', got 'ngram'",
+            "suffix_decoding_max_tree_depth=9 needs method 'suffix' or 'duo', got 'ngram'",
         ),
         ({"suffix_decoding_max_spec_factor": 0}, "max_spec_factor to be a number above 0, got 0"),
         ({"suffix_decoding_min_token_prob": "x"}, "min_token_prob to be a number from 0 to 1, got 'x'"),

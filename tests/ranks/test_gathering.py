@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from hpu_duo.device.ranks import Ranks
-from hpu_duo.engine import executor
-from hpu_duo.engine.executor import SpreadLogits
+from hpu_duo.parallel import SpreadLogits, spread_logits
 from hpu_duo.sampling import SamplingBatch, SamplingRow
 from hpu_duo.sampling.params import SamplingParams
 from tests.ranks.threads import ThreadRanks
@@ -19,7 +18,7 @@ def test_greedy_tokens_are_those_of_the_whole_logits(
     vocab_size: int, size: int, sign: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = ThreadRanks(size)
-    monkeypatch.setattr(executor, "gather_from_ranks", ranks.gather)
+    monkeypatch.setattr(spread_logits, "gather_from_ranks", ranks.gather)
     width = -(-vocab_size // size)
     # Padding is larger than what any token has where all logits are negative.
     whole = torch.zeros(6, width * size)

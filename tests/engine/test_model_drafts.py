@@ -1,0 +1,162 @@
+"""Drafts of the model itself, ``method="duo"``: the tokens are those without, and they stay on the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpu_duo import HPUDuoModel
+from hpu_duo.engine.step_input import with_sources
+from hpu_duo.lab import sim
+from hpu_duo.lab.replay import replay
+from hpu_duo.sampling import SamplingParams
+from hpu_duo.startup.recorded_steps import options_of, read_log
+from tests.engine.tiny import PATTERN, Tiny, serve, text_of, tokens_of
+from tests.modeling.families import prompts_of
+
+PROMPTS = prompts_of([17, 1, 33, 8], seed=4)
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.7, top_p=0.95, seed=5, max_tokens=30, ignore_eos=True)
+DUO = {
+    "method": "duo",
+    "num_speculative_tokens": 3,
+    "draft_sink": 2,
+    "draft_recent": 6,
+    # Drafts of text would take the place of the model's.
+    "suffix_decoding_min_token_prob": 1.0,
+    "num_speculative_tokens_per_batch_size": [[1, 4, 3]],
+}
+
+
+def load_drafting(tiny: Tiny, **options: Any) -> HPUDuoModel:
+    return tiny.load(**{"max_num_batched_tokens": 24, **options}, speculative_config=DUO)
+
+
+@pytest.mark.parametrize(
+    ("params", "options"),
+    [
+        (SEEDED, {"pattern": PATTERN}),
+        (replace(SEEDED, logprobs=2, min_p=0.02, n=3), {"graphs": "replay", "attention": "sdpa"}),
+        (replace(SEEDED, logit_bias={3: 2.0}), {"num_blocks": 14, "max_model_len": 64, "pattern": PATTERN}),
+        pytest.param(GREEDY, {"graphs": "compile", "pattern": PATTERN}, marks=pytest.mark.slow),
+        pytest.param(replace(SEEDED, n=3), {"enable_prefix_caching": False}, marks=pytest.mark.slow),
+        pytest.param(SEEDED, {"tensor_parallel_size": 2, "pattern": PATTERN}, marks=pytest.mark.slow),
+        pytest.param(GREEDY, {"tensor_parallel_size": 2, "graphs": "replay"}, marks=pytest.mark.slow),
+        pytest.param(GREEDY, {"kv_cache_dtype": "int8_per_token_head"}, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_are_those_without_drafts(tiny: Tiny, params: SamplingParams, options: dict[str, Any]) -> None:
+    as_eager = {"graphs": "eager", "tensor_parallel_size": 1, "attention": "reference"}
+    plain, drafting = tiny.load(**{**options, **as_eager}), load_drafting(tiny, **options)
+    for _ in range(2):  # the second time from the prefix cache
+        done, expected = serve(drafting, PROMPTS, params), serve(plain, PROMPTS, params)
+        assert tokens_of(done) == tokens_of(expected)
+    stats = drafting.stats()
+    assert stats.speculation is not None
+    assert 0 < stats.speculation.num_accepted_tokens <= stats.speculation.num_draft_tokens
+    assert stats.num_output_tokens == plain.stats().num_output_tokens
+    assert stats.num_graph_misses == 0
+
+
+def test_drafts_that_see_everything_are_accepted(tiny: Tiny) -> None:
+    """With a window as long as the text, a draft is what the model samples, greedy or drawn."""
+    config = {**DUO, "draft_recent": 96, "num_speculative_tokens_per_batch_size": [[1, 4, 3]]}
+    drafting = tiny.load(max_num_batched_tokens=24, speculative_config=config)
+    serve(drafting, PROMPTS, [GREEDY, SEEDED, replace(SEEDED, top_k=5), GREEDY])
+    stats = drafting.stats().speculation
+    assert stats is not None
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 60
+
+
+def test_an_output_ends_where_it_does_without_drafts(tiny: Tiny) -> None:
+    """Stop strings and tokens are found within drafts that the host learns behind the step."""
+    ((free,),) = serve(tiny.load(), PROMPTS[:1], GREEDY)
+    stop = text_of(free.token_ids[9:11])
+    drafting = load_drafting(tiny)
+    for params in (
+        replace(GREEDY, stop=[stop]),
+        replace(GREEDY, stop_token_ids=[free.token_ids[12]]),
+        replace(GREEDY, max_tokens=7),
+    ):
+        ((expected,),), ((done,),) = (serve(each, PROMPTS[:1], params) for each in (tiny.load(), drafting))
+        assert (done.token_ids, done.text) == (expected.token_ids, expected.text)
+        assert done.finish_reason == expected.finish_reason
+
+
+def test_rows_whose_sampling_depends_on_drafts_take_none_of_the_model(tiny: Tiny) -> None:
+    params = [replace(SEEDED, repetition_penalty=1.3), SEEDED]
+    drafting = load_drafting(tiny)
+    done, expected = (serve(each, PROMPTS[:2], params) for each in (drafting, tiny.load()))
+    assert tokens_of(done) == tokens_of(expected)
+    serve(drafting, PROMPTS[:1], params[0])
+    stats = drafting.stats().speculation
+    assert stats is not None
+    assert stats.num_steps_without["none proposed"] > 20
+
+
+def test_text_comes_first(tiny: Tiny) -> None:
+    """A prediction is drafted from, and the model drafts where it ends."""
+    ((expected,),) = serve(tiny.load(), PROMPTS[:1], SEEDED)
+    drafting = load_drafting(tiny)
+    params = replace(SEEDED, prediction_token_ids=expected.token_ids)
+    ((done,),) = serve(drafting, PROMPTS[:1], params)
+    assert done.token_ids == expected.token_ids
+    stats = drafting.stats().speculation
+    assert stats is not None
+    assert stats.num_accepted_tokens == stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("graphs", ["eager", pytest.param("replay", marks=pytest.mark.slow)])
+def test_recorded_steps_are_replayed(tiny: Tiny, tmp_path: Path, graphs: str) -> None:
+    served = load_drafting(tiny, graphs=graphs, pattern=PATTERN, record_steps=tmp_path / "steps")
+    serve(served, PROMPTS, SEEDED)
+    served.engine.step_recorder.close()  # type: ignore[union-attr]
+    log = read_log(tmp_path / "steps")
+    assert any(step.message.num_drafts for step in log)
+    again = HPUDuoModel.from_pretrained(tiny.path, **options_of(log.origin))
+    assert replay(again.engine, tiny.path, log).differences == ()
+
+
+@pytest.mark.parametrize("graphs", ["eager", "replay"])
+def test_a_step_takes_the_tokens_that_the_previous_one_sampled(tiny: Tiny, graphs: str) -> None:
+    """``token_source`` without drafts: the host's ids are wrong and are not read."""
+    served = tiny.load(graphs=graphs)
+    executor = served.engine.runner.executor
+    seen = []
+    execute = executor.launch
+
+    def launch(message: Any) -> Any:
+        is_decode = seen and message.bucket.phase.unique and not message.bucket.phase.causal
+        if is_decode:
+            message = with_sources(message, np.array([0], np.int32))
+            place = executor.inputs.layout(message.bucket).slots["token_ids"].offset
+            message.ints[place] = (message.ints[place] + 1) % 40
+        seen.append(bool(is_decode))
+        return execute(message)
+
+    expected = serve(served, PROMPTS[:1], GREEDY)
+    executor.launch = launch
+    assert tokens_of(serve(served, PROMPTS[:1], GREEDY)) == tokens_of(expected)
+    assert sum(seen) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated_hpu")
+@pytest.mark.parametrize("params", [GREEDY, SEEDED])
+def test_a_simulated_hpu_compiles_nothing_and_reads_once_a_step(tiny: Tiny, params: SamplingParams) -> None:
+    expected = serve(tiny.load(pattern=PATTERN), PROMPTS, params)
+    drafting = load_drafting(tiny, device="hpu-sim", num_blocks=30, pattern=PATTERN)
+    drafting.warmup()
+    with sim.watch() as seen:
+        done = serve(drafting, PROMPTS, params)
+    assert tokens_of(done) == tokens_of(expected)
+    stats, report = drafting.stats().speculation, seen.report()
+    assert stats is not None
+    assert stats.num_steps > 10
+    assert not report.excused
+    assert (report.new_graphs, report.new_recipes, report.max_reads) == (0, 0, 1)
+    assert max(step.h2d_copies for step in report.steps) == (1 if params is GREEDY else 2)
