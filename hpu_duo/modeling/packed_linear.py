@@ -224,12 +224,13 @@ def pack_linears(
         arithmetic: dtype of the inputs of linears; None = that of their weights.
     """
     as_vectors = {id(module) for parent in vector for module in parent.modules()}
+    inputs = arithmetic or next(model.parameters()).dtype
     # Names only: a list of the layers themselves would keep all plain weights alive until the end.
     targets = [
         (module, name)
         for module in model.modules()
         for name, child in module.named_children()
-        if _can_pack(child, arithmetic)
+        if _can_pack(child, arithmetic, inputs)
     ]
     if arithmetic == torch.float32 and not library.is_available(arithmetic):
         return 0
@@ -249,10 +250,9 @@ def pack_linears(
     return len(targets)
 
 
-def _can_pack(child: nn.Module, arithmetic: torch.dtype | None) -> bool:
+def _can_pack(child: nn.Module, arithmetic: torch.dtype | None, inputs: torch.dtype) -> bool:
     if isinstance(child, QuantisedLinear):
-        is_bfloat16 = arithmetic in (None, torch.bfloat16)
-        return is_bfloat16 and child.codes.device.type == "cpu" and fits_codes(child.stored, torch.bfloat16)
+        return child.codes.device.type == "cpu" and fits_codes(child.stored, inputs)
     return type(child) is nn.Linear and can_pack(child.weight.dtype, arithmetic)
 
 

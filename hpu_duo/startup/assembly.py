@@ -25,7 +25,7 @@ from hpu_duo.modeling.config_checks import NoPositionsError, frequencies_note
 from hpu_duo.modeling.loading import build_without_weights, load_model, read_config
 from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import probe, read_layers
-from hpu_duo.modeling.quantised.execution import choose_execution, execution_note, rounding_of
+from hpu_duo.modeling.quantised.execution import choose_execution, execution_note, kernel_for, rounding_of
 from hpu_duo.modeling.quantised.linear import DEQUANTISED
 from hpu_duo.request import TokenLimits
 from hpu_duo.scheduling import make_policy
@@ -106,7 +106,7 @@ def assemble(
         precision = Precision.choose(config.model.dtype, hf_config, device.type)
         with collector_paused(), native_code_built(config.model, place, precision.arithmetic):
             execution = choose_execution(config.model, precision.arithmetic, device)
-            if execution.keeps is not DEQUANTISED.keeps:
+            if execution.keeps is not DEQUANTISED.keeps and kernel_for(device, precision.arithmetic) is None:
                 precision = Precision.of(precision.arithmetic)
             model = load_model(config.model.path, hf_config, precision.weights, place.first_device, execution)
             side = _device_side(model, config, place, precision)

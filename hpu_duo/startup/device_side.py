@@ -28,6 +28,7 @@ from hpu_duo.modeling.packed_linear import can_pack, fuse_modules, leave_files, 
 from hpu_duo.modeling.precision import Precision, name_of, widen
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.quantised.hpu import use_operators
+from hpu_duo.modeling.quantised.state import quantised_layers
 from hpu_duo.modeling.row_fusion import arrange
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.parallel import ContextParallelBlocks, SpreadLogits, StepExchanges, Sums, connect
@@ -306,7 +307,8 @@ def _pack(
             "pack_weights needs a CPU, and bfloat16 where our kernels or oneDNN multiply it, or dtype='auto' "
             f"for a 16-bit checkpoint where our kernels compute in float32: got {name_of(dtype)} on {device}"
         )
-    if possible and wanted is not False:
+    has_codes = device.type == "cpu" and bool(quantised_layers(model))
+    if (possible or has_codes) and wanted is not False:
         # Where the kernel for panels does not run, decodes of one compiled request read plain weights faster
         # than oneDNN's; panels come before both.
         is_vector = config.scheduler.max_num_seqs == 1 and place.backend.name == "compile"

@@ -4,7 +4,9 @@
 
 #include "floats.h"
 
-#if HPU_DUO_LANES == 16
+#if defined(HPU_DUO_VNNI)
+#define HPU_DUO_VARIANT lanes16_vnni
+#elif HPU_DUO_LANES == 16
 #define HPU_DUO_VARIANT lanes16
 #elif HPU_DUO_LANES == 8
 #define HPU_DUO_VARIANT lanes8
@@ -17,6 +19,12 @@ namespace HPU_DUO_VARIANT {
 
 void linear(const float *x, const FloatWeight *weights, int64_t num_weights, const int *live, int64_t rows,
             int64_t inputs, int num_threads);
+
+void quantised_linears(const float *x, const QuantisedWeight *weights, int64_t num_weights, const int *live,
+                       int64_t rows, int64_t inputs, int num_threads);
+
+void int8_linears(const Int8Inputs &in, const Int8Weight *weights, int64_t num_weights, const int *live, int64_t rows,
+                  int num_threads);
 
 void attend_rows(const float *q, const void *k, const void *v, Store store, const RowPlan &plan, float *attn,
                  float *largest, float *total, const int64_t *strides, const int *sizes, int num_threads);

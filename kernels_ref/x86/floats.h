@@ -7,6 +7,7 @@
 
 #include "codes.h"
 #include "kernels.h"
+#include "quantised.h"
 
 namespace hpu_duo {
 
@@ -24,6 +25,10 @@ struct FloatWeight {
 struct FloatKernels {
   void (*linear)(const float *x, const FloatWeight *weights, int64_t num_weights, const int *live, int64_t rows,
                  int64_t inputs, int num_threads);
+  void (*quantised_linears)(const float *x, const QuantisedWeight *weights, int64_t num_weights, const int *live,
+                            int64_t rows, int64_t inputs, int num_threads);
+  void (*int8_linears)(const Int8Inputs &in, const Int8Weight *weights, int64_t num_weights, const int *live,
+                       int64_t rows, int num_threads);
   void (*attend_rows)(const float *q, const void *k, const void *v, Store store, const RowPlan &plan, float *attn,
                       float *largest, float *total, const int64_t *strides, const int *sizes, int num_threads);
   void (*attend_codes)(const float *q, const CodedVectors &k, const CodedVectors &v, const RowPlan &plan, float *attn,

@@ -72,6 +72,36 @@ struct Lanes {
   }
   static F of_float16(const uint16_t *from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)); }
 
+  // Codes of a byte, with their signs, and words of 16 bits, without.
+  static I bytes(const uint8_t *from) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)); }
+  static I words(const uint8_t *from) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)); }
+  static F whole(I x) { return _mm512_cvtepi32_ps(x); }
+  static I to_whole(F x) { return _mm512_cvtps_epi32(x); }
+  static F div(F a, F b) { return _mm512_div_ps(a, b); }
+  // An fp8 number (e4m3) that is no NaN: the sign goes to the front, the rest to the end of the exponent.
+  static F fp8(I x) {
+    const __m512i bits = _mm512_and_si512(_mm512_slli_epi32(x, 20), _mm512_set1_epi32((int)0x87F00000));
+    return _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0x1p120f));
+  }
+  // A nibble of each word, less 8, times a power of two: the product with `nibble_unit` is exact.
+  template <int N>
+  static F nibble(I x) {
+    const F table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm512_permutexvar_ps(N ? _mm512_srli_epi32(x, 4 * N) : x, table);  // an index has four bits that matter
+  }
+  static constexpr float nibble_unit(int) { return 1.0f; }
+  static F pair(const float *from) {
+    double both;
+    std::memcpy(&both, from, sizeof(both));
+    return _mm512_castpd_ps(_mm512_set1_pd(both));
+  }
+  // Neighbours of two vectors, summed.
+  static F sum_of_pairs(F low, F high) {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    return _mm512_add_ps(_mm512_permutex2var_ps(low, even, high), _mm512_permutex2var_ps(low, odd, high));
+  }
+
   static __m256 halved(F x) { return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)); }
   static float sum(F x) {
     const __m256 y = halved(x);
@@ -146,6 +176,33 @@ struct Lanes {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16));
   }
   static F of_float16(const uint16_t *from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)); }
+
+  static I bytes(const uint8_t *from) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)); }
+  static I words(const uint8_t *from) { return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)); }
+  static F whole(I x) { return _mm256_cvtepi32_ps(x); }
+  static I to_whole(F x) { return _mm256_cvtps_epi32(x); }
+  static F div(F a, F b) { return _mm256_div_ps(a, b); }
+  static F fp8(I x) {
+    const __m256i bits = _mm256_and_si256(_mm256_slli_epi32(x, 20), _mm256_set1_epi32((int)0x87F00000));
+    return _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f));
+  }
+  template <int N>
+  static F nibble(I x) {
+    // The nibble stays in its place, in the fraction of a number of 2^23.
+    const __m256i bits = _mm256_or_si256(_mm256_and_si256(x, _mm256_set1_epi32(15 << 4 * N)),
+                                         _mm256_castps_si256(_mm256_set1_ps(0x1p23f)));
+    return _mm256_sub_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p23f + (8 << 4 * N)));
+  }
+  static constexpr float nibble_unit(int n) { return 1.0f / (float)(1 << 4 * n); }
+  static F pair(const float *from) {
+    double both;
+    std::memcpy(&both, from, sizeof(both));
+    return _mm256_castpd_ps(_mm256_set1_pd(both));
+  }
+  static F sum_of_pairs(F low, F high) {
+    const __m256d sums = _mm256_castps_pd(_mm256_hadd_ps(low, high));
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(sums, 0xd8));
+  }
 
   static float sum(F x) {
     __m128 z = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -239,6 +296,29 @@ struct Lanes {
   static F odd(const uint16_t *pairs) { return even(pairs + 1); }
   static F of_bfloat16(const uint16_t *from) { return map([&](int i) { return float_of_bits((uint32_t)from[i] << 16); }); }
   static F of_float16(const uint16_t *from) { return map([&](int i) { return float_of_half(from[i]); }); }
+
+  static I bytes(const uint8_t *from) { return map([&](int i) { return (int)(int8_t)from[i]; }); }
+  static I words(const uint8_t *from) { return map([&](int i) { return from[2 * i] | from[2 * i + 1] << 8; }); }
+  static F whole(I x) { return map([&](int i) { return (float)x.lane[i]; }); }
+  static I to_whole(F x) { return map([&](int i) { return (int)x.lane[i]; }); }
+  static F div(F a, F b) { return map([&](int i) { return a.lane[i] / b.lane[i]; }); }
+  static F fp8(I x) {
+    return map([&](int i) {
+      const int exponent = x.lane[i] >> 3 & 15, fraction = x.lane[i] & 7;
+      const float size = std::ldexp((float)(exponent ? fraction + 8 : fraction), (exponent ? exponent : 1) - 10);
+      return x.lane[i] & 128 ? -size : size;
+    });
+  }
+  template <int N>
+  static F nibble(I x) { return map([&](int i) { return (float)((x.lane[i] >> 4 * N & 15) - 8); }); }
+  static constexpr float nibble_unit(int) { return 1.0f; }
+  static F pair(const float *from) { return map([&](int i) { return from[i % 2]; }); }
+  static F sum_of_pairs(F low, F high) {
+    return map([&](int i) {
+      const float *both = (i < kCount / 2 ? low.lane : high.lane) + i % (kCount / 2) * 2;
+      return both[0] + both[1];
+    });
+  }
 
   static float sum(F x) {
     for (int half = kCount / 2; half; half /= 2)

@@ -48,6 +48,8 @@ _LANES_OF = {"0": 0, "avx2": 8, "avx512": 16, "1": 16}
 _FLOAT_STORES = (torch.bfloat16, torch.float16, torch.float32)
 _OPERATORS = ("operators.cpp", "operator.cpp")
 """What names of sources that register operators end with; they are compiled for any x86 CPU."""
+_INTEGERS, _VNNI = "float_int8.cpp", ("avx512vnni",)
+"""A source that is compiled once more for sixteen lanes, and the instruction set of it."""
 _ONE_OF_BOTH = "no_pairs.cpp"
 """Stands for the sources of bfloat16 where the CPU does not run them."""
 _Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -227,6 +229,8 @@ def _units(numbers: Sequence[int], pairs: Sequence[str] | None) -> tuple[Unit, .
             units += [
                 Unit(path, (f"-DHPU_DUO_LANES={n}", "-ffp-contract=off", *needed[n])) for n in (0, *numbers)
             ]
+            if path.name == _INTEGERS and 16 in numbers:
+                units.append(Unit(path, ("-DHPU_DUO_VNNI", *units[-1].options, *_machine(_VNNI))))
         elif path.name.endswith(_OPERATORS):
             units.append(Unit(path))
         elif (pairs is None) == (path.name == _ONE_OF_BOTH):

@@ -26,4 +26,14 @@ inline const FloatKernels *find_float_kernels(std::string_view name) {
   return name == "model" ? &kModelOfLanes : nullptr;
 }
 
+// Products of int8 with VNNI; null as above.
+namespace lanes16_vnni {
+void int8_linears(const Int8Inputs &in, const Int8Weight *weights, int64_t num_weights, const int *live, int64_t rows,
+                  int num_threads) __attribute__((weak));
+}
+
+inline bool have_vnni() {
+  return machine.lanes >= 16 && &lanes16_vnni::int8_linears && __builtin_cpu_supports("avx512vnni");
+}
+
 }  // namespace hpu_duo

@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "kernels.h"
+#include "quantised.h"
 
 namespace hpu_duo {
 
@@ -17,6 +18,8 @@ namespace {
 bool have_tiles() { return false; }
 
 void linear(const bf16 *, const Weight *, int64_t, const int *, int64_t, int64_t, Instructions, int) { refuse(); }
+
+void quantised_linears(const bf16 *, const QuantisedWeight *, int64_t, const int *, int64_t, int64_t, int) { refuse(); }
 
 void attend_rows(const bf16 *, const bf16 *, const bf16 *, const RowPlan &, float *, float *, float *, const int64_t *,
                  const int *, int) {

@@ -21,10 +21,11 @@
 namespace hpu_duo {
 namespace {
 
-constexpr int kFewRows = 4;             // codes are read into registers: more rows would widen them again and again
+constexpr int kFewRows = 4;             // codes are read into registers, bytes as float32
+constexpr int kSomeRows = 12;           // and as bfloat16: more rows would widen them again and again
 constexpr int kRowStep = 6;             // rows of a pass over expanded codes: 24 sums stay in registers
 constexpr int64_t kRowBlock = 240;      // most rows for which codes are expanded once
-constexpr int64_t kPartInputs = 512;    // inputs of a part: its expanded codes take 64 KiB of two panels
+constexpr int64_t kPartInputs = 1024;   // inputs of a part: its expanded codes take 128 KiB of two panels
 constexpr int kVectors = kPanel / kLanes;
 
 inline __m512 scale_at(const QuantisedWeight &weight, int64_t place) {
@@ -92,7 +93,7 @@ inline __m512 sum_of_pairs(__m512 low, __m512 high) {
 }
 
 inline void store(const QuantisedWeight &weight, int64_t row, int64_t panel, __m512 low, __m512 high) {
-  const Outputs out{weight.y + panel * kPanel, weight.outputs, weight.outputs - panel * kPanel,
+  const Outputs out{(bf16 *)weight.y + panel * kPanel, weight.outputs, weight.outputs - panel * kPanel,
                     weight.bias ? weight.bias + panel * kPanel : nullptr, nullptr, 0, true, true};
   out.finish(row, 0, low, high);
 }
@@ -101,21 +102,26 @@ struct Job {
   const bf16 *x;
   const float *wide;      // x in float32, where few rows are multiplied with bytes
   const float *sums;      // of x over groups [rows][groups], where the weight has zero points
-  const QuantisedWeight &weight;
+  const QuantisedWeight weight;
   int64_t inputs;
 
+  // The same rows without the first ones.
+  Job from(int64_t row) const {
+    QuantisedWeight rest = weight;
+    rest.y = (bf16 *)rest.y + row * rest.outputs;
+    return {x + row * inputs, nullptr, sums ? sums + row * weight.groups : nullptr, rest, inputs};
+  }
   int64_t bytes_per_pair() const { return weight.kind == CodeKind::kInt4 ? kPanel : 2 * kPanel; }
   const uint8_t *codes(int64_t panel, int64_t input) const {
     return weight.codes + (panel * inputs + input) / 2 * bytes_per_pair();
   }
-  // Adds the sum over a group to that of all inputs.
-  inline void scale(int64_t row, int64_t panel, int64_t group, int vector, __m512 sum, __m512 &total) const {
+  __m512 sum_of(int64_t row, int64_t group) const { return _mm512_set1_ps(sums[row * weight.groups + group]); }
+  // Sums of all groups, after one more.
+  inline __m512 scaled(int64_t row, int64_t panel, int64_t group, int vector, __m512 sum, __m512 total) const {
     const int64_t place = (panel * weight.groups + group) * kPanel + vector * kLanes;
-    if (weight.zeros) {
-      const __m512 all = _mm512_set1_ps(sums[row * weight.groups + group]);
-      sum = _mm512_fnmadd_ps(zero_at(weight, place), all, sum);
-    }
-    total = _mm512_fmadd_ps(sum, scale_at(weight, place), total);
+    if (weight.zeros)
+      sum = _mm512_fnmadd_ps(zero_at(weight, place), sum_of(row, group), sum);
+    return _mm512_fmadd_ps(sum, scale_at(weight, place), total);
   }
 };
 
@@ -157,16 +163,65 @@ inline __attribute__((always_inline)) void few_bytes(const Job &job, int64_t pan
     }
     for (int m = 0; m < MR; ++m)
       for (int n = 0; n < 2 * NP; ++n)
-        job.scale(m, panel + n / 2, group, n % 2, sum_of_pairs(sum[m][2 * n], sum[m][2 * n + 1]), total[m][n]);
+        total[m][n] = job.scaled(m, panel + n / 2, group, n % 2,
+                                 sum_of_pairs(sum[m][2 * n], sum[m][2 * n + 1]), total[m][n]);
   }
   for (int m = 0; m < MR; ++m)
     for (int p = 0; p < NP; ++p) store(job.weight, m, panel + p, total[m][2 * p], total[m][2 * p + 1]);
 }
 
-// The same of nibbles.
+// Which words of two vectors are the upper halves of float32.
+inline __m512i upper_halves() {
+  alignas(64) uint16_t words[2 * kLanes];
+  for (int i = 0; i < 2 * kLanes; ++i) words[i] = (uint16_t)(2 * i + 1);
+  return _mm512_load_si512(words);
+}
+
+// Pairs of codes of sixteen outputs, which are exact in bfloat16.
+template <CodeKind kind>
+inline __m512i pairs_of(const uint8_t *codes, __m512i upper) {
+  const __m512i low = _mm512_castps_si512(values_of<kind>(codes));
+  return _mm512_permutex2var_epi16(low, upper, _mm512_castps_si512(values_of<kind>(codes + kLanes)));
+}
+
+// Some rows with a panel of bytes.
+template <CodeKind kind, int MR>
+inline __attribute__((always_inline)) void some_bytes(const Job &job, int64_t panel) {
+  const __m512i upper = upper_halves();
+  __m512 total[MR][kVectors];
+  for (auto &each : total)
+    for (auto &vector : each) vector = _mm512_setzero_ps();
+  for (int64_t group = 0; group < job.weight.groups; ++group) {
+    const int64_t begin = group * job.weight.group, end = std::min(begin + job.weight.group, job.inputs);
+    __m512 sum[MR][kVectors];
+#pragma GCC unroll 12
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 2
+      for (int n = 0; n < kVectors; ++n) sum[m][n] = _mm512_setzero_ps();
+    const uint8_t *codes = job.codes(panel, begin);
+    const bf16 *x = job.x + begin;
+    for (int64_t input = begin; input < end; input += 2, codes += 2 * kPanel, x += 2) {
+      _mm_prefetch((const char *)(codes + 4096), _MM_HINT_T0);
+      __m512bh right[kVectors];
+#pragma GCC unroll 2
+      for (int n = 0; n < kVectors; ++n) right[n] = (__m512bh)pairs_of<kind>(codes + n * 2 * kLanes, upper);
+#pragma GCC unroll 12
+      for (int m = 0; m < MR; ++m) {
+        const __m512bh left = pair_at(x + m * job.inputs);
+#pragma GCC unroll 2
+        for (int n = 0; n < kVectors; ++n) sum[m][n] = _mm512_dpbf16_ps(sum[m][n], left, right[n]);
+      }
+    }
+    for (int m = 0; m < MR; ++m)
+      for (int n = 0; n < kVectors; ++n) total[m][n] = job.scaled(m, panel, group, n, sum[m][n], total[m][n]);
+  }
+  for (int m = 0; m < MR; ++m) store(job.weight, m, panel, total[m][0], total[m][1]);
+}
+
+// A few rows with neighbouring panels of nibbles.
 template <int MR, int NP>
 inline __attribute__((always_inline)) void few_nibbles(const Job &job, int64_t panel) {
-  constexpr int kParts = 2 * NP, kChains = 2;
+  constexpr int kParts = 2 * NP, kChains = MR <= 4 ? 2 : 1, kLast = kChains - 1;
   const Nibbles nibbles;
   __m512 total[MR][kParts];
   for (auto &each : total)
@@ -174,7 +229,7 @@ inline __attribute__((always_inline)) void few_nibbles(const Job &job, int64_t p
   for (int64_t group = 0; group < job.weight.groups; ++group) {
     const int64_t begin = group * job.weight.group, end = std::min(begin + job.weight.group, job.inputs);
     __m512 sum[MR][kParts][kChains];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 8
       for (int n = 0; n < kParts; ++n)
@@ -184,25 +239,25 @@ inline __attribute__((always_inline)) void few_nibbles(const Job &job, int64_t p
     const bf16 *x = job.x + begin;
     const int64_t ahead = job.inputs * kPanel / 2;
     for (int64_t input = begin; input < end; input += 8, codes += 4 * kPanel, x += 8) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int n = 0; n < kParts; ++n) {
         const uint8_t *from = codes + n / 2 * ahead + n % 2 * 64;
         _mm_prefetch((const char *)(from + 2048), _MM_HINT_T0);
         const __m512i words = _mm512_loadu_si512(from);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int m = 0; m < MR; ++m) {
           const bf16 *left = x + m * job.inputs;
           sum[m][n][0] = _mm512_dpbf16_ps(sum[m][n][0], pair_at(left), nibbles.at<0>(words));
-          sum[m][n][1] = _mm512_dpbf16_ps(sum[m][n][1], pair_at(left + 2), nibbles.at<4>(words));
+          sum[m][n][kLast] = _mm512_dpbf16_ps(sum[m][n][kLast], pair_at(left + 2), nibbles.at<4>(words));
           sum[m][n][0] = _mm512_dpbf16_ps(sum[m][n][0], pair_at(left + 4), nibbles.at<8>(words));
-          sum[m][n][1] = _mm512_dpbf16_ps(sum[m][n][1], pair_at(left + 6), nibbles.at<12>(words));
+          sum[m][n][kLast] = _mm512_dpbf16_ps(sum[m][n][kLast], pair_at(left + 6), nibbles.at<12>(words));
         }
       }
     }
     for (int m = 0; m < MR; ++m)
       for (int n = 0; n < kParts; ++n) {
-        const __m512 both = _mm512_add_ps(sum[m][n][0], sum[m][n][1]);
-        job.scale(m, panel + n / 2, group, n % 2, both, total[m][n]);
+        const __m512 both = kLast ? _mm512_add_ps(sum[m][n][0], sum[m][n][kLast]) : sum[m][n][0];
+        total[m][n] = job.scaled(m, panel + n / 2, group, n % 2, both, total[m][n]);
       }
   }
   for (int m = 0; m < MR; ++m)
@@ -229,6 +284,45 @@ void few_rows(const Job &job, int64_t rows, int64_t panel) {
   }
 }
 
+template <int MR>
+void some(const Job &job, int64_t panel) {
+  switch (job.weight.kind) {
+    case CodeKind::kInt8: return some_bytes<CodeKind::kInt8, MR>(job, panel);
+    case CodeKind::kFp8: return some_bytes<CodeKind::kFp8, MR>(job, panel);
+    default: return few_nibbles<MR, 1>(job, panel);
+  }
+}
+
+// Some rows with a panel.
+void some_rows(const Job &job, int64_t rows, int64_t panel) {
+  // More rows than these do not leave registers to widen codes.
+  const int64_t most = job.weight.kind == CodeKind::kInt8 ? kSomeRows : job.weight.kind == CodeKind::kInt4 ? 8 : 6;
+  const int64_t step = even_step(rows, most, 1);
+  for (int64_t row = 0; row < rows; row += step) {
+    const Job part = job.from(row);
+    switch (std::min(step, rows - row)) {
+      case 1: some<1>(part, panel); break;
+      case 2: some<2>(part, panel); break;
+      case 3: some<3>(part, panel); break;
+      case 4: some<4>(part, panel); break;
+      case 5: some<5>(part, panel); break;
+      case 6: some<6>(part, panel); break;
+      case 7: some<7>(part, panel); break;
+      case 8: some<8>(part, panel); break;
+      case 9: some<9>(part, panel); break;
+      case 10: some<10>(part, panel); break;
+      case 11: some<11>(part, panel); break;
+      default: some<12>(part, panel);
+    }
+  }
+}
+
+template <CodeKind kind>
+void expand_bytes(const uint8_t *codes, int64_t count, bf16 *out) {
+  const __m512i upper = upper_halves();
+  for (int64_t i = 0; i < count; i += 2 * kLanes) _mm512_store_si512(out + i, pairs_of<kind>(codes + i, upper));
+}
+
 // Codes of some inputs of a panel as bfloat16: [inputs / 2][32][2], panels `kPartInputs` inputs apart.
 void expand(const Job &job, int64_t panel, int64_t input, int64_t count, bf16 *out) {
   const uint8_t *codes = job.codes(panel, input);
@@ -246,13 +340,10 @@ void expand(const Job &job, int64_t panel, int64_t input, int64_t count, bf16 *o
       }
     return;
   }
-  const bool is_fp8 = job.weight.kind == CodeKind::kFp8;
-  for (int64_t i = 0; i < count * kPanel; i += 2 * kLanes) {
-    const __m512 low = is_fp8 ? values_of<CodeKind::kFp8>(codes + i) : values_of<CodeKind::kInt8>(codes + i);
-    const __m512 high = is_fp8 ? values_of<CodeKind::kFp8>(codes + i + kLanes)
-                               : values_of<CodeKind::kInt8>(codes + i + kLanes);
-    _mm512_store_si512(out + i, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-  }
+  if (job.weight.kind == CodeKind::kFp8)
+    expand_bytes<CodeKind::kFp8>(codes, count * kPanel, out);
+  else
+    expand_bytes<CodeKind::kInt8>(codes, count * kPanel, out);
 }
 
 // Expanded codes of neighbouring panels, and where the codes lie that are needed after them.
@@ -261,15 +352,25 @@ struct Part {
   const uint8_t *next;
   int64_t next_panel, next_pair;  // bytes from a panel to the next one, and from a pair of inputs
   int64_t panel, input, count;
-  bool is_first;
+};
+
+// Sums of a block of rows with neighbouring panels: of the current group, and of the groups before it.
+struct Held {
+  float *memory;
+  int64_t rows;
+  int vectors;  // of a row
+
+  float *sums(int64_t row, int vector) const { return memory + (row * vectors + vector) * kLanes; }
+  float *totals(int64_t row, int vector) const { return sums(rows + row, vector); }
 };
 
 template <int MR, int NP>
-inline __attribute__((always_inline)) void pass(const Job &job, const Part &part, int64_t first, int64_t row,
-                                                float *totals) {
+inline __attribute__((always_inline)) void pass(const Job &job, const Part &part, int64_t first, int64_t row, int64_t index,
+                                                const Held &held) {
   constexpr int kSums = kVectors * NP;
   const int64_t group_size = job.weight.group;
-  const uint8_t *next = row == 0 ? part.next : nullptr;
+  // The first passes fetch a panel each.
+  const uint8_t *next = index < NP ? part.next + index * part.next_panel : nullptr;
   for (int64_t begin = part.input; begin < part.input + part.count;) {
     const int64_t group = begin / group_size;
     const int64_t end = std::min((group + 1) * group_size, part.input + part.count);
@@ -277,15 +378,12 @@ inline __attribute__((always_inline)) void pass(const Job &job, const Part &part
 #pragma GCC unroll 8
     for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 8
-      for (int n = 0; n < kSums; ++n) sum[m][n] = _mm512_setzero_ps();
+      for (int n = 0; n < kSums; ++n)
+        sum[m][n] = begin == group * group_size ? _mm512_setzero_ps() : _mm512_load_ps(held.sums(row + m, n));
     const bf16 *x = job.x + (first + row) * job.inputs + begin;
     const bf16 *values = part.values + (begin - part.input) * kPanel;
     for (int64_t input = begin; input < end; input += 2, x += 2, values += 2 * kPanel) {
-      if (next) {
-#pragma GCC unroll 2
-        for (int p = 0; p < NP; ++p) _mm_prefetch((const char *)(next + p * part.next_panel), _MM_HINT_T1);
-        next += part.next_pair;
-      }
+      if (next) _mm_prefetch((const char *)next, _MM_HINT_T1), next += part.next_pair;
       __m512bh right[kSums];
 #pragma GCC unroll 8
       for (int n = 0; n < kSums; ++n)
@@ -297,40 +395,43 @@ inline __attribute__((always_inline)) void pass(const Job &job, const Part &part
         for (int n = 0; n < kSums; ++n) sum[m][n] = _mm512_dpbf16_ps(sum[m][n], left, right[n]);
       }
     }
-    const bool is_new = part.is_first && begin == part.input;
-    // Zero points count once for each group, with its last inputs.
-    const bool is_whole = end == std::min((group + 1) * group_size, job.inputs);
-#pragma GCC unroll 8
-    for (int m = 0; m < MR; ++m)
-#pragma GCC unroll 8
-      for (int n = 0; n < kSums; ++n) {
-        float *to = totals + (row + m) * kSums * kLanes + n * kLanes;
-        const int64_t place = ((part.panel + n / 2) * job.weight.groups + group) * kPanel + n % 2 * kLanes;
-        __m512 each = sum[m][n];
-        if (job.weight.zeros && is_whole) {
-          const __m512 all = _mm512_set1_ps(job.sums[(first + row + m) * job.weight.groups + group]);
-          each = _mm512_fnmadd_ps(zero_at(job.weight, place), all, each);
-        }
-        const __m512 total = is_new ? _mm512_setzero_ps() : _mm512_load_ps(to);
-        _mm512_store_ps(to, _mm512_fmadd_ps(each, scale_at(job.weight, place), total));
-      }
     begin = end;
+    if (end < std::min((group + 1) * group_size, job.inputs)) {
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
+        for (int n = 0; n < kSums; ++n) _mm512_store_ps(held.sums(row + m, n), sum[m][n]);
+      continue;
+    }
+#pragma GCC unroll 8
+    for (int n = 0; n < kSums; ++n) {
+      const int64_t place = ((part.panel + n / 2) * job.weight.groups + group) * kPanel + n % 2 * kLanes;
+      const __m512 scale = scale_at(job.weight, place);
+      const __m512 zero = job.weight.zeros ? zero_at(job.weight, place) : _mm512_setzero_ps();
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; ++m) {
+        float *to = held.totals(row + m, n);
+        __m512 each = sum[m][n];
+        if (job.weight.zeros) each = _mm512_fnmadd_ps(zero, job.sum_of(first + row + m, group), each);
+        _mm512_store_ps(to, _mm512_fmadd_ps(each, scale, group ? _mm512_load_ps(to) : _mm512_setzero_ps()));
+      }
+    }
   }
 }
 
 template <int NP>
-void passes(const Job &job, const Part &part, int64_t first, int64_t rows, float *totals) {
+void passes(const Job &job, const Part &part, int64_t first, int64_t rows, const Held &held) {
   const int64_t count = divide_up(rows, kRowStep);
   int64_t row = 0;
   for (int64_t left = count; left > 0; --left) {
     const int64_t some = divide_up(rows - row, left);
     switch (some) {
-      case 1: pass<1, NP>(job, part, first, row, totals); break;
-      case 2: pass<2, NP>(job, part, first, row, totals); break;
-      case 3: pass<3, NP>(job, part, first, row, totals); break;
-      case 4: pass<4, NP>(job, part, first, row, totals); break;
-      case 5: pass<5, NP>(job, part, first, row, totals); break;
-      default: pass<6, NP>(job, part, first, row, totals);
+      case 1: pass<1, NP>(job, part, first, row, count - left, held); break;
+      case 2: pass<2, NP>(job, part, first, row, count - left, held); break;
+      case 3: pass<3, NP>(job, part, first, row, count - left, held); break;
+      case 4: pass<4, NP>(job, part, first, row, count - left, held); break;
+      case 5: pass<5, NP>(job, part, first, row, count - left, held); break;
+      default: pass<6, NP>(job, part, first, row, count - left, held);
     }
     row += some;
   }
@@ -339,9 +440,9 @@ void passes(const Job &job, const Part &part, int64_t first, int64_t rows, float
 // Rows from `first` on with NP neighbouring panels.
 template <int NP>
 void many_rows(const Job &job, int64_t first, int64_t rows, int64_t panel) {
-  static thread_local Buffer<float> held;
+  static thread_local Buffer<float> sums;
   static thread_local Buffer<bf16> expanded;
-  float *totals = held.reserve(rows * NP * kPanel);
+  const Held held{sums.reserve(2 * rows * NP * kPanel), rows, kVectors * NP};
   bf16 *values = expanded.reserve(2 * kPartInputs * kPanel);
   const int64_t step = even_step(job.inputs, kPartInputs, kDepth);
   const int64_t panel_bytes = job.inputs / 2 * job.bytes_per_pair();
@@ -351,14 +452,13 @@ void many_rows(const Job &job, int64_t first, int64_t rows, int64_t panel) {
       expand(job, panel + p, input, count, values + p * kPartInputs * kPanel);
     const bool is_last = input + count == job.inputs;
     const uint8_t *next = is_last ? job.codes(panel + NP, 0) : job.codes(panel, input + count);
-    const Part part{values, next, panel_bytes, job.bytes_per_pair(), panel, input, count, input == 0};
-    passes<NP>(job, part, first, rows, totals);
+    const Part part{values, next, panel_bytes, job.bytes_per_pair(), panel, input, count};
+    passes<NP>(job, part, first, rows, held);
   }
   for (int64_t row = 0; row < rows; ++row)
-    for (int p = 0; p < NP; ++p) {
-      const float *from = totals + (row * NP + p) * kPanel;
-      store(job.weight, first + row, panel + p, _mm512_load_ps(from), _mm512_load_ps(from + kLanes));
-    }
+    for (int p = 0; p < NP; ++p)
+      store(job.weight, first + row, panel + p, _mm512_load_ps(held.totals(row, 2 * p)),
+            _mm512_load_ps(held.totals(row, 2 * p + 1)));
 }
 
 float sum_of(const bf16 *x, int64_t count) {
@@ -395,7 +495,7 @@ void quantised_linears(const bf16 *x, const QuantisedWeight *weights, int64_t nu
                        int64_t inputs, int num_threads) {
   if (live && rows == live[0] && live[1] < rows) {
     for (const QuantisedWeight *weight = weights; weight < weights + num_weights; ++weight)
-      std::fill(weight->y + live[1] * weight->outputs, weight->y + rows * weight->outputs, (bf16)0);
+      std::fill((bf16 *)weight->y + live[1] * weight->outputs, (bf16 *)weight->y + rows * weight->outputs, (bf16)0);
     rows = live[1];
   }
   if (!rows) return;
@@ -421,7 +521,8 @@ void quantised_linears(const bf16 *x, const QuantisedWeight *weights, int64_t nu
     pairs += divide_up(weights[n].outputs, 2 * kPanel);
     ends.push_back(pairs);
   }
-  const int64_t step = is_few ? rows : even_step(rows, kRowBlock, kRowStep), blocks = divide_up(rows, step);
+  const bool is_some = rows <= kSomeRows;
+  const int64_t step = is_some ? rows : even_step(rows, kRowBlock, kRowStep), blocks = divide_up(rows, step);
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
   for (int64_t item = 0; item < blocks * pairs; ++item) {
     const int64_t pair = item % pairs, first = item / pairs * step;
@@ -431,6 +532,9 @@ void quantised_linears(const bf16 *x, const QuantisedWeight *weights, int64_t nu
     if (is_few) {
       is_pair && rows <= 2 ? few_rows<2>(jobs[n], rows, panel) : few_rows<1>(jobs[n], rows, panel);
       if (is_pair && rows > 2) few_rows<1>(jobs[n], rows, panel + 1);
+    } else if (is_some) {
+      some_rows(jobs[n], rows, panel);
+      if (is_pair) some_rows(jobs[n], rows, panel + 1);
     } else if (is_pair) {
       many_rows<2>(jobs[n], first, std::min(step, rows - first), panel);
     } else {

@@ -1,6 +1,6 @@
 """Linear layers of 8-bit or 4-bit codes, read as they are stored: for one row, a batch and a prompt.
 
-Activations are bfloat16. Products are summed in float32 for each group of inputs, multiplied with the scale
+Activations are bfloat16, or float32 with the results then float32 too. Products are summed in float32 for each group of inputs, multiplied with the scale
 of the group, and rounded once at the end. Shapes: N outputs, K inputs, G groups of inputs, P panels.
 """
 
@@ -23,7 +23,8 @@ def fits(dtype: torch.dtype, num_groups: int, group: int) -> bool:
         num_groups: of an output.
         group: inputs of a group.
     """
-    return dtype == torch.bfloat16 and (num_groups == 1 or group % PANEL == 0) and is_available()
+    is_known = dtype in (torch.bfloat16, torch.float32)
+    return is_known and (num_groups == 1 or group % PANEL == 0) and is_available(dtype)
 
 
 def padded(size: int) -> int:
@@ -86,7 +87,7 @@ def pack_table(table_NG: torch.Tensor) -> torch.Tensor:
     return whole.view(-1, PANEL, num_groups).transpose(1, 2).contiguous()
 
 
-NAME = "hpu_duo_x86_v3.quantised_linear.default"
+NAME = "hpu_duo_x86_v3.linear_of_codes.default"
 """The operator of ``operator``, as torch calls it."""
 
 
@@ -98,24 +99,25 @@ def _shape(
 
 @cache
 def _registered() -> None:
-    require()
-    torch.library.register_fake("hpu_duo_x86_v3::quantised_linear", _shape)
+    require(None)
+    torch.library.register_fake("hpu_duo_x86_v3::linear_of_codes", _shape)
 
 
 def operator() -> Callable[..., torch.Tensor]:
     """The operator that multiplies rows with packed codes, and adds a packed bias.
 
-    Arguments: ``x`` bfloat16 ``[..., K]``; codes of ``bytes_shape`` (int8 or e4m3) or ``nibbles_shape``;
+    Arguments: ``x`` bfloat16 or float32 ``[..., K]``; codes of ``bytes_shape`` (int8 or e4m3) or ``nibbles_shape``;
     scales of ``pack_table``, float32, bfloat16 or float16; zero points of the same shape, int8, less the
     middle code (0 of int8, 8 of nibbles), or None; a bias of ``linear.pack_bias``, or None; outputs; inputs
-    of a group, the padded number of all if there is one group; and ``live`` as in ``linear.multiply``.
+    of a group, the padded number of all if there is one group; ``live`` as in ``linear.multiply``; and, of
+    float32, a number of ``library.NUMBER_OF``.
     Result: ``[..., N]``.
 
     Raises:
         ValueError: there is no such kernel here. The operator raises it for tensors that do not go together.
     """
     _registered()
-    found: Callable[..., torch.Tensor] = torch.ops.hpu_duo_x86_v3.quantised_linear.default
+    found: Callable[..., torch.Tensor] = torch.ops.hpu_duo_x86_v3.linear_of_codes.default
     return found
 
 
@@ -132,4 +134,4 @@ def each_operator(count: int) -> Callable[..., tuple[torch.Tensor, ...]]:
         ValueError: as for ``operator``.
     """
     _registered()
-    return register_each("quantised_linears", count, at=1 + 4 * count)
+    return register_each("linears_of_codes", count, at=1 + 4 * count)

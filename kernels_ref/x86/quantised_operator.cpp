@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string_view>
 #include <vector>
 
 #include "../torch_operators.h"
@@ -58,7 +59,7 @@ hpu_duo::QuantisedWeight weight_of(const Tensor &codes, const Tensor &scales, co
           scales.data_ptr(),
           zeros ? zeros->const_data_ptr<int8_t>() : nullptr,
           bias ? bias->const_data_ptr<float>() : nullptr,
-          (bf16 *)y.data_ptr(),
+          y.data_ptr(),
           out_features,
           groups,
           group,
@@ -68,14 +69,23 @@ hpu_duo::QuantisedWeight weight_of(const Tensor &codes, const Tensor &scales, co
 
 using Maybe = std::optional<Tensor>;
 
+// The kernels of float32 arithmetic that this machine runs.
+const hpu_duo::FloatKernels &kernels_of(std::string_view name) {
+  const hpu_duo::FloatKernels *found = hpu_duo::find_float_kernels(name);
+  TORCH_CHECK_VALUE(found, "expected best, model, or avx2 or avx512 where the CPU has it, got ", name);
+  return *found;
+}
+
 std::vector<Tensor> quantised_linears(const Tensor &x, const at::TensorList &codes, const at::TensorList &scales,
                                       const std::vector<Maybe> &zeros, const std::vector<Maybe> &biases,
                                       const std::vector<int64_t> &out_features, const std::vector<int64_t> &groups,
-                                      const Maybe &live) {
+                                      const Maybe &live, std::string_view instructions) {
   const size_t count = codes.size();
   const int64_t inputs = x.size(-1), packed_inputs = (inputs + kPanel - 1) / kPanel * kPanel;
-  TORCH_CHECK_VALUE(x.scalar_type() == at::kBFloat16, "expected bfloat16, got ", x.scalar_type());
-  TORCH_CHECK_VALUE(hpu_duo::machine.has_pairs, "expected a CPU with AVX512-BF16");
+  const bool is_float = x.scalar_type() == at::kFloat;
+  TORCH_CHECK_VALUE(is_float || x.scalar_type() == at::kBFloat16, "expected bfloat16 or float32, got ",
+                    x.scalar_type());
+  TORCH_CHECK_VALUE(is_float || hpu_duo::machine.has_pairs, "expected a CPU with AVX512-BF16");
   TORCH_CHECK_VALUE(!live || live->scalar_type() == at::kInt, "expected int32 live rows");
   const Tensor rows = inputs == packed_inputs ? x.contiguous() : at::filled_up(x, packed_inputs);
   std::vector<int64_t> shape = x.sizes().vec();
@@ -86,22 +96,85 @@ std::vector<Tensor> quantised_linears(const Tensor &x, const at::TensorList &cod
     results.push_back(at::empty(shape, x.options()));
     weights.push_back(weight_of(codes[n], scales[n], zeros[n], biases[n], groups[n], packed_inputs, results.back()));
   }
-  hpu_duo::quantised_linears((const bf16 *)rows.data_ptr(), weights.data(), (int64_t)count,
-                             live ? live->const_data_ptr<int>() : nullptr, rows.numel() / packed_inputs, packed_inputs,
-                             at::get_num_threads());
+  const auto run = [&](const auto &kernel, const auto *inputs_of_rows) {
+    kernel(inputs_of_rows, weights.data(), (int64_t)count, live ? live->const_data_ptr<int>() : nullptr,
+           rows.numel() / packed_inputs, packed_inputs, at::get_num_threads());
+  };
+  if (is_float)
+    run(kernels_of(instructions).quantised_linears, rows.const_data_ptr<float>());
+  else
+    run(hpu_duo::quantised_linears, (const bf16 *)rows.data_ptr());
   return results;
 }
 
 Tensor quantised_linear(const Tensor &x, const Tensor &codes, const Tensor &scales, const Maybe &zeros,
-                        const Maybe &bias, int64_t out_features, int64_t group, const Maybe &live) {
-  return std::move(quantised_linears(x, {codes}, {scales}, {zeros}, {bias}, {out_features}, {group}, live)[0]);
+                        const Maybe &bias, int64_t out_features, int64_t group, const Maybe &live,
+                        std::string_view instructions) {
+  return std::move(
+      quantised_linears(x, {codes}, {scales}, {zeros}, {bias}, {out_features}, {group}, live, instructions)[0]);
+}
+
+// A weight of int8, and its results.
+hpu_duo::Int8Weight int8_weight_of(const Tensor &codes, const Tensor &scales, const Tensor &sums, const Maybe &bias,
+                                   int64_t packed_inputs, const Tensor &y) {
+  const int64_t panels = codes.size(0), padded = kPanel * panels;
+  TORCH_CHECK_VALUE(codes.dim() == 4 && codes.is_contiguous() && codes.scalar_type() == at::kChar &&
+                        codes.size(1) * 4 == packed_inputs && y.size(-1) <= padded,
+                    "expected packed codes of int8 for ", packed_inputs, " packed inputs, got ", codes.scalar_type(),
+                    " ", codes.sizes());
+  TORCH_CHECK_VALUE(scales.scalar_type() == at::kFloat && scales.numel() == padded && sums.scalar_type() == at::kInt &&
+                        sums.numel() == padded && (!bias || (bias->scalar_type() == at::kFloat && bias->numel() == padded)),
+                    "expected ", padded, " scales and biases of float32 and sums of int32");
+  return {codes.const_data_ptr<int8_t>(), scales.const_data_ptr<float>(), sums.const_data_ptr<int>(),
+          bias ? bias->const_data_ptr<float>() : nullptr, y.data_ptr(), y.size(-1)};
+}
+
+std::vector<Tensor> int8_linears(const Tensor &x, const at::TensorList &codes, const at::TensorList &scales,
+                                 const at::TensorList &sums, const std::vector<Maybe> &biases,
+                                 const std::vector<int64_t> &out_features, const Maybe &input_scale, const Maybe &live,
+                                 std::string_view instructions) {
+  const size_t count = codes.size();
+  const int64_t inputs = x.size(-1), packed_inputs = (inputs + kPanel - 1) / kPanel * kPanel;
+  const bool is_bfloat16 = x.scalar_type() == at::kBFloat16;
+  TORCH_CHECK_VALUE((is_bfloat16 || x.scalar_type() == at::kFloat) && inputs <= 1 << 16,
+                    "expected bfloat16 or float32 of at most 65,536 inputs, got ", x.scalar_type(), " ", x.sizes());
+  TORCH_CHECK_VALUE(!live || live->scalar_type() == at::kInt, "expected int32 live rows");
+  TORCH_CHECK_VALUE(!input_scale || (input_scale->scalar_type() == at::kFloat && input_scale->numel() == 1),
+                    "expected one scale of inputs, float32");
+  const Tensor rows = inputs == packed_inputs ? x.contiguous() : at::filled_up(x, packed_inputs);
+  std::vector<int64_t> shape = x.sizes().vec();
+  std::vector<Tensor> results;
+  std::vector<hpu_duo::Int8Weight> weights;
+  for (size_t n = 0; n < count; ++n) {
+    shape.back() = out_features[n];
+    results.push_back(at::empty(shape, x.options()));
+    weights.push_back(int8_weight_of(codes[n], scales[n], sums[n], biases[n], packed_inputs, results.back()));
+  }
+  const float *scale = input_scale ? input_scale->const_data_ptr<float>() : nullptr;
+  const bool has_vnni = instructions == "best" && hpu_duo::have_vnni();
+  const auto kernel = has_vnni ? hpu_duo::lanes16_vnni::int8_linears : kernels_of(instructions).int8_linears;
+  kernel({rows.data_ptr(), is_bfloat16, scale, packed_inputs}, weights.data(), (int64_t)count,
+         live ? live->const_data_ptr<int>() : nullptr, rows.numel() / packed_inputs, at::get_num_threads());
+  return results;
+}
+
+Tensor int8_linear(const Tensor &x, const Tensor &codes, const Tensor &scales, const Tensor &sums, const Maybe &bias,
+                   int64_t out_features, const Maybe &input_scale, const Maybe &live, std::string_view instructions) {
+  return std::move(
+      int8_linears(x, {codes}, {scales}, {sums}, {bias}, {out_features}, input_scale, live, instructions)[0]);
 }
 
 const hpu_duo::Operators operators =
     hpu_duo::Operators("hpu_duo_x86_v3")
-        .add<quantised_linear>("quantised_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias,"
-                               " int out_features, int group, Tensor? live) -> Tensor")
-        .add_lists<quantised_linears>("quantised_linears(Tensor x, Tensor[] codes, Tensor[] scales, Tensor?[] zeros,"
-                                      " Tensor?[] bias, int[] out_features, int[] group, Tensor? live) -> Tensor[]");
+        .add<quantised_linear>("linear_of_codes(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias,"
+                               " int out_features, int group, Tensor? live, int instructions=0) -> Tensor")
+        .add_lists<quantised_linears>("linears_of_codes(Tensor x, Tensor[] codes, Tensor[] scales, Tensor?[] zeros,"
+                                      " Tensor?[] bias, int[] out_features, int[] group, Tensor? live,"
+                                      " int instructions=0) -> Tensor[]")
+        .add<int8_linear>("int8_linear(Tensor x, Tensor codes, Tensor scales, Tensor sums, Tensor? bias,"
+                          " int out_features, Tensor? input_scale, Tensor? live, int instructions=0) -> Tensor")
+        .add_lists<int8_linears>("int8_linears(Tensor x, Tensor[] codes, Tensor[] scales, Tensor[] sums,"
+                                 " Tensor?[] biases, int[] out_features, Tensor? input_scale, Tensor? live,"
+                                 " int instructions=0) -> Tensor[]");
 
 }  // namespace

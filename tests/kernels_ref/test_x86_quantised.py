@@ -9,12 +9,18 @@ from hpu_duo.modeling.packed_linear import HugePages
 from hpu_duo.modeling.quantised.linear import QuantisedLinear
 from hpu_duo.modeling.quantised.panels import PanelQuantisedLinear, fits
 from hpu_duo.modeling.quantised.weight import QuantisedWeight, pack_nibbles
-from kernels_ref.x86.library import is_available
-from kernels_ref.x86.quantised import each_operator
+from kernels_ref.x86 import library
+from kernels_ref.x86.quantised import each_operator, operator
 
-pytestmark = pytest.mark.skipif(not is_available(), reason="needs AVX512-BF16 and a compiler")
+pytestmark = [
+    pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C"),
+    pytest.mark.instruction_set,
+]
 
 ROWS = [1, 2, 3, 4, 5, 7, 16, 250]
+DTYPES = [torch.float32, *((torch.bfloat16,) if library.is_supported() else ())]
+"""Of activations; a wider one is more exact."""
+UNITS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 
 
 def drawn(kind: str, shape: tuple[int, int], block: tuple[int, int], scales: torch.dtype) -> QuantisedWeight:
@@ -48,40 +54,52 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
-def test_products_are_those_of_dequantised_weights(name: str) -> None:
+def test_products_are_those_of_dequantised_weights(name: str, dtype: torch.dtype) -> None:
     stored = drawn(*CASES[name])
-    assert fits(stored, torch.bfloat16)
-    check(stored)
+    assert fits(stored, dtype)
+    check(stored, dtype)
 
 
-def check(stored: QuantisedWeight) -> None:
+def check(stored: QuantisedWeight, dtype: torch.dtype) -> None:
     num_outputs, num_inputs = stored.shape
     generator = torch.Generator().manual_seed(1)
-    bias = torch.nn.Parameter(torch.randn(num_outputs, generator=generator).bfloat16())
+    bias = torch.nn.Parameter(torch.randn(num_outputs, generator=generator).to(dtype))
     layer = QuantisedLinear(num_inputs, num_outputs, bias, stored)
     live = torch.tensor([7, 3], dtype=torch.int32)
     memory = HugePages(HugePages.rounded(PanelQuantisedLinear.num_bytes(layer)))
     packed = PanelQuantisedLinear(layer, memory, live)
     weight = layer.dequantised(torch.float32).double()
     for rows in ROWS:
-        x = torch.randn(1, rows, num_inputs, generator=generator).bfloat16()
+        x = torch.randn(1, rows, num_inputs, generator=generator).to(dtype)
         with torch.inference_mode():
             got = packed(x)
         expected = x.double() @ weight.t() + bias.double()
         if rows == 7:
             expected[:, 3:] = 0
-        # The sum is rounded once to bfloat16; it is of float32 numbers as large as the products.
+        # The sum is rounded once; it is of float32 numbers as large as the products, and zero points' are larger.
         size = x.double().abs() @ weight.abs().t()
-        assert bool(((got.double() - expected).abs() <= expected.abs() * 2**-8 + size * 2**-18).all()), rows
+        bound = expected.abs() * UNITS[dtype] + size * 2**-18
+        assert bool(((got.double() - expected).abs() <= bound).all()), rows
+        if dtype == torch.float32 and rows < 16:
+            check_lanes(packed, x, got)
+
+
+def check_lanes(packed: PanelQuantisedLinear, x: torch.Tensor, expected: torch.Tensor) -> None:
+    """Every number of lanes, and the model, have the same bits."""
+    order = slice(None) if packed.order is None else packed.order
+    layout = packed.codes, packed.scales, packed.zeros, packed.bias, packed.out_features, packed.group
+    for name in library.variants(torch.float32):
+        assert torch.equal(operator()(x[..., order], *layout, packed.live, library.NUMBER_OF[name]), expected), name
 
 
 def test_inputs_whose_groups_are_no_neighbours() -> None:
     stored = drawn("4 zeros", (64, 256), (1, 32), torch.bfloat16)
     mixed = stored.select(1, torch.randperm(256, generator=torch.Generator().manual_seed(0)))
     assert mixed.group_of is not None
-    check(mixed)
-    assert not fits(mixed.select(1, torch.arange(100)), torch.bfloat16), "groups of several sizes"
+    check(mixed, torch.float32)
+    assert not fits(mixed.select(1, torch.arange(100)), torch.float32), "groups of several sizes"
 
 
 @pytest.mark.parametrize("rows", [1, 9])
@@ -93,7 +111,7 @@ def test_several_weights_of_the_same_rows(rows: int) -> None:
         layer = QuantisedLinear(640, num_outputs + 8, None, stored)
         memory = HugePages(HugePages.rounded(PanelQuantisedLinear.num_bytes(layer)))
         layers.append(PanelQuantisedLinear(layer, memory, None))
-    x = torch.randn(1, rows, 640, generator=torch.Generator().manual_seed(2)).bfloat16()
+    x = torch.randn(1, rows, 640, generator=torch.Generator().manual_seed(2)).to(DTYPES[-1])
     lists = zip(
         *((each.codes, each.scales, each.zeros, None, each.out_features, each.group) for each in layers)
     )

@@ -119,20 +119,21 @@ def test_formats_and_bytes_of_weights_are_reported(tmp_path: Path) -> None:
     assert found.weight_bytes < whole.weight_bytes * 0.6
 
 
-@pytest.mark.skipif(not is_available(), reason="needs a CPU with the kernel and a compiler")
+@pytest.mark.skipif(not is_available(torch.float32), reason="needs a CPU with the kernel and a compiler")
+@pytest.mark.instruction_set
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_are_read_by_the_kernel_where_there_is_one(name: str, tmp_path: Path) -> None:
-    save_random(make_config("LlamaConfig", **{**SIZES, "hidden_size": 128}), tmp_path)
-    served = load(tmp_path, dtype="bfloat16", quantization=name)
+    save_random(make_config("LlamaConfig", **{**SIZES, "hidden_size": 128, "dtype": "bfloat16"}), tmp_path)
+    served = load(tmp_path, dtype="auto", quantization=name)
     found = served.stats().resolved.weights
     # The 48 inputs of a layer are no whole groups of 32.
     assert found == f"{name} ({KERNEL}) in {12 if name == 'int4' else 14} layers"
     assert all(len(each) == len(prompt) + 6 for each, prompt in zip(tokens(served), PROMPTS, strict=True))
-    plain = load(tmp_path, dtype="bfloat16", quantization=name, quantization_execution="dequantise")
+    plain = load(tmp_path, dtype="auto", quantization=name, quantization_execution="dequantise")
     assert plain.stats().resolved.weights == "plain"
 
 
-@pytest.mark.skipif(not is_available(), reason="needs a CPU with the kernel and a compiler")
+@pytest.mark.skipif(not is_available(torch.float32), reason="needs a CPU with the kernel and a compiler")
 def test_layers_that_the_kernel_does_not_read_are_dequantised(tmp_path: Path) -> None:
     _, path = twins(tmp_path, "LlamaConfig", KINDS["gptq"])  # groups of 16 inputs
-    assert load(path, dtype="bfloat16").stats().resolved.weights == "plain"
+    assert load(path).stats().resolved.weights == "plain"

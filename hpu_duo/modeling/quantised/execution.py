@@ -30,7 +30,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Keeps | None:
     """
     if device.type == "hpu" and dtype == torch.bfloat16:
         return partial(hpu.fits, device=device)
-    if device.type == "cpu" and dtype == torch.bfloat16 and is_available():
+    if device.type == "cpu" and is_available(dtype):
         return partial(panels.fits, dtype=dtype)
     return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -83,6 +84,10 @@ class PanelQuantisedLinear(nn.Module):
         """Bytes of the packed codes."""
         shape, dtype = _layout(layer.stored)
         return math.prod(shape) * dtype.itemsize
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PanelQuantisedLinear:
+        """Leave the buffers as they are, whatever the dtype of their inputs."""
+        return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Only [1, tokens, features] has the tokens of the step in their order.

@@ -1,0 +1,355 @@
+// Products of float32 rows with a weight of 8-bit or 4-bit codes, which is read as it is stored; quantised.cpp explains
+// its panels, and is the same for bfloat16.
+//
+// A vector has pairs of inputs for half as many outputs, and so have its sums: pairs are added at the end of a group.
+// A few rows read codes once, into registers. More rows read some codes at a time as float32, from a cache. Rows of
+// either kind have the same bits in any number of lanes.
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "blocks.h"
+#include "float_kernels.h"
+#include "lanes.h"
+
+namespace hpu_duo {
+namespace HPU_DUO_VARIANT {
+namespace {
+
+constexpr int kPanel = 32, kDepth = 32;
+constexpr int kPairItems = 2 * kPanel;                       // of a panel, for a pair of inputs
+constexpr int kPanelVectors = kPairItems / kLanes;           // for a pair of inputs, or four pairs in words
+constexpr bool kIsWide = Lanes::kRegisters == 32;
+constexpr int kFewStep = 4, kFewRows = kIsWide ? 8 : 4;      // rows for which codes are read into registers
+constexpr int kRowStep = kIsWide ? 6 : 3;                    // rows of a pass over widened codes,
+constexpr int kPassVectors = 4;                              // and its vectors
+constexpr int64_t kRowBlock = 240, kPart = 256;              // rows, and inputs, for which codes are widened once
+
+F scale_at(const QuantisedWeight &weight, int64_t place) {
+  switch (weight.scale_kind) {
+    case ScaleKind::kFloat: return Lanes::load((const float *)weight.scales + place);
+    case ScaleKind::kHalf: return Lanes::of_float16((const uint16_t *)weight.scales + place);
+    default: return Lanes::of_bfloat16((const uint16_t *)weight.scales + place);
+  }
+}
+
+struct Job {
+  const float *x, *sums;  // sums of x over groups [rows][groups], where the weight has zero points
+  const QuantisedWeight &weight;
+  int64_t inputs;
+
+  int64_t bytes_per_pair() const { return weight.kind == CodeKind::kInt4 ? kPanel : kPairItems; }
+  const uint8_t *codes(int64_t panel, int64_t input) const {
+    return weight.codes + (panel * inputs + input) / 2 * bytes_per_pair();
+  }
+  // Sums of all groups, after one more; `column` is of the panel.
+  F scaled(int64_t row, int64_t panel, int64_t group, int column, F sum, F total) const {
+    const int64_t place = (panel * weight.groups + group) * kPanel + column;
+    if (weight.zeros) {
+      const F zero = Lanes::whole(Lanes::bytes((const uint8_t *)weight.zeros + place));
+      sum = Lanes::fma(Lanes::set(-sums[row * weight.groups + group]), zero, sum);
+    }
+    return Lanes::fma(sum, scale_at(weight, place), total);
+  }
+  void store(int64_t row, int64_t panel, int column, F sum) const {
+    const int64_t first = panel * kPanel + column, left = weight.outputs - first;
+    if (left <= 0) return;
+    if (weight.bias) sum = Lanes::add(sum, Lanes::load(weight.bias + first));
+    float *to = (float *)weight.y + row * weight.outputs + first;
+    left >= kLanes ? Lanes::store(to, sum) : Lanes::store(to, sum, Lanes::first((int)left));
+  }
+};
+
+template <CodeKind kind>
+inline F values_of(const uint8_t *codes) {
+  return kind == CodeKind::kInt8 ? Lanes::whole(Lanes::bytes(codes)) : Lanes::fp8(Lanes::bytes(codes));
+}
+
+// Adds the inputs of a step to the sums of `MR` rows: a pair, or four of nibbles.
+template <CodeKind kind, int MR, int NV>
+inline __attribute__((always_inline)) void add_step(const float *x, int64_t stride, const uint8_t *const (&from)[NV],
+                                                    F (&sum)[MR][NV]) {
+  constexpr int kPairs = kind == CodeKind::kInt4 ? 4 : 1;
+  F left[MR][kPairs];
+#pragma GCC unroll 4
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+    for (int pair = 0; pair < kPairs; ++pair) {
+      left[m][pair] = Lanes::pair(x + m * stride + 2 * pair);
+      if (Lanes::nibble_unit(pair) != 1.0f) left[m][pair] = Lanes::mul(left[m][pair], Lanes::set(Lanes::nibble_unit(pair)));
+    }
+#pragma GCC unroll 8
+  for (int n = 0; n < NV; ++n) {
+    if constexpr (kind == CodeKind::kInt4) {
+      const I words = Lanes::words(from[n]);
+      const auto add = [&](F value, int pair) {
+#pragma GCC unroll 4
+        for (int m = 0; m < MR; ++m) sum[m][n] = Lanes::fma(value, left[m][pair], sum[m][n]);
+      };
+      add(Lanes::nibble<0>(words), 0);
+      add(Lanes::nibble<1>(words), 1);
+      add(Lanes::nibble<2>(words), 2);
+      add(Lanes::nibble<3>(words), 3);
+    } else {
+      const F value = values_of<kind>(from[n]);
+#pragma GCC unroll 4
+      for (int m = 0; m < MR; ++m) sum[m][n] = Lanes::fma(value, left[m][0], sum[m][n]);
+    }
+  }
+}
+
+// `MR` rows with NV vectors from one of a panel on, perhaps into the panel behind it.
+template <CodeKind kind, int MR, int NV>
+inline __attribute__((always_inline)) void few(const Job &job, int64_t row, int64_t panel, int vector) {
+  constexpr int kStep = kind == CodeKind::kInt4 ? 8 : 2, kItem = kind == CodeKind::kInt4 ? 2 : 1;
+  constexpr int kStepBytes = kPairItems * kItem;
+  F total[MR][NV / 2];
+  for (auto &each : total)
+    for (auto &sums : each) sums = Lanes::set(0.0f);
+  for (int64_t group = 0; group < job.weight.groups; ++group) {
+    const int64_t begin = group * job.weight.group, end = std::min(begin + job.weight.group, job.inputs);
+    F sum[MR][NV];
+#pragma GCC unroll 4
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
+      for (int n = 0; n < NV; ++n) sum[m][n] = Lanes::set(0.0f);
+    const uint8_t *from[NV];
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; ++n)
+      from[n] = job.codes(panel + (vector + n) / kPanelVectors, begin) + (vector + n) % kPanelVectors * kLanes * kItem;
+    const float *x = job.x + row * job.inputs + begin;
+    for (int64_t input = begin; input < end; input += kStep, x += kStep) {
+#pragma GCC unroll 8
+      for (int n = 0; n < NV; n += kPanelVectors / kItem) __builtin_prefetch(from[n] + 2048, 0, 3);
+      add_step<kind, MR, NV>(x, job.inputs, from, sum);
+#pragma GCC unroll 8
+      for (int n = 0; n < NV; ++n) from[n] += kStepBytes;
+    }
+    for (int m = 0; m < MR; ++m)
+      for (int n = 0; n < NV / 2; ++n) {
+        const int column = (vector / 2 + n) * kLanes;
+        total[m][n] = job.scaled(row + m, panel + column / kPanel, group, column % kPanel,
+                                 Lanes::sum_of_pairs(sum[m][2 * n], sum[m][2 * n + 1]), total[m][n]);
+      }
+  }
+  for (int m = 0; m < MR; ++m)
+    for (int n = 0; n < NV / 2; ++n) {
+      const int column = (vector / 2 + n) * kLanes;
+      job.store(row + m, panel + column / kPanel, column % kPanel, total[m][n]);
+    }
+}
+
+template <int MR, int NV>
+void few_of(const Job &job, int64_t row, int64_t panel, int vector) {
+  switch (job.weight.kind) {
+    case CodeKind::kInt8: return few<CodeKind::kInt8, MR, NV>(job, row, panel, vector);
+    case CodeKind::kFp8: return few<CodeKind::kFp8, MR, NV>(job, row, panel, vector);
+    default: return few<CodeKind::kInt4, MR, NV>(job, row, panel, vector);
+  }
+}
+
+template <int NV>
+void few_at(const Job &job, int64_t row, int64_t rows, int64_t panel, int vector) {
+  switch (rows) {
+    case 1: return few_of<1, NV>(job, row, panel, vector);
+    case 2: return few_of<2, NV>(job, row, panel, vector);
+    case 3: return few_of<3, NV>(job, row, panel, vector);
+    default: return few_of<4, NV>(job, row, panel, vector);
+  }
+}
+
+// A few rows with a pair of panels, or the last panel.
+void few_rows(const Job &job, int64_t rows, int64_t panel, int num_panels) {
+  const int vectors = num_panels * kPanelVectors;
+  const int64_t step = even_step(rows, kFewStep, 1);
+  for (int vector = 0; vector < vectors;) {
+    const int64_t first = panel + vector / kPanelVectors;
+    const int within = vector % kPanelVectors;
+    // Eight sums hide the time that a product takes, and those of four rows fill the registers of eight lanes.
+    const int together = rows == 1 && vectors - vector >= 8 ? 8 : step == 4 && !kIsWide ? 2 : 4;
+    for (int64_t row = 0; row < rows; row += step) {
+      const int64_t count = std::min(step, rows - row);
+      switch (together) {
+        case 8: few_of<1, 8>(job, row, first, within); break;
+        case 4: few_at<4>(job, row, count, first, within); break;
+        default: few_at<2>(job, row, count, first, within);
+      }
+    }
+    vector += together;
+  }
+}
+
+// Codes of some inputs of a panel as float32: [inputs / 2][32][2].
+void widen(const Job &job, int64_t panel, int64_t input, int64_t count, float *to) {
+  const uint8_t *codes = job.codes(panel, input);
+  if (job.weight.kind == CodeKind::kInt4) {
+    for (int64_t i = 0; i < count; i += 8, codes += 2 * kPairItems, to += 4 * kPairItems)
+      for (int n = 0; n < kPanelVectors; ++n) {
+        const I words = Lanes::words(codes + n * kLanes * 2);
+        float *out = to + n * kLanes;
+        const auto put = [&](int pair, F value) {
+          Lanes::store(out + pair * kPairItems, Lanes::mul(value, Lanes::set(Lanes::nibble_unit(pair))));
+        };
+        put(0, Lanes::nibble<0>(words));
+        put(1, Lanes::nibble<1>(words));
+        put(2, Lanes::nibble<2>(words));
+        put(3, Lanes::nibble<3>(words));
+      }
+    return;
+  }
+  const bool is_fp8 = job.weight.kind == CodeKind::kFp8;
+  for (int64_t i = 0; i < count * kPanel; i += kLanes)
+    Lanes::store(to + i, is_fp8 ? values_of<CodeKind::kFp8>(codes + i) : values_of<CodeKind::kInt8>(codes + i));
+}
+
+// Some widened inputs of a panel, and the codes that come after them.
+struct Part {
+  const float *values;
+  const uint8_t *next;
+  int64_t panel, input, count;
+};
+
+// Sums of a block of rows with a panel: of pairs in the current group, and of the groups before it.
+struct Held {
+  float *pairs, *groups;
+};
+
+template <int MR>
+void pass(const Job &job, const Part &part, int64_t row, int vector, const Held &held, bool is_fetching) {
+  const uint8_t *next = part.next;
+  for (int64_t begin = part.input; begin < part.input + part.count;) {
+    const int64_t group = begin / job.weight.group, first = group * job.weight.group;
+    const int64_t last = std::min(first + job.weight.group, job.inputs), end = std::min(last, part.input + part.count);
+    F sum[MR][kPassVectors];
+#pragma GCC unroll 6
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+      for (int n = 0; n < kPassVectors; ++n)
+        sum[m][n] = begin == first ? Lanes::set(0.0f)
+                                   : Lanes::load(held.pairs + m * kPairItems + (vector + n) * kLanes);
+    const float *x = job.x + row * job.inputs + begin;
+    const float *values = part.values + (begin - part.input) * kPanel + vector * kLanes;
+    for (int64_t input = begin; input < end; input += 2, x += 2, values += kPairItems) {
+      if (is_fetching) __builtin_prefetch(next, 0, 2), next += job.bytes_per_pair();
+      F left[MR];
+#pragma GCC unroll 6
+      for (int m = 0; m < MR; ++m) left[m] = Lanes::pair(x + m * job.inputs);
+#pragma GCC unroll 4
+      for (int n = 0; n < kPassVectors; ++n) {
+        const F right = Lanes::load(values + n * kLanes);
+#pragma GCC unroll 6
+        for (int m = 0; m < MR; ++m) sum[m][n] = Lanes::fma(left[m], right, sum[m][n]);
+      }
+    }
+    begin = end;
+    if (end < last) {
+#pragma GCC unroll 6
+      for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+        for (int n = 0; n < kPassVectors; ++n)
+          Lanes::store(held.pairs + m * kPairItems + (vector + n) * kLanes, sum[m][n]);
+      continue;
+    }
+    for (int m = 0; m < MR; ++m)
+      for (int n = 0; n < kPassVectors / 2; ++n) {
+        const int column = (vector / 2 + n) * kLanes;
+        float *total = held.groups + m * kPanel + column;
+        const F before = first ? Lanes::load(total) : Lanes::set(0.0f);
+        Lanes::store(total, job.scaled(row + m, part.panel, group, column,
+                                       Lanes::sum_of_pairs(sum[m][2 * n], sum[m][2 * n + 1]), before));
+      }
+  }
+}
+
+void passes(const Job &job, const Part &part, int64_t first, int64_t rows, const Held &held) {
+  const int64_t step = even_step(rows, kRowStep, 1);
+  for (int64_t row = 0; row < rows; row += step)
+    for (int vector = 0; vector < kPanelVectors; vector += kPassVectors) {
+      const Held to{held.pairs + row * kPairItems, held.groups + row * kPanel};
+      const bool is_first = !row && !vector;
+      switch (std::min(step, rows - row)) {
+        case 1: pass<1>(job, part, first + row, vector, to, is_first); break;
+        case 2: pass<2>(job, part, first + row, vector, to, is_first); break;
+        case 3: pass<3>(job, part, first + row, vector, to, is_first); break;
+        case 4: pass<std::min(4, kRowStep)>(job, part, first + row, vector, to, is_first); break;
+        case 5: pass<std::min(5, kRowStep)>(job, part, first + row, vector, to, is_first); break;
+        default: pass<kRowStep>(job, part, first + row, vector, to, is_first);
+      }
+    }
+}
+
+void many_rows(const Job &job, int64_t first, int64_t rows, int64_t panel) {
+  static thread_local Buffer<float> buffer, widened;
+  float *values = widened.reserve(kPart * kPanel), *pairs = buffer.reserve(rows * (kPairItems + kPanel));
+  const Held held{pairs, pairs + rows * kPairItems};
+  const int64_t step = even_step(job.inputs, kPart, kDepth);
+  for (int64_t input = 0; input < job.inputs; input += step) {
+    const int64_t count = std::min(step, job.inputs - input);
+    widen(job, panel, input, count, values);
+    passes(job, {values, job.codes(panel, input + count), panel, input, count}, first, rows, held);
+  }
+  for (int64_t row = 0; row < rows; ++row)
+    for (int column = 0; column < kPanel; column += kLanes)
+      job.store(first + row, panel, column, Lanes::load(held.groups + row * kPanel + column));
+}
+
+// Of each row, the sum of the inputs of each group.
+void sum_groups(const float *x, const QuantisedWeight &weight, int64_t rows, int64_t inputs, float *sums,
+                int num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1 && rows > 1)
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t group = 0; group < weight.groups; ++group) {
+      const int64_t begin = group * weight.group, end = std::min(begin + weight.group, inputs);
+      float part[8] = {};
+      for (int64_t i = begin; i < end; i += 8)
+        for (int lane = 0; lane < 8; ++lane) part[lane] += x[row * inputs + i + lane];
+      float sum = 0;
+      for (float each : part) sum += each;
+      sums[row * weight.groups + group] = sum;
+    }
+}
+
+}  // namespace
+
+// As `quantised_linears` of quantised.cpp, of float32.
+void quantised_linears(const float *x, const QuantisedWeight *weights, int64_t num_weights, const int *live,
+                       int64_t rows, int64_t inputs, int num_threads) {
+  if (live && rows == live[0] && live[1] < rows) {
+    for (const QuantisedWeight *weight = weights; weight < weights + num_weights; ++weight) {
+      float *y = (float *)weight->y;
+      std::fill(y + live[1] * weight->outputs, y + rows * weight->outputs, 0.0f);
+    }
+    rows = live[1];
+  }
+  if (!rows) return;
+  std::vector<Job> jobs;
+  std::vector<int64_t> ends;  // pairs of panels up to the end of each weight
+  std::vector<std::vector<float>> sums(num_weights);
+  int64_t pairs = 0;
+  for (int64_t n = 0; n < num_weights; ++n) {
+    if (weights[n].zeros) {
+      sums[n].resize(rows * weights[n].groups);
+      sum_groups(x, weights[n], rows, inputs, sums[n].data(), num_threads);
+    }
+    jobs.push_back({x, sums[n].data(), weights[n], inputs});
+    ends.push_back(pairs += divide_up(weights[n].outputs, 2 * kPanel));
+  }
+  const bool is_few = rows <= kFewRows;
+  const int64_t step = is_few ? rows : even_step(rows, kRowBlock, 6), blocks = divide_up(rows, step);
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+  for (int64_t item = 0; item < blocks * pairs; ++item) {
+    const int64_t pair = item % pairs, first = item / pairs * step;
+    const size_t n = std::upper_bound(ends.begin(), ends.end(), pair) - ends.begin();
+    const int64_t panel = (pair - (n ? ends[n - 1] : 0)) * 2;
+    const int count = panel * kPanel + kPanel < weights[n].outputs ? 2 : 1;
+    if (is_few) {
+      few_rows(jobs[n], rows, panel, count);
+      continue;
+    }
+    for (int p = 0; p < count; ++p) many_rows(jobs[n], first, std::min(step, rows - first), panel + p);
+  }
+}
+
+}  // namespace HPU_DUO_VARIANT
+}  // namespace hpu_duo
