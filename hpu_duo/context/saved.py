@@ -20,8 +20,9 @@ from hpu_duo.kv.store import KVStore, UnitTensor, block_tensors
 from hpu_duo.modeling.config_checks import served_len, short_len
 from hpu_duo.modeling.hub import model_fingerprint
 from hpu_duo.modeling.quantised.execution import rounding_of
-from kernels_ref import PLAIN
+from kernels_ref import PLAIN, LayerSpec
 from kernels_ref.formats import INC
+from kernels_ref.formats.fp8 import LARGEST, Fp8, ScaledFp8
 from kernels_ref.unified import format_names
 
 if TYPE_CHECKING:
@@ -130,6 +131,8 @@ def fingerprint_of(model: GenerativeModel) -> dict[str, str]:
         found["weights"] = f"rounded to {rounding}"
     if config.cache.kv_scales is not None or INC in (config.cache.kv_cache_dtype, config.cache.ring_dtype):
         found["scales of keys and values"] = str(engine.runner.model.kv_scales)
+    if limits := {most for spec in engine.runner.model.specs for most in _fp8_limits(spec)}:
+        found["fp8 numbers"] = ", ".join(f"up to {most:g}" for most in sorted(limits))
     if pattern is not None:
         heads = [pattern.sink, pattern.recent, pattern.mask.astype(int).tolist()]
         found["head pattern"] = json.dumps(heads)
@@ -141,6 +144,14 @@ def fingerprint_of(model: GenerativeModel) -> dict[str, str]:
         for name, tensor in state.saved.items():
             found[name] = f"{state.kind} x {list(tensor.shape)}"
     return found
+
+
+def _fp8_limits(spec: LayerSpec) -> Iterator[float]:
+    """Largest fp8 numbers of the formats of a layer, but those of most devices."""
+    for group in spec.groups:
+        for vectors in (group.format.keys, group.format.values):
+            if isinstance(vectors, Fp8 | ScaledFp8) and vectors.largest != LARGEST:
+                yield vectors.largest
 
 
 def check_fingerprint(path: Path, saved: object, model: GenerativeModel) -> None:

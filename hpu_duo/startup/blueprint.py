@@ -395,7 +395,7 @@ class Blueprint:
         precision = precision or Precision.of(model.dtype)
         heads = with_frequencies(model, layers, heads)
         cache = stored_cache(config.cache, precision, heads, layers, kernels.impl)
-        heads = with_formats(heads, layers, cache, precision.arithmetic)
+        heads = with_formats(heads, layers, cache, precision.arithmetic, device)
         chunks = chunk_bounds(config.model.score_bytes, device, kernels.impl, memory_bytes)
         specs = tuple(
             _layer_spec(layer, kv, kernels, chunks) for layer, kv in zip(layers, kv_layers(layers, heads))

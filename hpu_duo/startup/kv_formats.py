@@ -13,22 +13,29 @@ from hpu_duo.kv.plan import LayerKV, in_format
 from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.quantised.execution import inc_scales
+from hpu_duo.modeling.quantised.hpu import GAUDI2_MAX, is_gaudi2
 from hpu_duo.modeling.quantised.inc import VARIABLE, IncScales, quant_config, read_inc
 from hpu_duo.modeling.quantised.kv_scales import kv_scales
 from hpu_duo.startup.heads import HeadAssignment
 from kernels_ref import PLAIN, Blocks, Budget, GroupKind, Implementation, KVFormat, LayerSpec, Owner, Rings
-from kernels_ref.formats import INC, ROUNDED, format_of, inc_format
+from kernels_ref.formats import INC, ROUNDED, format_of, within
+from kernels_ref.formats.fp8 import LARGEST, Fp8
 from kernels_ref.x86 import library as x86
 
 
 def with_formats(
-    heads: Sequence[HeadAssignment], layers: Sequence[DecoderLayer], cache: CacheConfig, dtype: torch.dtype
+    heads: Sequence[HeadAssignment],
+    layers: Sequence[DecoderLayer],
+    cache: CacheConfig,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[HeadAssignment, ...]:
     """Return the heads of all layers with the formats of their keys and values.
 
     Args:
         layers: of the same model.
         dtype: of the model.
+        device: that stores them.
 
     Raises:
         ValueError: a layer to skip does not exist, or heads cannot store their keys in a format.
@@ -39,7 +46,7 @@ def with_formats(
             f"expected kv_cache_dtype_skip_layers of 0 to {len(layers) - 1}, the layers of this model, "
             f"got {', '.join(sorted(unknown))}"
         )
-    of_blocks, of_rows = (_served(name, dtype) for name in (cache.kv_cache_dtype, cache.ring_dtype))
+    of_blocks, of_rows = (_served(name, dtype, device) for name in (cache.kv_cache_dtype, cache.ring_dtype))
     found = []
     for number, (each, layer) in enumerate(zip(heads, layers)):
         has_window = layer.call.sliding_window is not None
@@ -57,13 +64,13 @@ def unused_note(specs: Iterable[LayerSpec], cache: CacheConfig, dtype: torch.dty
     Args:
         dtype: of the model.
     """
-    kept = {(group.kind.owner is Owner.BLOCK, group.format) for spec in specs for group in spec.groups}
+    kept = {(group.kind.owner is Owner.BLOCK, group.format.name) for spec in specs for group in spec.groups}
     others = ("in rings or with a budget", "without either")
     notes = []
     for setting, other, owns_blocks in zip(("kv_cache_dtype", "ring_dtype"), others, (True, False)):
         name = getattr(cache, setting)
-        chosen = _served(name, dtype)
-        if not chosen.is_plain and (owns_blocks, chosen) not in kept:
+        chosen = _served(name, dtype, None)
+        if not chosen.is_plain and (owns_blocks, chosen.name) not in kept:
             notes.append(
                 f"{setting} {name!r} is not used: all heads are {other}, or in layers that "
                 "kv_cache_dtype_skip_layers names"
@@ -107,7 +114,16 @@ def scales_of(
         )
     if found is None:
         return (None,) * len(specs)
+    if INC not in (cache.kv_cache_dtype, cache.ring_dtype):
+        found = {number: _scaled(specs[number], pair) for number, pair in found.items()}
     return tuple(None if source is None else found[source] for source in sources)
+
+
+def _scaled(spec: LayerSpec, scales: tuple[float, float]) -> tuple[float, float]:
+    """Return scales of numbers up to 448 for those up to which the heads of a layer store."""
+    stored = [x for group in spec.groups for x in (group.format.keys, group.format.values)]
+    more = LARGEST / min((x.largest for x in stored if isinstance(x, Fp8)), default=LARGEST)
+    return scales[0] * more, scales[1] * more
 
 
 def stored_cache(
@@ -149,15 +165,20 @@ def _is_read(head_dim: int, precision: Precision) -> bool:
     return x86.fits_rows(q, k) and x86.fits_tiles(q, q[0])
 
 
-def _served(name: str, dtype: torch.dtype) -> KVFormat:
-    """Return the format of a name, or plain floats if it is the model's dtype.
+def _served(name: str, dtype: torch.dtype, device: torch.device | None) -> KVFormat:
+    """Return the format of a name, with a device's fp8 numbers, or plain floats if it is the model's dtype.
 
     Raises:
         ValueError: there is none, or its files cannot be read.
     """
+    if name == str(dtype).removeprefix("torch."):
+        return PLAIN
+    found = format_of(name)
+    if device is None:
+        return found
     if name == INC:
-        return inc_format(_inc_files().largest)
-    return PLAIN if name == str(dtype).removeprefix("torch.") else format_of(name)
+        return within(found, _inc_files().largest)
+    return within(found, GAUDI2_MAX) if device.type == "hpu" and is_gaudi2(device) else found
 
 
 def _inc_files() -> IncScales:

@@ -6,11 +6,12 @@ Names are those of vLLM where it has the format. Bytes may differ, see ``docs/qu
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from kernels_ref.formats.base import Floats, KVFormat, Rounded, VectorFormat, VectorPart
-from kernels_ref.formats.fp8 import LARGEST, Fp8, ScaledFp8
+from kernels_ref.formats.fp8 import Fp8, ScaledFp8
 from kernels_ref.formats.int4 import Int4
 from kernels_ref.formats.int8 import Int8
 
@@ -62,13 +63,11 @@ def register_format(added: KVFormat) -> None:
         raise ValueError(f"expected a name that no format of keys and values has, got {added.name!r}")
 
 
-def inc_format(largest: float = LARGEST) -> KVFormat:
-    """Return the format ``INC``.
-
-    Args:
-        largest: fp8 number of the device that its files are for.
-    """
-    return KVFormat(INC, Fp8(largest), Fp8(largest))
+def within(kv_format: KVFormat, largest: float) -> KVFormat:
+    """Return a format whose fp8 numbers are at most ``largest``, for devices whose fp8 ends below 448."""
+    stored = (kv_format.keys, kv_format.values)
+    keys, values = (replace(x, largest=largest) if isinstance(x, Fp8 | ScaledFp8) else x for x in stored)
+    return replace(kv_format, keys=keys, values=values)
 
 
 def names_of_formats() -> tuple[str, ...]:
@@ -88,7 +87,7 @@ def format_of(name: str, setting: str = "kv_cache_dtype") -> KVFormat:
     if name in _formats:
         return _formats[name]
     if name == INC:
-        return inc_format()
+        return KVFormat(INC, Fp8(), Fp8())
     keys, is_pair, values = name.partition(PAIR)
     if is_pair and PAIR not in values:
         pair = KVFormat(name, format_of(keys, setting).keys, format_of(values, setting).values)

@@ -57,9 +57,14 @@ class Fp8(VectorFormat):
 
 @dataclass(frozen=True)
 class ScaledFp8(VectorFormat):
-    """Elements in 8 bits, divided by a scale so that the largest of a vector is 448."""
+    """Elements in 8 bits, divided by a scale so that the largest of a vector is the largest number.
+
+    Attributes:
+        largest: number of the device.
+    """
 
     num_parts: ClassVar[int] = 2
+    largest: float = LARGEST
 
     def parts(self, dim: int) -> tuple[VectorPart, ...]:
         """Return the codes and the scale."""
@@ -68,8 +73,8 @@ class ScaledFp8(VectorFormat):
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Encode by the largest magnitude of each vector."""
         x = bounded(x)
-        scale = as_scale(x.abs().amax(dim=-1, keepdim=True) / LARGEST)
-        return _codes(x / scale.float()), scale
+        scale = as_scale(x.abs().amax(dim=-1, keepdim=True) / self.largest)
+        return _codes(x / scale.float(), self.largest), scale
 
     def decode(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """Return codes times scale, rounded once."""

@@ -18,6 +18,7 @@ from graphs.backends.compile import CompileBackend
 from hpu_duo import HPUDuoModel, SamplingParams
 from hpu_duo.kv import store
 from hpu_duo.kv.plan import MemoryPlan
+from hpu_duo.lab.sim.fused import named
 from kernels_ref import decoding
 from kernels_ref.formats import PAIR, PLAIN, VectorFormat, names_of_formats
 from kernels_ref.formats.base import Rounded
@@ -308,6 +309,23 @@ def test_a_device_that_reads_codes_differently_is_found_at_load(
                 ValueError, match=f"kv_cache_dtype 'k8v4' is not available on hpu.*: {problem}"
             ):
                 tiny.load(**options)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_per_token_head"])
+def test_fp8_ends_at_240_on_a_gaudi_2(tiny: Tiny, name: str, tmp_path: Path) -> None:
+    scales = {f"model.layers.{n}.self_attn.{x}_scale": torch.tensor(0.015) for n in (0, 1) for x in "kv"}
+    save_file(scales, tmp_path / "kv_scales.safetensors")
+    given = {"kv_scales": tmp_path} if name == "fp8" else {}
+    options = {"attention": "reference", "device": "hpu-sim", "kv_cache_dtype": name, **given}
+    with named("GAUDI2"):
+        served = tiny.load(**options)
+        serve(served, [TEXT], GREEDY)
+    codes = torch.cat([x.flatten() for x in served.engine.runner.model.stores_flat if x.dtype == torch.uint8])
+    largest = float(codes.cpu().view(torch.float8_e4m3fn).float().abs().max())
+    assert 120 < largest <= 240
+    if given:
+        assert served.engine.runner.model.kv_scales == [pytest.approx([0.028, 0.028])] * 2
+        assert served.stats().num_clipped_values >= 0
 
 
 @pytest.mark.parametrize("options", [{}, DUO, {"attention": "sdpa"}], ids=["full", "duo", "sdpa"])

@@ -17,7 +17,7 @@ from hpu_duo.device.ranks import Ranks
 from hpu_duo.modeling.loading import build_without_weights, load_model, read_config
 from hpu_duo.modeling.probe import read_layers
 from hpu_duo.modeling.quantised.inc import METHOD as INC
-from hpu_duo.modeling.quantised.inc import read_inc
+from hpu_duo.modeling.quantised.inc import VARIABLE, read_inc
 from hpu_duo.modeling.quantised.linear import DEQUANTISED, WeightExecution
 from hpu_duo.modeling.quantised.state import quantised_layers
 from hpu_duo.parallel.config import RankHeads
@@ -26,7 +26,7 @@ from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN
 from tests.modeling.families import make_config, prompts_of, save_random
 from tests.quantised.inc_files import nodes_of, write_inc
-from tests.quantised.test_checkpoints import LAYOUTS, SIZES
+from tests.quantised.test_checkpoints import LAYOUTS, SIZES, load
 from tests.quantised.writers import KINDS, write_twins
 from tests.ranks.test_memory import anonymous_bytes
 from tests.ranks.work import Case, serve
@@ -86,6 +86,21 @@ def test_two_ranks_serve_the_tokens_of_the_plain_twin(tmp_path: Path) -> None:
     plain, quantised = case_of(tmp_path, *TWINS["groups"])
     answers = run_processes(serve, ({"plain": plain, "quantised": quantised},), [{}] * 2, 600)[0]
     assert answers["quantised"].tokens == answers["plain"].tokens
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_two_ranks_serve_measured_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plain"
+    save_random(make_config("LlamaConfig", **SIZES), path)
+    nodes = nodes_of(load_file(path / "model.safetensors"), SIZES["num_hidden_layers"])
+    monkeypatch.setenv(VARIABLE, str(write_inc(tmp_path, [nodes])))
+    prompts, params = prompts_of([5, 19]), [SamplingParams(max_tokens=6, temperature=0)] * 2
+    options = {"quantization": INC, "quantization_execution": "stored"}
+    kept = {"kv_cache_dtype": "fp8_inc"}
+    case = Case(path, prompts, params, scheduler={"max_model_len": 48}, model=options, cache=kept)
+    found = run_processes(serve, ({"inc": case},), [{}] * 2, 600)[0]["inc"]
+    served = load(path, **options, **kept, max_model_len=48)
+    assert found.tokens == [done[0].token_ids for done in served.engine.generate(prompts, params)]
 
 
 WIDE = {

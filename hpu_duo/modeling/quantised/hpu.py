@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from hpu_duo.modeling.quantised.linear import QuantisedLinear
-from hpu_duo.modeling.quantised.weight import NIBBLE, QuantisedWeight, unpack_nibbles
+from hpu_duo.modeling.quantised.weight import FP8_MAX, NIBBLE, QuantisedWeight, unpack_nibbles
 
 _WORD = 8
 """Codes of 4 bits in an int32 word."""
-_FP8_MAX = {True: 240.0, False: 448.0}
-"""Largest fp8 number, by whether the device is a Gaudi 2."""
+GAUDI2_MAX = 240.0
+"""The largest fp8 number of a Gaudi 2."""
 KERNEL = "HPU operators"
 """Name of the kernels in reports."""
 _LEAST = 1e-8
@@ -102,7 +102,7 @@ class HPUFp8Linear(nn.Module):
 
     def __init__(self, layer: QuantisedLinear, is_narrow: bool = False) -> None:
         super().__init__()
-        stored, self.largest = layer.stored, _FP8_MAX[is_narrow]
+        stored, self.largest = layer.stored, GAUDI2_MAX if is_narrow else FP8_MAX
         if stored.largest > self.largest:
             stored = stored.halved()
         self.in_features, self.out_features, self.label = layer.in_features, layer.out_features, stored.label
