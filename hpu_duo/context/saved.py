@@ -19,7 +19,8 @@ from hpu_duo.kv.row_state import RowState
 from hpu_duo.kv.store import KVStore, UnitTensor, block_tensors
 from hpu_duo.modeling.config_checks import served_len, short_len
 from hpu_duo.modeling.hub import model_fingerprint
-from hpu_duo.modeling.quantised.execution import rounding_of
+from hpu_duo.modeling.quantised.execution import inc_scales, rounding_of
+from hpu_duo.modeling.quantised.inc import METHOD
 from kernels_ref import PLAIN, LayerSpec
 from kernels_ref.formats import INC
 from kernels_ref.formats.fp8 import LARGEST, Fp8, ScaledFp8
@@ -129,6 +130,8 @@ def fingerprint_of(model: GenerativeModel) -> dict[str, str]:
     }
     if (rounding := rounding_of(config.model.path, config.model.quantization)) is not None:
         found["weights"] = f"rounded to {rounding}"
+        if rounding == METHOD:
+            found["weights"] += f" {inc_scales('quantization inc', engine.runner.device).fingerprint}"
     if config.cache.kv_scales is not None or INC in (config.cache.kv_cache_dtype, config.cache.ring_dtype):
         found["scales of keys and values"] = str(engine.runner.model.kv_scales)
     if limits := {most for spec in engine.runner.model.specs for most in _fp8_limits(spec)}:

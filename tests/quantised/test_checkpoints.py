@@ -17,6 +17,7 @@ from hpu_duo.config.engine import SETTINGS
 from hpu_duo.modeling.hub import model_fingerprint
 from hpu_duo.modeling.loading import load_model, read_config
 from hpu_duo.modeling.quantised.config import METHODS
+from hpu_duo.modeling.quantised.inc import METHOD as INC
 from hpu_duo.modeling.quantised.rounding import FORMATS
 from tests.engine.tiny import PATTERN
 from tests.modeling.families import BLOCK, FAMILIES, IS_5, make_config, prompts_of, save_random
@@ -207,7 +208,7 @@ def test_a_named_producer_has_to_be_that_of_the_checkpoint(tmp_path: Path) -> No
         load(quantised, quantization="int8")
     with pytest.raises(ValueError, match="one of auto, stored, dequantise, got 'kernels'"):
         load(plain, quantization_execution="kernels")
-    assert {*SETTINGS["quantization"].option.choices} == {"auto", *METHODS, *FORMATS}
+    assert {*SETTINGS["quantization"].option.choices} == {"auto", INC, *METHODS, *FORMATS}
 
 
 def test_blocks_of_a_published_size_may_be_larger_than_a_weight(tmp_path: Path) -> None:

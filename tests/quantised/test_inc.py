@@ -21,7 +21,7 @@ from hpu_duo.modeling.quantised.state import quantised_layers
 from kernels_ref.formats import INC
 from tests.modeling.families import make_config, save_random
 from tests.quantised.inc_files import nodes_of, write_inc
-from tests.quantised.test_checkpoints import SIZES, load, tokens
+from tests.quantised.test_checkpoints import PROMPTS, SIZES, load, tokens
 from tests.quantised.test_refused import COUNTS, damaged
 
 FP8 = torch.float8_e4m3fn
@@ -157,6 +157,14 @@ def test_keys_are_stored_by_measured_scales(
     assert served.engine.runner.model.kv_scales == [[1.0, 2**-4]] * 2
     assert served.engine.runner.model.specs[0].groups[0].format.keys.largest == 240  # type: ignore[attr-defined]
     assert tokens(served)
+    # Contexts are of the same scales only.
+    saved, options = tmp_path / "context", {"quantization": "inc", "kv_cache_dtype": INC}
+    with load(plain, **options).prefill(PROMPTS[1]) as context:
+        context.save(saved)
+    load(plain, **options).load_context(saved).close()
+    use(monkeypatch, write_inc(tmp_path, [{**nodes, K_CACHE: {"inputs": [[[2000.0]]]}}]))
+    with pytest.raises(ValueError, match=r"with weights rounded to inc [0-9a-f]{16}, got one with rounded to"):
+        load(plain, **options).load_context(saved)
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {

@@ -5,6 +5,7 @@ JSON files are read only: the ``.npz`` files beside them are pickles, which may 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -134,6 +135,13 @@ class IncScales:
     def largest(self) -> float:
         """The largest fp8 number."""
         return _LARGEST[self.generation]
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that two sets of scales have in common only if they are the same."""
+        lists = (self.blocked, self.allowed, sorted(self.measured.items()), sorted(self.scaled.items()))
+        parts = repr((self.generation, self.method, sorted(self.backoffs.items()), *lists))
+        return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
     def check_device(self, generation: int) -> None:
         """Raise ValueError for scales of another generation than the device's."""
