@@ -35,7 +35,7 @@ from hpu_duo.parallel import ContextParallelBlocks, SpreadLogits, StepExchanges,
 from hpu_duo.startup.blueprint import Blueprint, choose_kernels
 from hpu_duo.startup.heads import ChosenHeads
 from hpu_duo.startup.tables import StepTables, plan_with_graphs
-from kernels_ref import Blocks, Implementation, Owner, Rings, Softmax
+from kernels_ref import Blocks, ChosenBlocks, Implementation, Owner, Rings, Softmax
 from kernels_ref.formats.trial import format_problem
 from kernels_ref.x86 import library as x86
 
@@ -380,7 +380,7 @@ def _drafts(
     speculation = config.scheduler.speculation
     if speculation is None or speculation.method != "duo":
         return None
-    served = Blocks | Rings | ContextParallelBlocks
+    served = Blocks | ChosenBlocks | Rings | ContextParallelBlocks
     kinds = [group.kind for spec in model.specs for group in spec.groups]
     others = {kind.describe() or kind.name for kind in kinds if not isinstance(kind, served)}
     others |= {kind.name for spec in model.specs for kind in spec.rows}

@@ -47,6 +47,7 @@ def load_drafting(tiny: Tiny, **options: Any) -> HPUDuoModel:
         pytest.param(SEEDED, {"tensor_parallel_size": 2, "pattern": PATTERN}, marks=pytest.mark.slow),
         pytest.param(GREEDY, {"tensor_parallel_size": 2, "graphs": "replay"}, marks=pytest.mark.slow),
         pytest.param(GREEDY, {"kv_cache_dtype": "int8_per_token_head"}, marks=pytest.mark.slow),
+        pytest.param(SEEDED, {"attention_rule": "top_blocks"}, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_those_without_drafts(tiny: Tiny, params: SamplingParams, options: dict[str, Any]) -> None:
@@ -98,6 +99,11 @@ def test_rows_whose_sampling_depends_on_drafts_take_none_of_the_model(tiny: Tiny
     assert stats.num_steps_without["none proposed"] > 20
 
 
+def test_heads_whose_stores_drafts_would_change_are_refused(tiny: Tiny) -> None:
+    with pytest.raises(ValueError, match="method 'duo' drafts over the stores of the model: expected heads"):
+        load_drafting(tiny, kv_policy="h2o", kv_budget=8, max_num_batched_tokens=96)
+
+
 def test_text_comes_first(tiny: Tiny) -> None:
     """A prediction is drafted from, and the model drafts where it ends."""
     ((expected,),) = serve(tiny.load(), PROMPTS[:1], SEEDED)
@@ -126,7 +132,7 @@ def test_a_step_takes_the_tokens_that_the_previous_one_sampled(tiny: Tiny, graph
     """``token_source`` without drafts: the host's ids are wrong and are not read."""
     served = tiny.load(graphs=graphs)
     executor = served.engine.runner.executor
-    seen = []
+    seen: list[bool] = []
     execute = executor.launch
 
     def launch(message: Any) -> Any:
@@ -139,7 +145,7 @@ def test_a_step_takes_the_tokens_that_the_previous_one_sampled(tiny: Tiny, graph
         return execute(message)
 
     expected = serve(served, PROMPTS[:1], GREEDY)
-    executor.launch = launch
+    executor.launch = launch  # type: ignore[method-assign]
     assert tokens_of(serve(served, PROMPTS[:1], GREEDY)) == tokens_of(expected)
     assert sum(seen) > 20
 

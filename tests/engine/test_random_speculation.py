@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from transformers import GenerationConfig
 
 from hpu_duo.engine.draft_gain import DraftLengths
+from hpu_duo.engine.model_drafts.steps import DraftSteps
 from hpu_duo.engine.outputs import Completion
 from hpu_duo.sampling import SamplingParams, StructuredOutputs
 from tests.engine.tiny import PATTERN, Tiny, make_tiny
@@ -24,6 +26,7 @@ SIZES: tuple[dict[str, Any], ...] = (
     {"enable_prefix_caching": False},
 )
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+DUO = {"method": "duo", "draft_sink": 2, "draft_recent": 4}
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +72,32 @@ def ends_of(done: Sequence[Sequence[Completion]]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 9))])
-def test_outputs_are_those_without_drafts(ending: Tiny, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def instead_of_drafts(rng: random.Random, tokens: torch.Tensor) -> torch.Tensor:
+    """The tokens that a model drafted, or wrong ones, the end of the text or any in place of all or some."""
+    others = (torch.full_like(tokens, EOS), (tokens + 1) % 40, torch.randint_like(tokens, 3, 40))
+    keeps = torch.rand(tokens.shape) < rng.choice([0.0, 0.5, 1.0])
+    return torch.where(keeps, tokens, rng.choice(others))
+
+
+@pytest.mark.parametrize(
+    ("seed", "is_duo"),
+    [
+        (1, False),
+        (3, True),
+        *(pytest.param(seed, False, marks=pytest.mark.slow) for seed in range(2, 9)),
+        *(pytest.param(seed, True, marks=pytest.mark.slow) for seed in range(4, 10)),
+    ],
+)
+def test_outputs_are_those_without_drafts(
+    ending: Tiny, seed: int, is_duo: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(seed)
     # Rows of any length, whether it pays or not.
     monkeypatch.setattr(DraftLengths, "choose", lambda self, *_: rng.choice(self._lens))
     monkeypatch.setattr(DraftLengths, "pauses", lambda *_: False)
-    sizes, kind = SIZES[seed % len(SIZES)], rng.choice([{}, NGRAM])
+    run = DraftSteps.run
+    monkeypatch.setattr(DraftSteps, "run", lambda *args: instead_of_drafts(rng, run(*args)))
+    sizes, kind = SIZES[seed % len(SIZES)], DUO if is_duo else rng.choice([{}, NGRAM])
     plain = ending.load(**sizes)
     drafting = ending.load(
         max_num_batched_tokens=48,
