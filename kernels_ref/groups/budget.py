@@ -281,7 +281,8 @@ class Budget(GroupKind):
         versions = None
         if self.versions > 1:
             null_unit = next(iter(layouts)).num_units - 1
-            versions = VersionStep.of(self.policy, self.versions, null_unit, t, rows, chunk)
+            sizes = self.budget, self.versions, null_unit
+            versions = VersionStep.of(self.policy, sizes, t, rows, chunk)
         plan = BudgetStep(ring, end, place, decode_row, token_class, chunk, turns, versions)
         return dict.fromkeys(layouts, plan)
 
@@ -336,7 +337,7 @@ class Budget(GroupKind):
             rows = plan.end, plan.decode_row, run.eviction_victims, plan.token_class
             return take_in(self.policy, units.state, layout, *rows)
         before = read_versions(units.state, versions.before, layout.num_heads, layout.num_slots)
-        return decode_turns(self.policy, before, versions, self.budget, run.eviction_victims)
+        return decode_turns(self.policy, before, versions.turns, self.budget, run.eviction_victims)
 
     def _write_kept(self, units: KVUnits, plan: BudgetStep, kept: Kept) -> None:
         """Write positions and scores of prompt rows after a chunk."""
@@ -405,7 +406,7 @@ class Budget(GroupKind):
         if isinstance(taken, DecodeTurns):
             assert plan.versions is not None, "expected places of versions"
             decoded = decode_in_turn(
-                self.policy, taken, plan.versions, inputs, plan.turns.ranks, run.eviction_victims
+                self.policy, taken, plan.versions.turns, inputs, plan.turns.ranks, run.eviction_victims
             )
             write_versions(units.state, plan.versions.after, decoded.state)
             return unfold(decoded.partial, step.decode_len)

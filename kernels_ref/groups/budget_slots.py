@@ -51,55 +51,23 @@ def weighed(
     Args:
         valid_N1S: slots that a row sees; None = all of them, in all rows.
     """
-    scores = soften(products(q_NKGD, k_NKSD), scoring).float()
+    scores = soften(scores_of(q_NKGD, k_NKSD), scoring).float()
     if valid_N1S is not None:
+        scores = torch.where(valid_N1S[:, :, None], scores, FLOOR)
         # Hidden slots have undefined content.
         v_NKSD = torch.where(valid_N1S[..., None], v_NKSD, 0)
-    weights = SlotWeights.of(scores, valid_N1S)
-    return weights.of_values(v_NKSD), weights.summed(sinks_KG)
+    largest = scores.amax(dim=-1)
+    weights = torch.exp(scores - largest[..., None])
+    sees_any = largest > SEEN
+    total = torch.where(sees_any, weights.sum(dim=-1), 0.0)
+    attn = torch.matmul(weights.to(v_NKSD.dtype), v_NKSD).float()
+    partial = Partial(torch.where(sees_any[..., None], attn, 0.0), largest, total)
+    whole = total if sinks_KG is None else total + torch.exp(sinks_KG.float() - largest)
+    share = torch.where(sees_any, 1.0 / torch.where(sees_any, whole, 1.0), 0.0)
+    return partial, torch.matmul(share[:, :, None], weights)[:, :, 0]
 
 
-class SlotWeights(NamedTuple):
-    """Weights of slots, not divided by their sum.
-
-    Attributes:
-        weights: float32 ``[N, K, G, S]``; 0 for hidden slots of queries that see any.
-        largest: score of each query, ``[N, K, G]``.
-        total: sum of its weights, 0 if it sees none, ``[N, K, G]``.
-    """
-
-    weights: torch.Tensor
-    largest: torch.Tensor
-    total: torch.Tensor
-
-    @classmethod
-    def of(cls, scores_NKGS: torch.Tensor, valid_NKS: torch.Tensor | None) -> SlotWeights:
-        """The weights of float32 scores.
-
-        Args:
-            valid_NKS: slots that a row sees, K may be 1; None = all of them.
-        """
-        if valid_NKS is not None:
-            scores_NKGS = torch.where(valid_NKS[:, :, None], scores_NKGS, FLOOR)
-        largest = scores_NKGS.amax(dim=-1)
-        weights = torch.exp(scores_NKGS - largest[..., None])
-        return cls(weights, largest, torch.where(largest > SEEN, weights.sum(dim=-1), 0.0))
-
-    def of_values(self, v_NKSD: torch.Tensor) -> Partial:
-        """The partial over values, which are finite."""
-        attn = torch.matmul(self.weights.to(v_NKSD.dtype), v_NKSD).float()
-        return Partial(torch.where((self.largest > SEEN)[..., None], attn, 0.0), self.largest, self.total)
-
-    def summed(self, sinks_KG: torch.Tensor | None) -> torch.Tensor:
-        """Shares of slots summed over the query heads, ``[N, K, S]``; sink logits count in them."""
-        sees_any, whole = self.largest > SEEN, self.total
-        if sinks_KG is not None:
-            whole = whole + torch.exp(sinks_KG.float() - self.largest)
-        share = torch.where(sees_any, 1.0 / torch.where(sees_any, whole, 1.0), 0.0)
-        return torch.matmul(share[:, :, None], self.weights)[:, :, 0]
-
-
-def products(q_NKGD: torch.Tensor, k_NKSD: torch.Tensor) -> torch.Tensor:
+def scores_of(q_NKGD: torch.Tensor, k_NKSD: torch.Tensor) -> torch.Tensor:
     """Scores of queries ``[N, K, G, D]`` and keys ``[N, K, S, D]``, precise on a CPU: ``[N, K, G, S]``."""
     if q_NKGD.device.type != "cpu" or q_NKGD.dtype == torch.float32:
         return torch.matmul(q_NKGD, k_NKSD.transpose(2, 3))

@@ -16,16 +16,33 @@ from typing import NamedTuple
 
 import torch
 
-from kernels_ref.groups.budget_chunks import Turn, turned_by_rank
-from kernels_ref.groups.budget_slots import FirstToGo, SlotWeights, products
+from kernels_ref.groups.budget_chunks import Turn as Rotation
+from kernels_ref.groups.budget_chunks import turned_by_rank
+from kernels_ref.groups.budget_slots import FirstToGo, scores_of
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.groups.kv_policy import KVPolicy, SlotView
-from kernels_ref.partial import Partial, soften
+from kernels_ref.partial import FLOOR, Partial, soften
 from kernels_ref.step import DecodeRows, PartInputs, StepTensors
 from kernels_ref.units import SlotState, gather, index_dtype
 
 FREE = -1
 """Position of a free slot."""
+
+
+class Turn(NamedTuple):
+    """One token of each decode row.
+
+    Attributes:
+        end: position after it, 0 for rows without one, int32 ``[N, 1, 1]``.
+        position: of the token, int32 ``[N, 1, 1]``.
+        evicts: whether the store of the row is full before it, bool ``[N, 1, 1]``.
+        token_class: int32 ``[N, 1, 1]``; anything where no policy marks tokens.
+    """
+
+    end: torch.Tensor
+    position: torch.Tensor
+    evicts: torch.Tensor
+    token_class: torch.Tensor
 
 
 class VersionStep(NamedTuple):
@@ -35,23 +52,20 @@ class VersionStep(NamedTuple):
         before: of each decode row before the step, ``[N]``.
         after: behind each token of the decode rows, one of the null unit without a token, ``[N * M]``.
         chunk_before, chunk_after: of the prompt rows, ``[P]``.
-        end: position after each token of the decode rows, 0 without a token, int32 ``[N, M]``.
-        token_class: of these tokens, int32 ``[N, M]``; empty where no policy marks tokens.
+        turns: the M tokens of each decode row.
     """
 
     before: torch.Tensor
     after: torch.Tensor
     chunk_before: torch.Tensor
     chunk_after: torch.Tensor
-    end: torch.Tensor
-    token_class: torch.Tensor
+    turns: tuple[Turn, ...]
 
     @classmethod
     def of(
         cls,
         policy: KVPolicy,
-        num_versions: int,
-        null_unit: int,
+        sizes: tuple[int, int, int],
         t: StepTensors,
         rows: DecodeRows,
         chunk: ChunkStep,
@@ -59,8 +73,9 @@ class VersionStep(NamedTuple):
         """Derive them once per step.
 
         Args:
-            num_versions: m.
+            sizes: tokens that a head stores (C), versions (m), and number of the null unit.
         """
+        num_stored, num_versions, null_unit = sizes
         dtype, end = index_dtype(rows.end.device), rows.end
         number = torch.arange(end.shape[0], dtype=end.dtype, device=end.device)
         unit = torch.where(end > 0, number[:, None], null_unit)
@@ -69,16 +84,20 @@ class VersionStep(NamedTuple):
             last = torch.clamp(num_tokens - 1, min=0)
             return (unit * num_versions + last % num_versions).to(dtype).view(-1)
 
-        token_class = end[:0]
+        token_class = end
         if policy.marks_tokens:
             token_class = gather(t.token_class, rows.token).view(end.shape)
+        # Copies: a layer gets no views of one tensor.
+        each = [
+            [x.contiguous().clone()[:, None, None] for x in own.unbind(1)]
+            for own in (end, end - 1, end > num_stored, token_class)
+        ]
         return cls(
             version(unit[:, 0], end[:, 0] - 1),
             version(unit, end),
             version(chunk.row, chunk.start),
             version(chunk.row, chunk.start + chunk.num_new),
-            end,
-            token_class,
+            tuple(Turn(*of_turn) for of_turn in zip(*each)),
         )
 
 
@@ -111,18 +130,27 @@ class DecodeTurns(NamedTuple):
     """Decode rows before the tokens of a step attend, one after the other.
 
     Attributes:
-        state: with the first eviction, but without new tokens, ``[N, K, S]`` each.
-        written: slot of each new token in each head, int32 ``[N, K, M]``.
+        state: after the first eviction, without new tokens, ``[N, K, S]`` each.
+        slots: of the new tokens of each turn, int32 ``[N, K, 1]``.
         num_stored: tokens that a head may store (C).
     """
 
     state: SlotState
-    written: torch.Tensor
+    slots: tuple[torch.Tensor, ...]
     num_stored: int
+
+    @property
+    def written(self) -> torch.Tensor:
+        """Slot of each new token in each head, int32 ``[N, K, M]``."""
+        return torch.cat(self.slots, dim=-1)
 
 
 def decode_turns(
-    policy: KVPolicy, before: SlotState, plan: VersionStep, num_stored: int, victims: FirstToGo
+    policy: KVPolicy,
+    before: SlotState,
+    turns: tuple[Turn, ...],
+    num_stored: int,
+    victims: FirstToGo,
 ) -> DecodeTurns:
     """Allocate a slot to each new token of the decode rows.
 
@@ -131,24 +159,21 @@ def decode_turns(
         num_stored: tokens that a head may store (C).
         victims: finds the slot to evict.
     """
-    end = plan.end[:, 0, None, None]
-    has_tokens = end > 1
+    first = turns[0]
+    has_tokens, number = first.position > 0, _numbers(before.position)
     # A row without tokens has what another request has left.
     position = torch.where(has_tokens, before.position, FREE)
-    state = SlotState(position, torch.where(has_tokens, before.score, 0.0))
-    victim = _victim(policy, state, end, num_stored, victims)
-    is_full, number = end > num_stored, _numbers(position)
-    state = SlotState(torch.where((number == victim) & is_full, FREE, position), state.score)
+    score = torch.where(has_tokens, before.score, 0.0)
+    victim = _victim(policy, position, score, first, num_stored, victims)
+    position = torch.where((number == victim) & first.evicts, FREE, position)
     nowhere = len(number)
-    free = torch.where(state.position < 0, number, nowhere)
+    free = torch.where(position < 0, number, nowhere)
     # The first token is there to stay, so it may have the slot of its victim.
-    slot = torch.where(is_full, victim, free.amin(dim=-1, keepdim=True))
-    written = [slot]
-    for _ in range(plan.end.shape[1] - 1):
-        free = torch.where(number == slot, nowhere, free)
-        slot = free.amin(dim=-1, keepdim=True)
-        written.append(slot)
-    return DecodeTurns(state, torch.cat(written, dim=-1), num_stored)
+    slots = [torch.where(first.evicts, victim, free.amin(dim=-1, keepdim=True))]
+    for _ in turns[1:]:
+        free = torch.where(number == slots[-1], nowhere, free)
+        slots.append(free.amin(dim=-1, keepdim=True))
+    return DecodeTurns(SlotState(position, score), tuple(slots), num_stored)
 
 
 def _numbers(position: torch.Tensor) -> torch.Tensor:
@@ -156,15 +181,19 @@ def _numbers(position: torch.Tensor) -> torch.Tensor:
 
 
 def _victim(
-    policy: KVPolicy, state: SlotState, end: torch.Tensor, num_stored: int, victims: FirstToGo
+    policy: KVPolicy,
+    position: torch.Tensor,
+    score: torch.Tensor,
+    turn: Turn,
+    num_stored: int,
+    victims: FirstToGo,
 ) -> torch.Tensor:
     """Slot to evict from full stores, int32 ``[N, K, 1]``; any slot of other ones."""
-    valid = state.position >= 0
-    passed_over = torch.logical_not(valid)
-    is_protected = policy.protects(SlotView(state.score, state.position, valid, end, num_stored))
+    passed_over, valid = position < 0, position >= 0
+    is_protected = policy.protects(SlotView(score, position, valid, turn.end, num_stored))
     if is_protected is not None:
         passed_over = torch.logical_or(passed_over, is_protected)
-    return victims(state.score if policy.has_scores else None, state.position, passed_over)[..., None]
+    return victims(score if policy.has_scores else None, position, passed_over)[..., None]
 
 
 class Decoded(NamedTuple):
@@ -181,63 +210,85 @@ class Decoded(NamedTuple):
 
 def decode_in_turn(
     policy: KVPolicy,
-    turns: DecodeTurns,
-    plan: VersionStep,
+    taken: DecodeTurns,
+    turns: tuple[Turn, ...],
     inputs: PartInputs,
-    ranks: Turn,
+    ranks: Rotation,
     victims: FirstToGo,
 ) -> Decoded:
     """Evict, attend and observe for one token of each row after the other, all of which are in the store.
 
     Products with keys and values are those of all tokens together, but for keys that are rotated to their
-    ranks, which each eviction changes.
+    ranks, which each eviction changes. Every token sees itself; results of missing tokens are any numbers.
 
     Args:
         inputs: of decode rows, ``[N, K, M * G, D]``.
         ranks: rotations to ranks, for policies with positions in the cache.
         victims: finds the slot to evict.
     """
-    (num_rows, most_new), (position, score) = plan.end.shape, turns.state
-    k_NKSD, v_NKSD = inputs.units.tile(slice(0, num_rows))
-    queries = inputs.q.chunk(most_new, dim=2)
+    position, score = taken.state
+    k_NKSD, v_NKSD = inputs.units.tile(slice(0, len(position)))
+    number, queries = _numbers(position), inputs.q.chunk(len(turns), dim=2)
+    scores = []
     if not policy.positions_in_cache:
-        scores = soften(products(inputs.q, k_NKSD), inputs.scoring).float().chunk(most_new, dim=2)
-    number, seen = _numbers(position), torch.zeros_like(position, dtype=torch.bool)
-    of_tokens, states = [], []
-    for turn in range(most_new):
-        end = plan.end[:, turn, None, None]
-        if turn:
-            victim = _victim(policy, SlotState(position, score), end, turns.num_stored, victims)
-            position = torch.where((number == victim) & (end > turns.num_stored), FREE, position)
-        slots = _with_token(policy, turns, plan, turn, SlotState(position, score))
+        products = soften(scores_of(inputs.q, k_NKSD), inputs.scoring).float()
+        scores = list(products.chunk(len(turns), dim=2))
+    states, weights = [], []
+    for place, (turn, slot) in enumerate(zip(turns, taken.slots)):
+        if place:
+            victim = _victim(policy, position, score, turn, taken.num_stored, victims)
+            position = torch.where((number == victim) & turn.evicts, FREE, position)
+        is_new = number == slot
+        position = torch.where(is_new, turn.position, position)
+        if policy.has_scores:
+            first = policy.first_score(turn.token_class) if policy.marks_tokens else 0.0
+            score = torch.where(is_new, first, score)
+        slots = SlotView(score, position, position >= 0, turn.end, taken.num_stored)
         if policy.positions_in_cache:
-            k = turned_by_rank(k_NKSD, slots.position, slots.valid, ranks)
-            own = soften(products(queries[turn], k), inputs.scoring).float()
-        else:
-            own = scores[turn]
-        weights = SlotWeights.of(own, slots.valid)
-        position, score = slots.position, slots.score
+            k = turned_by_rank(k_NKSD, position, slots.valid, ranks)
+            scores.append(soften(scores_of(queries[place], k), inputs.scoring).float())
         if policy.weighs_decodes:
-            score = policy.observe(slots, weights.summed(inputs.sinks))
+            weights.append(_Weights.of(scores[place], slots.valid[:, :, None]))
+            score = policy.observe(slots, weights[-1].summed(inputs.sinks))
         elif policy.num_observed != 0:
             score = policy.observe(slots, torch.zeros_like(score))
-        seen = torch.logical_or(seen, slots.valid)
-        of_tokens.append(weights)
         states.append(SlotState(position, score))
-    together = SlotWeights(*(torch.cat(each, dim=2) for each in zip(*of_tokens)))
-    state = SlotState(*(torch.stack(each, dim=1).flatten(0, 1) for each in zip(*states)))
+    state = SlotState(*(torch.stack(each, dim=1) for each in zip(*states)))
+    together = _together(weights, scores, state.position)
     # Free slots have undefined content.
-    return Decoded(together.of_values(torch.where(seen[..., None], v_NKSD, 0)), state)
+    seen = (state.position.amax(dim=1) >= 0)[..., None]
+    attn = torch.matmul(together.weights.to(v_NKSD.dtype), torch.where(seen, v_NKSD, 0)).float()
+    partial = Partial(attn, together.largest[..., 0], together.total[..., 0])
+    return Decoded(partial, SlotState(*(each.flatten(0, 1) for each in state)))
 
 
-def _with_token(
-    policy: KVPolicy, turns: DecodeTurns, plan: VersionStep, turn: int, state: SlotState
-) -> SlotView:
-    """Slots with a token of each row, and its first score."""
-    (position, score), end = state, plan.end[:, turn, None, None]
-    is_new = _numbers(position) == turns.written[..., turn, None]
-    position = torch.where(is_new, end - 1, position)
-    if policy.has_scores:
-        first = policy.first_score(plan.token_class[:, turn, None, None]) if policy.marks_tokens else 0.0
-        score = torch.where(is_new, first, score)
-    return SlotView(score, position, position >= 0, end, turns.num_stored)
+class _Weights(NamedTuple):
+    """Weights of slots, not divided by their sum, ``[N, K, G, S]``, and per query ``[N, K, G, 1]``."""
+
+    weights: torch.Tensor
+    largest: torch.Tensor
+    total: torch.Tensor
+
+    @classmethod
+    def of(cls, scores: torch.Tensor, valid: torch.Tensor) -> _Weights:
+        """Weights of the slots that are valid, bool ``[N, K, G, S]``, G may be 1."""
+        scores = torch.where(valid, scores, FLOOR)
+        largest = scores.amax(dim=-1, keepdim=True)
+        weights = torch.exp(scores - largest)
+        return cls(weights, largest, weights.sum(dim=-1, keepdim=True))
+
+    def summed(self, sinks_KG: torch.Tensor | None) -> torch.Tensor:
+        """Shares of slots summed over the query heads, ``[N, K, S]``; sink logits count in them."""
+        whole = self.total
+        if sinks_KG is not None:
+            whole = whole + torch.exp(sinks_KG.float()[..., None] - self.largest)
+        return (self.weights / whole).sum(dim=2)
+
+
+def _together(weights: list[_Weights], scores: list[torch.Tensor], position_NMKS: torch.Tensor) -> _Weights:
+    """Weights of all tokens of the rows: those of turns, or all at once where no policy needs them."""
+    if weights:
+        return _Weights(*(torch.cat(each, dim=2) for each in zip(*weights)))
+    valid = (position_NMKS >= 0).transpose(1, 2)[:, :, :, None]
+    valid = valid.expand(-1, -1, -1, scores[0].shape[2], -1).flatten(2, 3)
+    return _Weights.of(torch.cat(scores, dim=2), valid)

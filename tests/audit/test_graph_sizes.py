@@ -83,6 +83,35 @@ def graphs_of(name: str, attention: str, shape: str, directory: Path) -> tuple[L
     return lower_bucket(structure, BatchShape.parse(shape))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["h2o", "snapkv"])
+def test_no_graph_of_a_budget_that_verifies_nine_tokens_is_large(policy: str, tmp_path: Path) -> None:
+    config = make_config(
+        "LlamaConfig",
+        **SIZES["LlamaConfig"],
+        num_hidden_layers=1,
+        num_key_value_heads=8,
+        head_dim=128,
+        dtype="bfloat16",
+    )
+    config.save_pretrained(tmp_path)
+    structure = build_structure(
+        EngineConfig(
+            model=ModelConfig(path=tmp_path, attention="hpu"),
+            cache=CacheConfig(
+                block_size=128, num_blocks=BLOCKS, kv_policy=policy, kv_budget=256, kv_chunk=256
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=32,
+                max_num_batched_tokens=8192,
+                speculative_config={"num_speculative_tokens": 8},
+            ),
+        ),
+        GAUDI3,
+    )
+    check(lower_bucket(structure, BatchShape.parse("--u/q72/s0/u0/l8")))
+
+
 def check(graphs: tuple[LoweredGraph, ...]) -> None:
     largest = max(graphs, key=lambda graph: graph.num_nodes)
     assert largest.num_nodes <= REGION_NODES, largest

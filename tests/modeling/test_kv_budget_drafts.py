@@ -106,9 +106,8 @@ WHOLE: dict[str, Any] = {"kv_prompt": "whole", "max_num_batched_tokens": 40, "kv
                 ("snapkv:window=3,kernel=3", SEEDED, {"attention": "sdpa", "graphs": "replay"}),
                 ("streaming-llm:sink=2", GREEDY, {}),
                 ("local", SEEDED, {"graphs": "compile"}),
-                ("fastgen:keep=punctuation", SEEDED, {}),
                 ("expected-attention:sink=2,future=4", SEEDED, {}),
-                ("fixed:stride=6,columns=1", GREEDY, {}),
+                ("fixed:stride=16,columns=1", GREEDY, {"kv_budget": 21}),
                 ("h2o:positions=cache", SEEDED, {}),
             )
         ),
