@@ -201,7 +201,8 @@ class LoopedKernels(FusedKernels):
         if num_parts(num_queries, most) <= most_slices or self.has_one_band(inputs):
             return super().causal(inputs)
         size = even_size(num_queries, most, QUERY_STEP)
-        how = How(scoring, self.operators, size, t.row_start.shape[0], rule=inputs.rule)
+        value_dim = inputs.new.v.shape[-1]
+        how = How(scoring, self.operators, size, t.row_start.shape[0], rule=inputs.rule, value_dim=value_dim)
         plan = (t.causal_row, t.positions, t.row_query_start)
         return as_operator("causal", inputs.q, (*inputs.new, *plan), how)
 
@@ -229,6 +230,7 @@ class LoopedKernels(FusedKernels):
             layout=units.layout,
             rule=rule,
             format=units.encoding.format,
+            value_dim=units.encoding.value_dim,
         )
         plan = [t.row_start, t.row, t.shared_block, t.shared_start, t.shared_reads]
         plan += [] if rule is None else [t.positions]
@@ -241,7 +243,8 @@ class LoopedKernels(FusedKernels):
         if num_parts(num_queries, most) <= self.most_rings:
             return super().shared_rings(inputs, ring)
         size = even_size(num_queries, most, QUERY_STEP)
-        how = How(scoring, self.operators, size, rule=inputs.window)
+        value_dim = inputs.new.v.shape[-1]
+        how = How(scoring, self.operators, size, rule=inputs.window, value_dim=value_dim)
         plan = (t.causal_row, t.positions, t.chunk_row, ring.chunk_position)
         return as_operator("shared_rings", inputs.q, (*inputs.scratch, *plan), how)
 
@@ -259,7 +262,16 @@ class LoopedKernels(FusedKernels):
             size = even_size(num_blocks, scoring.chunks.gathered(size, key_bytes))
         none = inputs._replace(tensors=t._replace(owner=t.owner[:0]))
         total = super().unique_blocks(none, blocks)
-        how = How(scoring, self.operators, size, rule=rule, layout=units.layout, format=units.encoding.format)
+        encoding = units.encoding
+        how = How(
+            scoring,
+            self.operators,
+            size,
+            rule=rule,
+            layout=units.layout,
+            format=encoding.format,
+            value_dim=encoding.value_dim,
+        )
         plan = (t.owner,) if rule is None else (t.owner, t.owner_start, blocks.end)
         return as_operator("unique_blocks", q_NKHD, (*total, *units.tensors, *plan), how)
 
@@ -272,7 +284,7 @@ def causal(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How) -> P
     num_slices, rule = num_parts(len(q_QKGD), how.size), how.rule
     num_reached = num_slices if rule is None else loops.slices_reached(rule, how.size, num_slices)
     has_sinks = rule is not None and rule.sink > 0
-    nothing = empty(q_QKGD.new_empty(how.size, *q_QKGD.shape[1:]))
+    nothing = empty(q_QKGD.new_empty(how.size, *q_QKGD.shape[1:]), how.value_dim or None)
     zero = _zero(q_QKGD)
     number, parts = zero, []
     for place in range(num_slices):
@@ -293,7 +305,7 @@ def shared_blocks(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: Ho
     q_QKGD, number = q_QKGD.contiguous(), _zero(q_QKGD)
     num, has_rule = how.format.num_tensors, how.rule is not None
     block, rest = tensors[num + 2], (q_QKGD, *(tensors if has_rule else tensors[: num + 5]))
-    total: Sequence[torch.Tensor] = empty(q_QKGD)
+    total: Sequence[torch.Tensor] = empty(q_QKGD, how.value_dim or None)
     for _ in range(num_parts(len(block), how.size * how.rounds)):
         *total, number = run_body(loops.shared_chunk, how, number, *total, *rest)
     return Partial(*total)

@@ -39,6 +39,7 @@ class How(NamedTuple):
         rule: which earlier tokens a token sees; of rings, their window.
         layout: of the units that are read.
         format: of their keys and values.
+        value_dim: elements of a value; 0 = as many as of a query.
     """
 
     scoring: Scoring
@@ -49,11 +50,13 @@ class How(NamedTuple):
     rule: Rule | None = None
     layout: UnitLayout | None = None
     format: KVFormat = PLAIN
+    value_dim: int = 0
 
     def units(self, tensors: tuple[torch.Tensor, ...], q: torch.Tensor) -> KVUnits:
         """The units that are read, from the tensors of their store, for queries ``[*, D]``."""
         assert self.layout is not None, "blocks have a layout"
-        return units_of(tensors, self.layout, Encoding(self.format, q.shape[-1], q.dtype))
+        dim = q.shape[-1]
+        return units_of(tensors, self.layout, Encoding(self.format, dim, self.value_dim or dim, q.dtype))
 
 
 Loop: TypeAlias = Callable[[torch.Tensor, Sequence[torch.Tensor], How], Partial]
@@ -102,12 +105,17 @@ def as_operator(name: str, q: torch.Tensor, tensors: Sequence[torch.Tensor], how
     flags = (
         *(int(scoring.softmax is Softmax.FAST), int(operators.attention), int(operators.softmax)),
         *(int(operators.block_softmax), operators.line_bytes, how.size, how.num_rows, how.rounds),
+        how.value_dim,
     )
     rule = encode_rule(how.rule)
     ints = [*flags, len(rule), *rule, *(how.layout or ())]
     if not how.format.is_plain:
         name = f"{name} {how.format.name}"
     return Partial(*operator(name, q, list(tensors), ints, [scoring.softcap or 0.0, operators.inverse_scale]))
+
+
+_VALUE_DIM = 8
+"""Place of ``How.value_dim`` in the integers of an operator."""
 
 
 def run_loop(
@@ -119,7 +127,7 @@ def run_loop(
         name: of the loop, and behind a space that of the format of keys and values if it is not plain.
     """
     name, _, kv_format = name.partition(" ")
-    fast, attention, softmax, blocks, line_bytes, size, num_rows, rounds, length, *rest = ints
+    fast, attention, softmax, blocks, line_bytes, size, num_rows, rounds, value_dim, length, *rest = ints
     layout = rest[length:]
     how = How(
         Scoring(floats[0] or None, Softmax.FAST if fast else Softmax.EXACT),
@@ -130,12 +138,15 @@ def run_loop(
         decode_rule(rest[:length]),
         UnitLayout(*layout) if layout else None,
         format_of(kv_format) if kv_format else PLAIN,
+        value_dim,
     )
     return tuple(_loops[name](q, tensors, how))
 
 
-def _shapes(_: str, q: torch.Tensor, *rest: object) -> tuple[torch.Tensor, ...]:
-    return tuple(empty(q))
+def _shapes(
+    _: str, q: torch.Tensor, __: object, ints: Sequence[int], ___: object
+) -> tuple[torch.Tensor, ...]:
+    return tuple(empty(q, ints[_VALUE_DIM] or None))
 
 
 _library = torch.library.Library("hpu_duo_loops", "FRAGMENT")

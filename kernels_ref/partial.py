@@ -1,7 +1,7 @@
 """Partial attention: the triple that every part returns, and its algebra.
 
 Shapes: Q query tokens (or N rows), K key/value heads, G query heads of one key/value head,
-D head size. Query head ``h`` is ``(h // G, h % G)``.
+D head size: that of values for results. Query head ``h`` is ``(h // G, h % G)``.
 """
 
 from __future__ import annotations
@@ -39,10 +39,15 @@ class Partial(NamedTuple):
     sum: torch.Tensor
 
 
-def empty(q_QKGD: torch.Tensor) -> Partial:
-    """Return the partial of queries that see no key: neutral in ``merge``, zero in ``normalise``."""
+def empty(q_QKGD: torch.Tensor, value_dim: int | None = None) -> Partial:
+    """Return the partial of queries that see no key: neutral in ``merge``, zero in ``normalise``.
+
+    Args:
+        value_dim: elements of a value; None = as many as of a query.
+    """
     # Contiguous however the queries lie: operators promise it to compilers.
-    attn = torch.zeros(q_QKGD.shape, dtype=torch.float32, device=q_QKGD.device)
+    shape = q_QKGD.shape if value_dim is None else (*q_QKGD.shape[:-1], value_dim)
+    attn = torch.zeros(shape, dtype=torch.float32, device=q_QKGD.device)
     return Partial(attn, torch.full_like(attn[..., 0], FLOOR), torch.zeros_like(attn[..., 0]))
 
 

@@ -2,8 +2,9 @@
 
 Shapes: Q query tokens, N rows of up to M decoded tokens, C gathered rings, X blocks, B slots of a block, W
 slots of a ring, T keys, K key/value heads, G query heads of each, H = M * G for all tokens of a row, D head
-size. Queries arrive scaled. Static shapes throughout: no index is negative, no size depends on data, no mask
-has an infinity.
+size: that of keys for queries, that of values for results. Queries arrive scaled.
+
+Static shapes throughout: no index is negative, no size depends on data, no mask has an infinity.
 """
 
 from __future__ import annotations
@@ -204,7 +205,7 @@ def shared_blocks(inputs: PartInputs, dense: Dense | None = None, chunk: int | N
     dense = dense or attend_dense
     # One more entry, for the row index of padding.
     stored = torch.cat([t.row_start, t.row_start.new_zeros(1)])[:, None]
-    total = empty(q_QKGD)
+    total = empty(q_QKGD, units.encoding.value_dim)
     for begin in range(0, t.shared_block.shape[0], chunk):
         some = slice(begin, begin + chunk)
         # Leading slots; below 0 for none, and beyond the block for all of it.

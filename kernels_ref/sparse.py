@@ -285,7 +285,7 @@ def _context(inputs: PartInputs, tiles: TileStep, seen_TKS: torch.Tensor) -> Par
     num_queries, num_kv, group, _ = q_QKGD.shape
     block_size, key_bytes = units.layout.num_slots, units.key_bytes
     chunk = scoring.chunks.shared(num_queries * num_kv * group, block_size, key_bytes)
-    total = empty(q_QKGD)
+    total = empty(q_QKGD, units.encoding.value_dim)
     for block, seen in zip(t.shared_block.split(chunk), seen_TKS.split(chunk, dim=2)):
         # Blocks that a prompt row sees are full; others are hidden here, and undefined.
         used_XB = leading_slots(seen.any(dim=0).any(dim=0).to(torch.int32) * block_size, block_size)

@@ -32,7 +32,7 @@ class LayerSpec:
     Attributes:
         groups: its key/value heads, in order.
         group_size: query heads per key/value head.
-        head_dim: size of keys and of values.
+        head_dim: size of keys.
         scale: factor of the scores.
         softcap: bound of the scores, None when the model has none.
         impl: implementation of the kernels.
@@ -41,6 +41,7 @@ class LayerSpec:
         slices: sizes of what ``impl`` computes at a time.
         chunks: bounds of chunks of context, from which their sizes follow.
         rows: kinds of state that rows have besides what heads store.
+        value_head_dim: size of values; None = that of keys.
         writes: False for a layer that reads the stores of an earlier one, with the same keys and values.
         needs_decoding: whether some of the stores have a format that ``impl`` does not read.
     """
@@ -57,11 +58,17 @@ class LayerSpec:
     chunks: ChunkBounds = DEFAULT_BOUNDS
     rows: tuple[RowKind, ...] = ()
     writes: bool = True
+    value_head_dim: int | None = None
     needs_decoding: bool = field(init=False)
 
     def __post_init__(self) -> None:
         is_read = all(self.impl.serves(group.format) for group in self.groups)
         object.__setattr__(self, "needs_decoding", not is_read)
+
+    @property
+    def value_dim(self) -> int:
+        """Size of values."""
+        return self.head_dim if self.value_head_dim is None else self.value_head_dim
 
     @property
     def scoring(self) -> Scoring:

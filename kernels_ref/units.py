@@ -58,18 +58,19 @@ class Encoding(NamedTuple):
 
     Attributes:
         format: of keys and values.
-        dim: elements of a decoded key.
+        dim, value_dim: elements of a decoded key, and of a decoded value.
         dtype: of decoded keys and values.
     """
 
     format: KVFormat
     dim: int
+    value_dim: int
     dtype: torch.dtype
 
     @property
     def parts(self) -> tuple[VectorPart, ...]:
         """Tensors of a store, those of keys first."""
-        return self.format.keys.parts(self.dim) + self.format.values.parts(self.dim)
+        return self.format.keys.parts(self.dim) + self.format.values.parts(self.value_dim)
 
     def decoded(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[..., D]`` from some vectors of each tensor of a store."""
@@ -127,7 +128,7 @@ class KVUnits(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the tensors."""
-        return self.encoding.format.tensor_names(self.encoding.dim)
+        return self.encoding.format.tensor_names(self.encoding.dim, self.encoding.value_dim)
 
     @property
     def num_bytes(self) -> int:
@@ -139,8 +140,8 @@ class KVUnits(NamedTuple):
     @property
     def key_bytes(self) -> int:
         """Bytes of the decoded keys of one unit."""
-        layout, (_, dim, dtype) = self.layout, self.encoding
-        return layout.num_heads * layout.num_slots * dim * dtype.itemsize
+        layout, encoding = self.layout, self.encoding
+        return layout.num_heads * layout.num_slots * encoding.dim * encoding.dtype.itemsize
 
     @property
     def before(self) -> Scratch:
@@ -263,7 +264,8 @@ def as_units(
     regions: PromptRegions | None = None,
 ) -> KVUnits:
     """The units of two stores of plain floats ``[V, D]`` of one layout."""
-    encoding, tensors = Encoding(PLAIN, k_flat.shape[-1], k_flat.dtype), (k_flat, v_flat)
+    encoding = Encoding(PLAIN, k_flat.shape[-1], v_flat.shape[-1], k_flat.dtype)
+    tensors = (k_flat, v_flat)
     return KVUnits(tensors, layout.views(tensors), layout, encoding, scratch, state, regions)
 
 
@@ -277,7 +279,8 @@ def of_stores(k_XKSD: torch.Tensor, v_XKSD: torch.Tensor) -> KVUnits:
     num_units, num_heads, num_slots, dim = k_XKSD.shape
     tensors = k_XKSD.view(-1, dim), v_XKSD.view(-1, v_XKSD.shape[-1])
     layout = UnitLayout.dense(num_units, num_heads, num_slots)
-    return KVUnits(tensors, (k_XKSD, v_XKSD), layout, Encoding(PLAIN, dim, k_XKSD.dtype))
+    encoding = Encoding(PLAIN, dim, v_XKSD.shape[-1], k_XKSD.dtype)
+    return KVUnits(tensors, (k_XKSD, v_XKSD), layout, encoding)
 
 
 def floats(units: KVUnits) -> tuple[torch.Tensor, torch.Tensor]:

@@ -71,33 +71,49 @@ class _Move:
 
 @dataclass(frozen=True)
 class _Orders:
-    """The orders of one layer: of heads, of channels (D per head), and of the rows of a fused projection."""
+    """The orders of one layer: of heads, of their channels, and of the rows of a fused projection.
+
+    Attributes:
+        query_heads, kv_heads: numbers of heads.
+        head_dim, value_dim: channels of a query or key, and of a value or result.
+    """
 
     query_heads: Tensor
     kv_heads: Tensor
     head_dim: int
+    value_dim: int
 
     @property
     def query_channels(self) -> Tensor:
-        return self.channels(self.query_heads)
+        return _channels(self.query_heads, self.head_dim)
 
     @property
-    def kv_channels(self) -> Tensor:
-        return self.channels(self.kv_heads)
+    def key_channels(self) -> Tensor:
+        return _channels(self.kv_heads, self.head_dim)
+
+    @property
+    def value_channels(self) -> Tensor:
+        return _channels(self.kv_heads, self.value_dim)
+
+    @property
+    def output_channels(self) -> Tensor:
+        return _channels(self.query_heads, self.value_dim)
 
     @property
     def fused_rows(self) -> Tensor:
-        query, kv = self.query_channels, self.kv_channels
-        return torch.cat([query, query.numel() + kv, query.numel() + kv.numel() + kv])
+        query, key = self.query_channels, self.key_channels
+        return torch.cat([query, query.numel() + key, query.numel() + key.numel() + self.value_channels])
 
-    def channels(self, heads: Tensor) -> Tensor:
-        return (heads[:, None] * self.head_dim + torch.arange(self.head_dim)).reshape(-1)
+
+def _channels(heads: Tensor, dim: int) -> Tensor:
+    return (heads[:, None] * dim + torch.arange(dim)).reshape(-1)
 
 
 def permute_heads(
     attentions: Sequence[nn.Module],
     layouts: Sequence[HeadLayout],
     head_dim: int | Sequence[int],
+    value_dim: int | Sequence[int] | None = None,
     *,
     fused_rows: FusedRows | None = None,
 ) -> None:
@@ -114,6 +130,7 @@ def permute_heads(
         attentions: the self-attention modules, one per layer, on any device but ``meta``.
         layouts: as many, with the query heads, KV heads and their order in that layer.
         head_dim: channels D of a head, or of a head of each module.
+        value_dim: channels of a value, or of a value of each module; None = ``head_dim``.
         fused_rows: declares that the rows of a fused projection named ``Wqkv`` or ``query_key_value`` are
             ``[all q | all k | all v]``. Without it these names are refused: some families interleave the rows
             by head. ``qkv_proj`` beside an ``o_proj`` is known to have this order.
@@ -123,42 +140,46 @@ def permute_heads(
             wrong), a wrapped projection, a wrong shape, weights shared between modules, KV
             shared between layers, or a module that is permuted already.
     """
-    parts = _pair(attentions, layouts, head_dim)
-    for module, _, _ in parts:
+    parts = _pair(attentions, layouts, head_dim, head_dim if value_dim is None else value_dim)
+    for module, _, _, _ in parts:
         if hasattr(module, ORDER_ATTRIBUTE):
             raise ValueError(f"expected {_name(module)} in its original head order, got one permuted before")
     moving = [part for part in parts if not part[1].is_identity]
     if moving:
         _check_not_shared(attentions)
     moves: list[_Move | _QuantisedMove] = []
-    for module, layout, size in moving:
-        moves += _plan(module, _orders(layout.query_order, layout.kv_order, size), fused_rows)
+    for module, layout, *dims in moving:
+        moves += _plan(module, _orders(layout.query_order, layout.kv_order, *dims), fused_rows)
     for move in moves:
         move.apply()
-    for module, layout, _ in moving:
+    for module, layout, _, _ in moving:
         setattr(module, ORDER_ATTRIBUTE, layout.kv_order)
 
 
 def _pair(
-    attentions: Sequence[nn.Module], layouts: Sequence[HeadLayout], head_dim: int | Sequence[int]
-) -> list[tuple[nn.Module, HeadLayout, int]]:
-    """Each module with its layout and the channels of its heads."""
+    attentions: Sequence[nn.Module],
+    layouts: Sequence[HeadLayout],
+    head_dim: int | Sequence[int],
+    value_dim: int | Sequence[int],
+) -> list[tuple[nn.Module, HeadLayout, int, int]]:
+    """Each module with its layout, and the channels of its keys and values."""
     if len(attentions) != len(layouts):
         raise ValueError(
             f"expected one layout per attention module, got {len(layouts)} for {len(attentions)}"
         )
-    sizes = [head_dim] * len(layouts) if isinstance(head_dim, int) else list(head_dim)
-    if len(sizes) != len(layouts):
-        raise ValueError(
-            f"expected one head_dim per attention module, got {len(sizes)} for {len(attentions)}"
-        )
-    return list(zip(attentions, layouts, sizes))
+    dims = [[dim] * len(layouts) if isinstance(dim, int) else list(dim) for dim in (head_dim, value_dim)]
+    for sizes in dims:
+        if len(sizes) != len(layouts):
+            raise ValueError(
+                f"expected one head_dim per attention module, got {len(sizes)} for {len(attentions)}"
+            )
+    return list(zip(attentions, layouts, *dims))
 
 
-def _orders(query: tuple[int, ...], kv: tuple[int, ...], head_dim: int) -> _Orders:
-    if head_dim < 1:
-        raise ValueError(f"expected head_dim >= 1, got {head_dim}")
-    return _Orders(torch.tensor(query), torch.tensor(kv), head_dim)
+def _orders(query: tuple[int, ...], kv: tuple[int, ...], head_dim: int, value_dim: int) -> _Orders:
+    if head_dim < 1 or value_dim < 1:
+        raise ValueError(f"expected head_dim >= 1, got {min(head_dim, value_dim)}")
+    return _Orders(torch.tensor(query), torch.tensor(kv), head_dim, value_dim)
 
 
 def _plan(module: nn.Module, orders: _Orders, fused_rows: FusedRows | None) -> list[_Move | _QuantisedMove]:
@@ -173,7 +194,7 @@ def _plan(module: nn.Module, orders: _Orders, fused_rows: FusedRows | None) -> l
     moves: list[_Move | _QuantisedMove] = []
     quantised = {name for name in (*rows, output) if _is_quantised(module.get_submodule(name))}
     for name in quantised:
-        dim, order = (1, orders.query_channels) if name == output else (0, rows[name])
+        dim, order = (1, orders.output_channels) if name == output else (0, rows[name])
         moves.append(_quantised_move(module, name, dim, order))
     unknown: list[str] = []
     for name, tensor in _tensors(module):
@@ -184,7 +205,7 @@ def _plan(module: nn.Module, orders: _Orders, fused_rows: FusedRows | None) -> l
         if owner in rows:
             moves.append(_move(module, name, tensor, 0, rows[owner]))
         elif name == f"{output}.weight":
-            moves.append(_move(module, name, tensor, 1, orders.query_channels))
+            moves.append(_move(module, name, tensor, 1, orders.output_channels))
         elif owner in QUERY_NORMS:
             moves += _norm_moves(module, name, tensor, orders.query_heads, orders)
         elif owner in KV_NORMS:
@@ -204,7 +225,7 @@ def _row_orders(module: nn.Module, orders: _Orders, fused_rows: FusedRows | None
     fused = present & {FUSED_KNOWN, *FUSED_UNKNOWN}
     separate = present & set(SEPARATE)
     if separate == set(SEPARATE) and not fused:
-        return {"q_proj": orders.query_channels, "k_proj": orders.kv_channels, "v_proj": orders.kv_channels}
+        return dict(zip(SEPARATE, (orders.query_channels, orders.key_channels, orders.value_channels)))
     if len(fused) != 1 or separate:
         raise ValueError(
             f"expected {', '.join(SEPARATE)} or one fused projection in {_name(module)}, "
@@ -268,12 +289,13 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _norm_moves(module: nn.Module, name: str, tensor: Tensor, heads: Tensor, orders: _Orders) -> list[_Move]:
     """Moves of a norm: none for one shared by the heads, a scalar or [D]; else [heads * D] or [heads, D]."""
-    num_heads, head_dim = heads.numel(), orders.head_dim
+    num_heads = heads.numel()
+    head_dim = orders.value_dim if "v_norm" in name else orders.head_dim
     shape = tuple(tensor.shape)
     if shape in ((), (head_dim,)):
         return []
     if shape == (num_heads * head_dim,):
-        return [_move(module, name, tensor, 0, orders.channels(heads))]
+        return [_move(module, name, tensor, 0, _channels(heads, head_dim))]
     if shape == (num_heads, head_dim):
         return [_move(module, name, tensor, 0, heads)]
     raise ValueError(

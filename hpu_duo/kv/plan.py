@@ -156,14 +156,18 @@ class LayerKV:
         return sum(group.num_heads for group in self.groups)
 
     @property
+    def value_dim(self) -> int:
+        """Elements of a value."""
+        return self.head_dim if self.value_head_dim is None else self.value_head_dim
+
+    @property
     def elements_per_head(self) -> int:
         """Elements of one token's key and value in one head."""
-        return self.head_dim + (self.head_dim if self.value_head_dim is None else self.value_head_dim)
+        return self.head_dim + self.value_dim
 
     def token_bytes(self, group: HeadGroup, dtype_bytes: int) -> int:
         """Bytes of one token's key and value in one head of a group, as they are stored."""
-        value_dim = self.head_dim if self.value_head_dim is None else self.value_head_dim
-        return group.format.token_bytes(self.head_dim, value_dim, dtype_bytes)
+        return group.format.token_bytes(self.head_dim, self.value_dim, dtype_bytes)
 
     @property
     def has_row_states(self) -> bool:

@@ -100,7 +100,7 @@ class KVStore(NotPicklable):
     ) -> KVUnits:
         num_units = self.plan.num_units(group.kind)
         layout = group.kind.layout(num_units, group.num_heads, self.plan.block_size)
-        encoding = Encoding(group.format, layer.head_dim, dtype)
+        encoding = Encoding(group.format, layer.head_dim, layer.value_dim, dtype)
         null = self.plan.null_unit(group.kind)
         store, scratch = [], []
         for part in encoding.parts:
@@ -125,8 +125,9 @@ class KVStore(NotPicklable):
     ) -> PromptRegions:
         num_regions, num_tokens = self.plan.max_chunk_rows, group.kind.region_len
         layout = PromptRegions.layout_of(num_regions, group.num_heads, num_tokens)
-        shape = (layout.num_units * layout.unit_stride, layer.head_dim)
-        k, v = (reserved_zeros(shape, dtype, device) for _ in range(2))
+        num_vectors = layout.num_units * layout.unit_stride
+        dims = layer.head_dim, layer.value_dim
+        k, v = (reserved_zeros((num_vectors, dim), dtype, device) for dim in dims)
         for flat in (k, v):
             mark_null(flat, 0, layout.offset)
         score = reserved_zeros((num_regions, group.num_heads * num_tokens), torch.float32, device)

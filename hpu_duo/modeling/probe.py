@@ -431,11 +431,6 @@ def _record_calls(model: PreTrainedModel) -> list[AttentionCall]:
 def _check_call(where: str, call: AttentionCall) -> None:
     if call.unknown:
         raise ValueError(f"{where} cannot be served: unknown attention arguments {', '.join(call.unknown)}")
-    if call.value_head_dim != call.head_dim:
-        raise ValueError(
-            f"{where} cannot be served: keys of size {call.head_dim} with values of size "
-            f"{call.value_head_dim}"
-        )
     if call.num_heads % call.num_kv_heads:
         raise ValueError(
             f"{where} cannot be served: {call.num_heads} query heads do not divide into "

@@ -47,18 +47,23 @@ class HeadSizes(NamedTuple):
     """The heads of a layer in a checkpoint.
 
     Attributes:
-        num_heads, num_kv_heads, head_dim: of the layer.
+        num_heads, num_kv_heads, head_dim, value_dim: of the layer.
         fused_rows: order of its fused projection, if it has one.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int
     fused_rows: FusedRows = FusedRows.BY_KIND
 
     def channels(self, heads: Sequence[int]) -> list[Span]:
-        """Return the channels of heads of one kind, one head after the other."""
+        """Return the channels of heads of queries or keys, one head after the other."""
         return [(head * self.head_dim, (head + 1) * self.head_dim) for head in heads]
+
+    def value_channels(self, heads: Sequence[int]) -> list[Span]:
+        """Return the channels of heads of values or results, one head after the other."""
+        return [(head * self.value_dim, (head + 1) * self.value_dim) for head in heads]
 
     def fused(self, own: RankHeads) -> list[Span]:
         """Return the rows of a rank's heads in the fused projection."""
@@ -66,16 +71,20 @@ class HeadSizes(NamedTuple):
             case FusedRows.BY_KIND:
                 width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
                 begins = (0, width, width + kv_width)
-                parts = (self.channels(each) for each in (own.query, own.kv, own.kv))
+                parts = (self.channels(own.query), self.channels(own.kv), self.value_channels(own.kv))
                 return [(at + a, at + b) for at, part in zip(begins, parts) for a, b in part]
             case FusedRows.BY_GROUP:
-                group_size = self.num_heads // self.num_kv_heads
-                heads: list[int] = []
+                group_size, dim = self.num_heads // self.num_kv_heads, self.head_dim
+                spans: list[Span] = []
                 for kv in own.kv:
-                    first = kv * (group_size + 2)
-                    heads += [first + head % group_size for head in own.query if head // group_size == kv]
-                    heads += [first + group_size, first + group_size + 1]
-                return self.channels(heads)
+                    first = kv * ((group_size + 1) * dim + self.value_dim)
+                    heads = [head % group_size for head in own.query if head // group_size == kv]
+                    spans += [
+                        (first + begin, first + end) for begin, end in self.channels([*heads, group_size])
+                    ]
+                    values = first + (group_size + 1) * dim
+                    spans.append((values, values + self.value_dim))
+                return spans
 
 
 @dataclass(frozen=True)
@@ -234,11 +243,12 @@ class Cutter:
     def _of_heads(
         self, leaf: str, is_bias: bool, shape: Sequence[int], heads: RankHeads, sizes: HeadSizes
     ) -> Cut | None:
-        query = sizes.channels(heads.query)
         if leaf in OUTPUTS:
-            return None if is_bias else Cut(1, merged(query))
-        if leaf in ("k_proj", "v_proj"):
+            return None if is_bias else Cut(1, merged(sizes.value_channels(heads.query)))
+        if leaf == "k_proj":
             return Cut(0, merged(sizes.channels(heads.kv)))
+        if leaf == "v_proj":
+            return Cut(0, merged(sizes.value_channels(heads.kv)))
         if leaf == _EXPANDED:
             each = shape[0] // sizes.num_kv_heads
             return Cut(0, merged([(head * each, (head + 1) * each) for head in heads.kv]))
@@ -249,7 +259,9 @@ class Cutter:
         # Queries, gates, and sink logits or biases of gates: a row for each channel or head.
         match shape[0] if shape else 0:
             case rows if leaf == "q_proj" or rows == sizes.num_heads * sizes.head_dim:
-                return Cut(0, merged(query))
+                return Cut(0, merged(sizes.channels(heads.query)))
+            case rows if rows == sizes.num_heads * sizes.value_dim:
+                return Cut(0, merged(sizes.value_channels(heads.query)))
             case sizes.num_heads:
                 return Cut(0, merged(_single(heads.query)))
         return None
@@ -288,7 +300,7 @@ def _is_expert(path: Sequence[str]) -> bool:
 
 
 def _of_norm(shape: Sequence[int], heads: Sequence[int], sizes: HeadSizes) -> Cut | None:
-    if tuple(shape) == (sizes.head_dim,):
+    if tuple(shape) in ((sizes.head_dim,), (sizes.value_dim,)):
         return None
     # One row for each head, or all heads one after the other.
     return Cut(0, merged(_single(heads) if len(shape) == 2 else sizes.channels(heads)))
@@ -312,7 +324,7 @@ def head_sizes(layer: DecoderLayer) -> HeadSizes:
         ValueError: the order is no known one, or the attention cannot be run by itself.
     """
     call = layer.call
-    sizes = HeadSizes(call.num_heads, call.num_kv_heads, call.head_dim)
+    sizes = HeadSizes(call.num_heads, call.num_kv_heads, call.head_dim, call.value_head_dim)
     names = [name for name, _ in layer.attention.named_children() if name in FUSED_UNKNOWN]
     if not names:
         return sizes
@@ -334,8 +346,8 @@ def _expected(sizes: HeadSizes) -> tuple[list[int], list[int], list[int]]:
     width, kv_width = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     if sizes.fused_rows is FusedRows.BY_KIND:
         return rows[:width], rows[width : width + kv_width], rows[width + kv_width :]
-    groups = torch.tensor(rows).view(sizes.num_kv_heads, -1, sizes.head_dim)
-    q, k, v = groups[:, :-2], groups[:, -2], groups[:, -1]
+    groups, dims = torch.tensor(rows).view(sizes.num_kv_heads, -1), (sizes.head_dim, sizes.value_dim)
+    q, k, v = groups.split([groups.shape[1] - sum(dims), *dims], dim=1)
     return q.flatten().tolist(), k.flatten().tolist(), v.flatten().tolist()
 
 

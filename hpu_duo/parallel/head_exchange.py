@@ -247,7 +247,7 @@ class ContextParallelBlocks(GroupKind):
         elif decoded is not None:
             decoded = self.exchange.merge_few(decoded)
         if not q_QOGD.shape[1]:
-            return q_QOGD
+            return q_QOGD.new_empty(*q_QOGD.shape[:-1], units.encoding.value_dim)
         if parts.causal:
             of_tokens.append(run.causal(inputs._replace(new=units.encode(inputs.new).values)))
         return run.finish(q_QOGD, of_tokens, decoded, step.decode_slot, inputs.sinks)
@@ -308,7 +308,7 @@ class HeadExchanges(NamedTuple):
 def head_exchanges(
     num_heads: int,
     group_size: int,
-    head_dim: int,
+    dims: tuple[int, int],
     dtype_bytes: int,
     bucket: BatchShape,
     decode_len: int,
@@ -319,6 +319,7 @@ def head_exchanges(
     Args:
         num_heads: retrieval heads of all ranks; those of a rank are padded to the most that one has.
         group_size: query heads of each.
+        dims: elements of a key and of a value.
     """
     if not num_heads or num_ranks == 1:
         return HeadExchanges()
@@ -326,9 +327,9 @@ def head_exchanges(
     num_rows = bucket.num_logits * decode_len if phase.unique else 0
     has_shared = phase.shared and bucket.num_shared_blocks > 0
     num_asked = bucket.query_len if has_shared else num_rows
-    vectors = 2 * bucket.query_len + group_size * num_asked
-    gathered = most * vectors * head_dim * dtype_bytes
-    triple = group_size * (head_dim + 2) * _FLOAT32
+    elements = sum(dims) * bucket.query_len + group_size * num_asked * dims[0]
+    gathered = most * elements * dtype_bytes
+    triple = group_size * (dims[1] + 2) * _FLOAT32
     if has_shared:
         scattered = (bucket.query_len + num_rows) * num_ranks * most * triple
         return HeadExchanges(gathered, scattered, 2)
@@ -377,8 +378,8 @@ class StepExchanges:
     Attributes:
         token_bytes: bytes of a query token that ranks sum: rows of tables of tokens, the residual stream
             after attention and MLP of each layer, with a float32 number for each norm over all heads.
-        dealt: retrieval heads of all ranks, their query heads each and their size, for each layer with
-            context-parallel blocks.
+        dealt: retrieval heads of all ranks, their query heads each, and the elements of a key and of a value,
+            for each layer with context-parallel blocks.
         dtype_bytes: of an element.
         row_len: returns the tokens of a decode row in a step of a bucket.
         num_ranks: number of ranks.
@@ -386,7 +387,7 @@ class StepExchanges:
     """
 
     token_bytes: int
-    dealt: tuple[tuple[int, int, int], ...]
+    dealt: tuple[tuple[int, int, tuple[int, int]], ...]
     dtype_bytes: int
     row_len: Callable[[BatchShape], int]
     num_ranks: int
@@ -412,13 +413,13 @@ class StepExchanges:
                 case RMSNormOverRanks():
                     token_bytes += _FLOAT32
         dealt = [
-            (group.kind.exchange, spec.group_size, spec.head_dim)
+            (group.kind.exchange, spec.group_size, (spec.head_dim, spec.value_dim))
             for spec in specs
             for group in spec.groups
             if isinstance(group.kind, ContextParallelBlocks)
         ]
         num_ranks = max((exchange.num_ranks for exchange, _, _ in dealt), default=1)
-        sizes = tuple((exchange.num_heads, group_size, size) for exchange, group_size, size in dealt)
+        sizes = tuple((exchange.num_heads, group_size, dims) for exchange, group_size, dims in dealt)
         budgets = [group.kind for spec in specs for group in spec.groups if isinstance(group.kind, Budget)]
         scored = tuple(
             (kind, kind.policy.num_summed) for kind in budgets if isinstance(kind.policy, SharedPolicy)

@@ -170,10 +170,18 @@ class _PerHead(Trial):
     ) -> torch.Tensor:
         group_size = q.shape[1] // k.shape[1]
         k, v = (each.repeat_interleave(group_size, dim=1) for each in (k, v))
-        mixed = q + 2 * k + 3 * v
+        mixed = _of_size(q + 2 * k, v.shape[-1]) + 3 * v
         if sinks is not None:
             mixed = mixed + sinks.view(1, -1, 1, 1)
         return mixed.transpose(1, 2).contiguous()
+
+
+def _of_size(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Vectors ``[..., D]`` as sums of their parts, ``[..., size]``, to which all of D contribute."""
+    num_parts = -(-x.shape[-1] // size)
+    parts = torch.constant_pad_nd(x, (0, num_parts * size - x.shape[-1])).unflatten(-1, (num_parts, size))
+    weight = torch.arange(1, num_parts + 1, dtype=x.dtype, device=x.device)
+    return (parts * weight[:, None]).sum(dim=-2)
 
 
 class _Product(nn.Module):
@@ -462,13 +470,13 @@ def _check_attention(
     if expected != got:
         raise ValueError(
             f"{name}, layer {number}, cannot be served by several ranks: expected attention with (query "
-            f"heads, key/value heads, head size, scale, window, soft cap, sink logits) {expected} in a "
-            f"share, got {got}"
+            "heads, key/value heads, size of keys, of values, scale, window, soft cap, sink logits) "
+            f"{expected} in a share, got {got}"
         )
 
 
 def _traits(call: AttentionCall) -> tuple[object, ...]:
     return (
-        *(call.num_heads, call.num_kv_heads, call.head_dim, call.scale),
+        *(call.num_heads, call.num_kv_heads, call.head_dim, call.value_head_dim, call.scale),
         *(call.sliding_window, call.softcap, call.has_sinks),
     )

@@ -72,12 +72,13 @@ class GroupSizes:
     Attributes:
         heads: the group.
         group_size: query heads of each key/value head.
-        head_dim: elements of a key and of a value.
+        head_dim: elements of a key.
         block_size: slots of a block.
         max_chunk_rows: rings that are gathered for prompts with context.
         decode_len: most tokens of a decode row.
         is_fused: whether dense attention is one operator, without scores in memory.
         chunks: bounds of chunks of context.
+        value_head_dim: elements of a value; None = ``head_dim``.
     """
 
     heads: HeadGroup
@@ -88,6 +89,7 @@ class GroupSizes:
     decode_len: int
     is_fused: bool
     chunks: ChunkBounds = DEFAULT_BOUNDS
+    value_head_dim: int | None = None
 
     @classmethod
     def of_layer(
@@ -95,7 +97,7 @@ class GroupSizes:
     ) -> list[GroupSizes]:
         """Return the sizes of the groups of a layer; see the attributes."""
         is_fused = spec.impl is Implementation.HPU
-        rest = block_size, max_chunk_rows, decode_len, is_fused, spec.chunks
+        rest = block_size, max_chunk_rows, decode_len, is_fused, spec.chunks, spec.value_dim
         return [cls(group, spec.group_size, spec.head_dim, *rest) for group in spec.groups]
 
     @property
@@ -105,6 +107,16 @@ class GroupSizes:
         if kind.owner is Owner.BLOCK:
             return None
         return kind.window if isinstance(kind, Rings) else Window(0, kind.reach or 1)
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a value."""
+        return self.head_dim if self.value_head_dim is None else self.value_head_dim
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of the keys and values of one token in all heads."""
+        return self.heads.num_heads * (self.head_dim + self.value_dim)
 
     @property
     def num_query_heads(self) -> int:
@@ -274,7 +286,7 @@ def count_attention(sizes: GroupSizes, bucket: Bucket) -> tuple[AttentionCounts,
 
 def _count_blocks(sizes: GroupSizes, bucket: Bucket) -> tuple[AttentionCounts, AttentionRuns]:
     phase, query_len = bucket.phase, bucket.query_len
-    heads, dim, slots = sizes.num_query_heads, sizes.head_dim, sizes.block_size
+    heads, dim, slots = sizes.num_query_heads, sizes.value_dim, sizes.block_size
     counts, runs = _of_tokens(sizes, query_len), AttentionRuns(blocks=1)
     pairs: Any = 0
     keys: Any = 0
@@ -299,7 +311,7 @@ def _count_blocks(sizes: GroupSizes, bucket: Bucket) -> tuple[AttentionCounts, A
     is_alone = not (phase.causal or phase.shared)
     own = blocks * slots * row_heads
     tails = rows * tails_per_row(sizes.decode_len) * slots
-    kv_elements = 2 * sizes.heads.num_heads * dim
+    kv_elements = sizes.kv_elements
     return counts._replace(
         scores=counts.scores + own + tails * row_heads,
         own_scores=own,
@@ -339,7 +351,7 @@ def _count_rings(sizes: GroupSizes, bucket: Bucket, window: Window) -> tuple[Att
     return counts._replace(
         scores=counts.scores + scores,
         tail_scores=scores,
-        tail_elements=slots * 2 * sizes.heads.num_heads * sizes.head_dim,
+        tail_elements=slots * sizes.kv_elements,
     ), runs._replace(rings_own=int(phase.causal), rings_alone=int(not phase.causal))
 
 
@@ -350,11 +362,11 @@ def _of_tokens(sizes: GroupSizes, query_len: Size) -> AttentionCounts:
 def _with_lists(
     counts: AttentionCounts, sizes: GroupSizes, pairs: Size, keys: Size, num_partials: Size
 ) -> AttentionCounts:
-    heads, dim = sizes.num_query_heads, sizes.head_dim
+    heads, dim = sizes.num_query_heads, sizes.value_dim
     return counts._replace(
         pairs=pairs,
         scores=pairs * heads,
-        list_elements=keys * 2 * sizes.heads.num_heads * dim,
+        list_elements=keys * sizes.kv_elements,
         partial_elements=num_partials * heads * dim,
     )
 

@@ -220,7 +220,7 @@ class EngineWork:
         """
         return cls(
             model,
-            tuple(LayerKV(spec.groups, spec.head_dim, rows=spec.rows) for spec in specs),
+            tuple(LayerKV(spec.groups, spec.head_dim, spec.value_dim, rows=spec.rows) for spec in specs),
             kernels=FUSED if specs[0].impl is Implementation.HPU else PORTABLE,
             block_size=limits.block_size,
             max_chunk_rows=limits.max_chunk_rows,
@@ -326,13 +326,14 @@ class EngineWork:
             self.decode_len,
             self.kernels.is_fused,
             self.chunks,
+            kv.value_dim,
         )
 
     def _exchanges(self, layer: _Attending, bucket: Bucket) -> HeadExchanges:
         met = layer.dealt
         if met is None:
             return HeadExchanges()
-        sizes = met.heads.num_heads, met.group_size, met.head_dim, ACTIVATION_BYTES
+        sizes = met.heads.num_heads, met.group_size, (met.head_dim, met.value_dim), ACTIVATION_BYTES
 
         def exchanged(num_shared_blocks: int) -> HeadExchanges:
             like: Any = replace(bucket, num_shared_blocks=num_shared_blocks)

@@ -149,12 +149,20 @@ def find_hardware(name: str) -> Hardware:
 
 @dataclass(frozen=True)
 class AttentionSize:
-    """Attention of one layer: query heads, KV heads, their size, and the sliding window if it has one."""
+    """Attention of one layer.
+
+    Attributes:
+        num_heads, num_kv_heads: query heads, and key/value heads.
+        head_dim: elements of a key.
+        window: of a layer with a sliding window.
+        value_head_dim: elements of a value; None = ``head_dim``.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+    value_head_dim: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -166,6 +174,11 @@ class AttentionSize:
             )
         if self.window is not None and self.window < 1:
             raise ValueError(f"expected a window of 1 token or more, got {self.window}")
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a value."""
+        return self.head_dim if self.value_head_dim is None else self.value_head_dim
 
     def has_window(self, max_len: int) -> bool:
         """Whether all heads stream: a window no shorter than any request is full attention."""
@@ -364,13 +377,13 @@ class ModelSize:
         ring = Window(0, min(sink + recent, max_len))
         kept: list[LayerKV] = []
         for layer, count in zip(self.layers, counts, strict=True):
-            num_kv, dim = layer.num_kv_heads, layer.head_dim
+            num_kv = layer.num_kv_heads
             if layer.has_window(max_len):
                 assert layer.window is not None
                 groups = head_groups(0, num_kv, Window(0, layer.window), slack)
             else:
                 groups = head_groups(count, num_kv - count, ring, slack)
-            kept.append(LayerKV(groups, dim))
+            kept.append(LayerKV(groups, layer.head_dim, layer.value_head_dim))
         return tuple(kept)
 
 

@@ -31,7 +31,7 @@ from hpu_duo.request import TokenLimits
 from hpu_duo.scheduling import make_policy
 from hpu_duo.startup.blueprint import fix_served_len, request_len
 from hpu_duo.startup.device_side import DeviceSide, Place
-from hpu_duo.startup.heads import check_pattern
+from hpu_duo.startup.heads import check_pattern, latent_note
 from hpu_duo.startup.kv_formats import check_scales, unused_note
 from hpu_duo.startup.sharding import build_led, native_code_built, settle
 
@@ -201,6 +201,7 @@ def engine_around(
     engine = Engine(runner, scheduler, token_limits, tokenizer, seed, ranker)
     engine.notes = (
         *frequencies_note(blueprint.text_config, blueprint.max_len),
+        *latent_note(blueprint.layers, blueprint.text_config),
         *unused_note(blueprint.specs, config.cache, blueprint.dtype),
     )
     engine.hf_config = side.hf_config

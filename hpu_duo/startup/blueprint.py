@@ -303,10 +303,17 @@ def _has_softcap(layers: tuple[DecoderLayer, ...]) -> bool:
 
 
 def _triton_problem(device: torch.device, layers: tuple[DecoderLayer, ...]) -> str | None:
-    largest = max(layer.call.head_dim for layer in layers)
+    calls = [layer.call for layer in layers]
+    largest = max(max(call.head_dim, call.value_head_dim) for call in calls)
     served = availability.MAX_HEAD_DIM
     if largest > served:
         return f"its kernels serve head sizes of up to {served}, and this model has heads of {largest}"
+    for call in calls:
+        if call.value_head_dim != call.head_dim:
+            return (
+                f"its kernels serve keys and values of one size, and this model has keys of {call.head_dim} "
+                f"and values of {call.value_head_dim} elements"
+            )
     return availability.problem(device)
 
 
@@ -328,9 +335,13 @@ def _try_fused(
     device: torch.device, layers: tuple[DecoderLayer, ...], dtype: torch.dtype, softmax: Softmax
 ) -> Trial:
     """A trial of the operators for heads of every size in a model."""
-    sizes = {(layer.call.num_heads // layer.call.num_kv_heads, layer.call.head_dim) for layer in layers}
+    calls = [layer.call for layer in layers]
+    sizes = {(call.num_heads // call.num_kv_heads, call.head_dim, call.value_head_dim) for call in calls}
     lines = line_bytes(device)
-    trials = [try_operators(device, dtype, *each, softmax, lines) for each in sorted(sizes)]
+    trials = [
+        try_operators(device, dtype, group_size, key_dim, softmax, lines, value_dim)
+        for group_size, key_dim, value_dim in sorted(sizes)
+    ]
     return Trial.of_all(trials)
 
 
@@ -458,4 +469,5 @@ def _layer_spec(layer: DecoderLayer, kv: LayerKV, kernels: ChosenKernels, chunks
         chunks=chunks,
         rows=kv.rows,
         writes=kv.source is None,
+        value_head_dim=layer.call.value_head_dim,
     )

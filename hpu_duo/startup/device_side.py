@@ -196,6 +196,7 @@ class DeviceSide:
                 [layer.attention for layer in layers],
                 [each.layout for each in blueprint.heads],
                 [layer.call.head_dim for layer in layers],
+                [layer.call.value_head_dim for layer in layers],
             )
         if kernels.impl is Implementation.HPU:
             fused = fuse_modules(model, [layer.attention for layer in layers], device)
@@ -220,9 +221,10 @@ class DeviceSide:
 def _try_formats(blueprint: Blueprint) -> None:
     """Raise ValueError unless the device stores keys and values in the formats of the model."""
     device, dtype = blueprint.device, blueprint.dtype
-    stored = {(group.format, spec.head_dim) for spec in blueprint.specs for group in spec.groups}
-    for kv_format, dim in stored:
-        problem = format_problem(kv_format, dim, dtype, device)
+    specs = blueprint.specs
+    stored = {(group.format, spec.head_dim, spec.value_dim) for spec in specs for group in spec.groups}
+    for kv_format, key_dim, value_dim in stored:
+        problem = format_problem(kv_format, key_dim, value_dim, dtype, device)
         if problem is not None:
             raise ValueError(f"kv_cache_dtype {kv_format.name!r} is not available on {device}: {problem}")
 

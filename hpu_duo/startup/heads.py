@@ -6,7 +6,7 @@ import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -314,6 +314,21 @@ def assign_heads(
     return assigned
 
 
+def latent_note(layers: Sequence[DecoderLayer], text_config: Any) -> tuple[str, ...]:
+    """Return a sentence on what it costs to store latent keys and values expanded; nothing without them."""
+    rank = getattr(text_config, "kv_lora_rank", None)
+    if not rank:
+        return ()
+    size = rank + (getattr(text_config, "qk_rope_head_dim", None) or 0)
+    most = max(
+        layer.call.num_kv_heads * (layer.call.head_dim + layer.call.value_head_dim) for layer in layers
+    )
+    return (
+        f"latent keys and values are stored expanded: {most} elements for each token and layer, where the "
+        f"latent and its rotary part have {size} ({most / size:.1f} times as much memory)",
+    )
+
+
 def kv_layers(layers: Sequence[DecoderLayer], heads: Sequence[HeadAssignment]) -> tuple[LayerKV, ...]:
     """Return the keys and values, and further states, of each layer.
 
@@ -331,7 +346,13 @@ def kv_layers(layers: Sequence[DecoderLayer], heads: Sequence[HeadAssignment]) -
         return source if all(group.kind.shares_units for group in groups) else None
 
     return tuple(
-        LayerKV(each.groups, layer.call.head_dim, rows=layer.rows, source=source_of(number))
+        LayerKV(
+            each.groups,
+            layer.call.head_dim,
+            layer.call.value_head_dim,
+            rows=layer.rows,
+            source=source_of(number),
+        )
         for number, (layer, each) in enumerate(zip(layers, heads))
     )
 
@@ -487,7 +508,8 @@ class SizedHeads:
         for index, (layer, count) in enumerate(zip(model.layers, counts, strict=True)):
             sliding_window = layer.window if layer.has_window(max_len) else None
             streams = np.arange(layer.num_kv_heads) >= count
-            kept.append(LayerKV(kinds.of(index, sliding_window, streams, None)[1], layer.head_dim))
+            groups = kinds.of(index, sliding_window, streams, None)[1]
+            kept.append(LayerKV(groups, layer.head_dim, layer.value_head_dim))
         if planned is not None:
             check_shared(config.parallel, [each.groups for each in kept])
         return tuple(kept)

@@ -10,6 +10,7 @@ import torch
 
 from hpu_duo.config.limits import SLIDING_WINDOW, CacheConfig
 from hpu_duo.kv.plan import LayerKV, in_format
+from hpu_duo.modeling.attention import AttentionCall
 from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.quantised.execution import inc_scales
@@ -53,7 +54,7 @@ def with_formats(
         is_skipped = str(number) in skipped or (has_window and SLIDING_WINDOW in skipped)
         chosen = (PLAIN, PLAIN) if is_skipped else (of_blocks, of_rows)
         for kv_format in chosen:
-            _check_sizes(kv_format, layer.call.head_dim, number)
+            _check_sizes(kv_format, layer.call, number)
         found.append(each._replace(groups=in_format(each.groups, *chosen)))
     return tuple(found)
 
@@ -145,8 +146,8 @@ def stored_cache(
     if precision.kv == precision.arithmetic or narrow is None or impl is not Implementation.SDPA:
         return cache
     kinds = {group.kind for each in heads for group in each.groups}
-    dims = {layer.call.head_dim for layer in layers}
-    if not (all(map(_is_in_place, kinds)) and all(_is_read(dim, precision) for dim in dims)):
+    dims = {(layer.call.head_dim, layer.call.value_head_dim) for layer in layers}
+    if not (all(map(_is_in_place, kinds)) and all(_is_read(*each, precision) for each in dims)):
         return cache
     names = (narrow.name if name == PLAIN.name else name for name in (cache.kv_cache_dtype, cache.ring_dtype))
     return replace(cache, kv_cache_dtype=next(names), ring_dtype=next(names))
@@ -159,10 +160,11 @@ def _is_in_place(kind: GroupKind) -> bool:
     return isinstance(kind, Rings | Budget) and kind.takes_any_format
 
 
-def _is_read(head_dim: int, precision: Precision) -> bool:
-    """Whether our kernels read keys of the checkpoint's dtype with queries of another one."""
+def _is_read(head_dim: int, value_dim: int, precision: Precision) -> bool:
+    """Whether our kernels read keys and values of the checkpoint's dtype with queries of another one."""
     q, k = (torch.empty(1, 1, 1, head_dim, dtype=x) for x in (precision.arithmetic, precision.kv))
-    return x86.fits_rows(q, k) and x86.fits_tiles(q, q[0])
+    v = q.new_empty(1, 1, 1, value_dim)
+    return x86.fits_rows(q, k, v) and x86.fits_tiles(q, q[0], v[0])
 
 
 def _served(name: str, dtype: torch.dtype, device: torch.device | None) -> KVFormat:
@@ -203,8 +205,8 @@ def check_scales(cache: CacheConfig, device: torch.device) -> None:
         inc_scales(f"kv_cache_dtype {INC!r}", device)
 
 
-def _check_sizes(kv_format: KVFormat, head_dim: int, number: int) -> None:
+def _check_sizes(kv_format: KVFormat, call: AttentionCall, number: int) -> None:
     try:
-        kv_format.tensor_names(head_dim)
+        kv_format.tensor_names(call.head_dim, call.value_head_dim)
     except ValueError as error:
         raise ValueError(f"kv_cache_dtype {kv_format.name!r} of layer {number}: {error}") from None

@@ -50,7 +50,7 @@ class LayerHeads(NamedTuple):
     Attributes:
         groups: its key/value heads.
         group_size: query heads of each.
-        head_dim: of keys and values.
+        head_dim: of keys and values, the larger of both.
     """
 
     groups: tuple[HeadGroup, ...]
@@ -115,7 +115,9 @@ class StepSizes:
             config: transformers' configuration of its text part.
             decode_len, draft_lens: see ``StepLimits``.
         """
-        heads = [LayerHeads(spec.groups, spec.group_size, spec.head_dim) for spec in specs]
+        heads = [
+            LayerHeads(spec.groups, spec.group_size, max(spec.head_dim, spec.value_dim)) for spec in specs
+        ]
         first = specs[0]
         sizes = cls.of_heads(
             heads,
@@ -557,14 +559,21 @@ def _size_of(text_config: Any, specs: Sequence[LayerSpec]) -> ModelSize:
     layers = []
     for spec in specs:
         num_heads = max(1, sum(group.num_heads for group in spec.groups))
-        layers.append(AttentionSize(num_heads * spec.group_size, num_heads, spec.head_dim))
+        layers.append(
+            AttentionSize(
+                num_heads * spec.group_size, num_heads, spec.head_dim, value_head_dim=spec.value_dim
+            )
+        )
     most = max(layer.num_heads for layer in layers)
     num_ranks = max(1, getattr(text_config, "num_attention_heads", most) // most)
     hidden = text_config.hidden_size
     inner = getattr(text_config, "intermediate_size", None) or 4 * hidden
     # Gemma 3n has a size for each layer.
     inners = inner if isinstance(inner, Sequence) else [inner] * len(layers)
-    heads = [2 * hidden * layer.head_dim * (layer.num_heads + layer.num_kv_heads) for layer in layers]
+    heads = [
+        hidden * (layer.head_dim + layer.value_dim) * (layer.num_heads + layer.num_kv_heads)
+        for layer in layers
+    ]
     return ModelSize(
         "",
         tuple(layers),

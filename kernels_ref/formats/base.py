@@ -136,12 +136,16 @@ class KVFormat:
         """Tensors of a store."""
         return self.keys.num_parts + self.values.num_parts
 
-    def tensor_names(self, dim: int) -> tuple[str, ...]:
-        """Names of the tensors of a store, those of keys first."""
-        both = (("keys", self.keys), ("values", self.values))
+    def tensor_names(self, key_dim: int, value_dim: int) -> tuple[str, ...]:
+        """Names of the tensors of a store, those of keys first.
+
+        Args:
+            key_dim, value_dim: elements of a key and of a value.
+        """
+        both = (("keys", self.keys, key_dim), ("values", self.values, value_dim))
         return tuple(
             f"{name}.{part.name}" if part.name else name
-            for name, vectors in both
+            for name, vectors, dim in both
             for part in vectors.parts(dim)
         )
 

@@ -10,18 +10,20 @@ _STEPS = 1.5
 """Most steps of a code by which a device may differ: of rounding, and of a scale."""
 
 
-def format_problem(kv_format: KVFormat, dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+def format_problem(
+    kv_format: KVFormat, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
     """Return why a device cannot store keys and values in a format; None if it can.
 
     Vectors are encoded and decoded on both. Devices lack types, or read some codes differently.
 
     Args:
-        dim: elements of a key and of a value.
+        key_dim, value_dim: elements of a key and of a value.
         dtype: of the model.
     """
     if kv_format.is_plain or device.type == "cpu":
         return None
-    for vectors in dict.fromkeys((kv_format.keys, kv_format.values)):
+    for vectors, dim in dict.fromkeys(((kv_format.keys, key_dim), (kv_format.values, value_dim))):
         problem = _problem(vectors, dim, dtype, device)
         if problem is not None:
             return problem

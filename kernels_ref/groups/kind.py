@@ -237,7 +237,7 @@ class HeadSizes(NamedTuple):
     Attributes:
         num_heads: key/value heads.
         group_size: query heads of each.
-        head_dim: of keys and values.
+        head_dim: of keys and values, the larger of both.
         dtype_bytes: of an element.
     """
 

@@ -81,6 +81,7 @@ def try_operators(
     head_dim: int,
     softmax: Softmax,
     line_bytes: int,
+    value_dim: int | None = None,
 ) -> Trial:
     """Call each fused operator once, and check its results.
 
@@ -88,10 +89,11 @@ def try_operators(
         dtype: of queries, keys and values.
         group_size, head_dim: of the layers of the model.
         line_bytes: see ``FusedOperators``; by the kind of device.
+        value_dim: elements of a value; None = ``head_dim``.
     """
     found: dict[str, float] = {}
     problems = []
-    sizes = _Sizes(device, dtype, group_size, head_dim)
+    sizes = _Sizes(device, dtype, group_size, head_dim, value_dim or head_dim)
     scores_dtype = dtype if softmax is Softmax.FAST and dtype == torch.bfloat16 else torch.float32
     tries: dict[str, Callable[[], float]] = {
         ATTENTION: lambda: _try_attention(sizes, softmax),
@@ -129,6 +131,7 @@ class _Sizes(NamedTuple):
     dtype: torch.dtype
     group_size: int
     head_dim: int
+    value_dim: int
     num_kv: int = 2
 
     def random(self, *shape: int, seed: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -141,7 +144,8 @@ def _try_attention(sizes: _Sizes, softmax: Softmax) -> float:
     num_queries, num_keys = 37, 83
     q = sizes.random(num_queries, sizes.num_kv, sizes.group_size, sizes.head_dim, seed=0)
     q = q * (4 / math.sqrt(sizes.head_dim))
-    k, v = (sizes.random(num_keys, sizes.num_kv, sizes.head_dim, seed=seed) for seed in (1, 2))
+    dims = sizes.head_dim, sizes.value_dim
+    k, v = (sizes.random(num_keys, sizes.num_kv, dim, seed=seed) for seed, dim in enumerate(dims, 1))
     visible = torch.rand(num_queries, num_keys, generator=torch.Generator().manual_seed(3)) < 0.5
     visible[0], visible[1], visible[1, 5] = False, False, True
     on = sizes.device
@@ -169,7 +173,8 @@ def _try_row_attention(sizes: _Sizes, softmax: Softmax) -> float:
     num_rows, num_slots = 5, 29
     q = sizes.random(num_rows, sizes.num_kv, sizes.group_size, sizes.head_dim, seed=10)
     q = q * (4 / math.sqrt(sizes.head_dim))
-    k, v = (sizes.random(num_rows, sizes.num_kv, num_slots, sizes.head_dim, seed=seed) for seed in (11, 12))
+    shape, dims = (num_rows, sizes.num_kv, num_slots), (sizes.head_dim, sizes.value_dim)
+    k, v = (sizes.random(*shape, dim, seed=seed) for seed, dim in enumerate(dims, 11))
     seen = Leading(torch.tensor([1, 7, 16, 28, 29], dtype=torch.int32)[:, None, None])
     masks = SlotMasks.of(seen, num_slots, sizes.dtype)
     on = sizes.device
@@ -189,7 +194,7 @@ def _try_row_attention(sizes: _Sizes, softmax: Softmax) -> float:
 def _try_softmax(sizes: _Sizes, dtype: torch.dtype, line_bytes: int) -> float:
     shape = (5, sizes.num_kv, sizes.group_size + 9, 29)
     scores = sizes.random(*shape, seed=4, dtype=dtype) * 4
-    values = sizes.random(5, sizes.num_kv, 29, sizes.head_dim, seed=5)
+    values = sizes.random(5, sizes.num_kv, 29, sizes.value_dim, seed=5)
     visible = torch.rand(5, 1, 1, 29, generator=torch.Generator().manual_seed(6)) < 0.7
     visible[2] = False
     on = sizes.device
@@ -203,9 +208,9 @@ def _try_block_softmax(sizes: _Sizes, dtype: torch.dtype) -> float:
     owner = torch.tensor([2, 0, 3, 2, 0, 3, 2], dtype=torch.int32)
     heads, block_size = sizes.group_size, 32
     scores = sizes.random(len(owner), sizes.num_kv, heads, block_size, seed=7, dtype=dtype) * 4
-    values = sizes.random(len(owner), sizes.num_kv, block_size, sizes.head_dim, seed=8)
+    values = sizes.random(len(owner), sizes.num_kv, block_size, sizes.value_dim, seed=8)
     scores[owner == 3] = values[owner == 3] = torch.nan
-    before = empty(sizes.random(3, sizes.num_kv, heads, sizes.head_dim, seed=9))
+    before = empty(sizes.random(3, sizes.num_kv, heads, sizes.value_dim, seed=9))
     total = Partial(*(x.to(sizes.device) for x in before))
     args = [x.to(sizes.device) for x in (scores, values, owner)]
     got = fused_softmax.merge_by_owner(total, *args)

@@ -54,10 +54,10 @@ _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 def register(
     name: str, arguments: str, function: Callable[..., Any], *, weighs: bool = False
 ) -> Callable[..., Any]:
-    """Register a CPU operator that returns a partial shaped like its first argument.
+    """Register a CPU operator that returns a partial of its first argument.
 
     Args:
-        arguments: its schema; the first is the queries ``[*, K, G, D]``.
+        arguments: its schema; the first are the queries ``[*, K, G, D]``, keys and values.
         function: called with CPU tensors; may read them.
         weighs: whether it also returns a weight for each slot of its second argument, ``[*, K, S]``.
     """
@@ -82,13 +82,19 @@ def define(
     return operator
 
 
-def _shapes(queries: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    attn = queries.new_empty(queries.shape, dtype=torch.float32)
+def _shapes(
+    queries: torch.Tensor, _: object, values: torch.Tensor, *__: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    attn = queries.new_empty((*queries.shape[:-1], values.shape[-1]), dtype=torch.float32)
     return attn, attn.new_empty(attn.shape[:-1]), attn.new_empty(attn.shape[:-1])
 
 
-def _shapes_with_weights(queries: torch.Tensor, keys: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
-    return *_shapes(queries), queries.new_empty(*queries.shape[:2], keys.shape[2], dtype=torch.float32)
+def _shapes_with_weights(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: object
+) -> tuple[torch.Tensor, ...]:
+    return *_shapes(queries, keys, values), queries.new_empty(
+        *queries.shape[:2], keys.shape[2], dtype=torch.float32
+    )
 
 
 def _write(
@@ -245,7 +251,7 @@ def unique_blocks(inputs: PartInputs, blocks: BlockStep) -> Partial:
         numbers = (t.owner, t.owner_start, *tails, blocks.end, *sizes)
         return Partial(*_sparse_unique(q_NKHD, k, v, *numbers))
     k, v = stored_floats(units)
-    if scoring.softcap is None and x86.fits_rows(q_NKHD, k):
+    if scoring.softcap is None and x86.fits_rows(q_NKHD, k, v):
         return x86.attend_blocks(q_NKHD, k, v, *plan)
     if not kv_format.is_plain:
         return _on_decoded_chunks.unique_blocks(inputs, blocks)
@@ -263,7 +269,7 @@ def unique_rings(inputs: PartInputs, ring: RingStep) -> Partial:
     if not units.encoding.format.is_floats:
         return reference.unique_rings(inputs, ring)
     k, v = stored_floats(units)
-    seen, is_ours = ring.seen, scoring.softcap is None and x86.fits_rows(q_NKHD, k)
+    seen, is_ours = ring.seen, scoring.softcap is None and x86.fits_rows(q_NKHD, k, v)
     if not (is_ours or units.encoding.format.is_plain):
         k, v = decoded_units(units)
     if isinstance(seen, Held):
@@ -285,7 +291,7 @@ def unique_with_weights(inputs: PartInputs, ring: RingStep) -> tuple[Partial, to
     if not units.encoding.format.is_floats:
         return reference.unique_with_weights(inputs, ring)
     visible, (k, v) = ring.seen.visible, stored_floats(units)
-    if scoring.softcap is None and x86.fits_rows(q_NKGD, k):
+    if scoring.softcap is None and x86.fits_rows(q_NKGD, k, v):
         return x86.attend_with_weights(q_NKGD, k, v, visible, sinks_KG)
     *partial, mass = _rings_with_weights(
         q_NKGD, *decoded_units(units), visible, sinks_KG, scoring.softcap or 0.0

@@ -54,7 +54,7 @@ def leading_rings(
     num_rows = q_NKHD.shape[0]
     used = int(visible.max())
     if used == 0:
-        return empty(q_NKHD)
+        return empty(q_NKHD, v_RKWD.shape[-1])
     k, v = k_RKWD[:num_rows, :, :used], v_RKWD[:num_rows, :, :used]
     if bool((visible == used).all()):
         return attend(_scores(q_NKHD, k, softcap), None, v)
@@ -74,7 +74,7 @@ def rings_with_weights(
     used = int(visible.max())
     mass = torch.zeros(num_rows, k_RKWD.shape[1], num_slots)
     if used == 0:
-        return *empty(q_NKGD), mass
+        return *empty(q_NKGD, v_RKWD.shape[-1]), mass
     k, v = k_RKWD[:num_rows, :, :used], v_RKWD[:num_rows, :, :used]
     valid = None if bool((visible == used).all()) else seen_mask(Leading(visible), used)[:, :, 0]
     partial, mass[..., :used] = weighed(q_NKGD, k, v, valid, Scoring(softcap or None), sinks_KG)
@@ -113,7 +113,7 @@ def _tails(
     """Blocks that not every token sees whole: only as many slots as the most that any token sees of one."""
     used = int(tail_visible.max())
     if used == 0:
-        return empty(q_NKHD)
+        return empty(q_NKHD, v_XKBD.shape[-1])
     if tail_visible.numel() == 1:
         block = int(tail_block)
         k, v = k_XKBD[block, None, :, :used], v_XKBD[block, None, :, :used]

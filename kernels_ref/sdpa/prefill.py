@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.functional import pad
 
 from bias_builders import Window, leading_visible, sees_streaming
 from kernels_ref.partial import FLOOR, Partial, empty, merge
@@ -24,7 +25,11 @@ def flash(
     visible: torch.Tensor | None = None,
 ) -> Partial:
     """Fused attention of scaled queries; normalised, so its sum is 1 and its max the log-sum-exp."""
-    group = q_SKGD.shape[2]
+    (group, key_dim), value_dim = q_SKGD.shape[2:], v_TKD.shape[-1]
+    if key_dim != value_dim:
+        # torch's operator has one head size; zeros change neither scores nor results.
+        most = max(key_dim, value_dim)
+        q_SKGD, k_TKD, v_TKD = (pad(x, (0, most - x.shape[-1])) for x in (q_SKGD, k_TKD, v_TKD))
     bias = None
     if visible is not None:
         # The kernel adds the bias in the dtype of the queries; float16 ends before our floor.
@@ -40,7 +45,7 @@ def flash(
         attn_mask=bias,
         scale=1.0,
     )
-    attn = out_GKSD.permute(2, 1, 0, 3).contiguous().float()
+    attn = out_GKSD[..., :value_dim].permute(2, 1, 0, 3).contiguous().float()
     largest = lse_GKS.permute(2, 1, 0).contiguous().float()
     total = torch.ones_like(largest)
     if visible is not None:
@@ -76,12 +81,12 @@ def causal(
     """Row by row, causal or in slices of ``band_queries`` of the streaming band."""
     window = Window(sink, recent) if recent else None
     rows = list(prompt_rows(row_start, row_num_new, row_query_start, causal_row))
-    is_tiled = x86.fits_tiles(q_QKGD, k_QKD)
+    is_tiled = x86.fits_tiles(q_QKGD, k_QKD, v_QKD)
     fills_step = len(rows) == 1 and (rows[0].begin, rows[0].end) == (0, len(q_QKGD))
     if fills_step and not is_tiled and (window is None or len(q_QKGD) <= window.recent):
         # One prompt without padding, the usual long prefill: its result is the whole result.
         return flash(q_QKGD, k_QKD, v_QKD, is_causal=True)
-    total = empty(q_QKGD)
+    total = empty(q_QKGD, v_QKD.shape[-1])
     for row in rows:
         q, k, v = (x[row.begin : row.end] for x in (q_QKGD, k_QKD, v_QKD))
         if is_tiled:
@@ -127,7 +132,7 @@ def shared_rings(
 ) -> Partial:
     """Row by row over its ring as of before the step."""
     window = Window(sink, recent)
-    total = empty(q_QKGD)
+    total = empty(q_QKGD, v_CKWD.shape[-1])
     for row in prompt_rows(row_start, row_num_new, row_query_start, causal_row):
         if row.start == 0:
             continue
@@ -141,7 +146,7 @@ def shared_rings(
         k, v = (x[place, :, :used].transpose(0, 1) for x in (k_CKWD, v_CKWD))
         if row.start + len(q) <= window.recent and int(held.max()) < row.start:
             # No token is out of reach for any query.
-            if x86.fits_tiles(q, k):
+            if x86.fits_tiles(q, k, v):
                 x86.attend(_of_row(total, row), q, k, v)
             else:
                 _put(total, row.begin, flash(q, k, v))
@@ -203,7 +208,7 @@ def shared_blocks(
     """Every row over the gathered blocks that it sees, ``context_blocks`` at a time."""
     # All tokens of a row see the same: shared blocks were filled before the step.
     visible_RX = leading_visible(shared_start, row_start[:, None], k_XKBD.shape[2]) * shared_reads[:-1]
-    total = empty(q_QKGD)
+    total = empty(q_QKGD, v_XKBD.shape[-1])
     tokens = TokenPlaces(row_query_start.numpy(), row_num_new.numpy())
     for readers in readers_of(visible_RX.numpy() * (row_num_new.numpy() > 0)[:, None]):
         place = tokens.of(readers.rows)
@@ -212,7 +217,7 @@ def shared_blocks(
         for part in block.split(context_blocks):
             # Gathered copies of one part are freed before those of the next one.
             k, v = (_slots(x, part, readers.num_slots) for x in (k_XKBD, v_XKBD))
-            if x86.fits_tiles(q, k):
+            if x86.fits_tiles(q, k, v):
                 x86.attend(seen, q, k, v)
             else:
                 for whole, merged in zip(seen, merge(seen, flash(q, k.to(q.dtype), v.to(q.dtype)))):

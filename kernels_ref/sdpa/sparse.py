@@ -47,7 +47,7 @@ def sparse_causal(
     band_queries: int,
 ) -> Partial:
     """Row by row, ``band_queries`` queries at a time."""
-    read, total = _read(rule), empty(q_QKGD)
+    read, total = _read(rule), empty(q_QKGD, v_QKD.shape[-1])
     for row in prompt_rows(row_start, row_num_new, row_query_start, causal_row):
         k, v = k_QKD[row.begin : row.end], v_QKD[row.begin : row.end]
         position = torch.arange(row.start, row.start + len(k), dtype=torch.int32)
@@ -86,7 +86,8 @@ def sparse_shared(
     context_blocks: int,
 ) -> Partial:
     """Row by row, over the blocks that its queries may see some of."""
-    read, total, num_slots = _read(rule), empty(q_QKGD), k_XKBD.shape[2]
+    read, num_slots = _read(rule), k_XKBD.shape[2]
+    total = empty(q_QKGD, v_XKBD.shape[-1])
     visible_RX = leading_visible(shared_start, row_start[:, None], num_slots) * shared_reads[:-1]
     plan = zip(row_start.tolist(), row_num_new.tolist(), row_query_start.tolist())
     for number, (start, num_new, row_begin) in enumerate(plan):
@@ -212,7 +213,7 @@ def _attend_tiles(
         for begin in range(0, len(tiles), num_together):
             k, v, key_position = keys_of(tiles[begin : begin + num_together])
             visible = None
-            if not masked and x86.fits_tiles(q_SKGD, k):
+            if not masked and x86.fits_tiles(q_SKGD, k, v):
                 x86.attend(seen, q_SKGD, k, v)
                 continue
             if masked:
@@ -243,7 +244,7 @@ def chosen_blocks(
     context_blocks: int,
 ) -> Partial:
     """Row by row and tile by tile: its own block, causal, and those before it that are chosen."""
-    total, choice = empty(q_QKGD), TopBlocks(num_blocks)
+    total, choice = empty(q_QKGD, v_XKBD.shape[-1]), TopBlocks(num_blocks)
     block_size = k_XKBD.shape[2]
     for row in prompt_rows(row_start, row_num_new, row_query_start, causal_row):
         assert row.start % block_size == 0, f"expected a chunk to begin at a block border, got {row.start}"
@@ -308,7 +309,7 @@ def _attend_chosen(
 def _merge_into(
     seen: Partial, q_SKGD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, *, is_causal: bool = False
 ) -> None:
-    if x86.fits_tiles(q_SKGD, k_TKD):
+    if x86.fits_tiles(q_SKGD, k_TKD, v_TKD):
         x86.attend(seen, q_SKGD, k_TKD, v_TKD, is_causal=is_causal)
         return
     for whole, merged in zip(seen, merge(seen, flash(q_SKGD, k_TKD, v_TKD, is_causal=is_causal))):

@@ -280,10 +280,15 @@ def _triple(q: torch.Tensor, *_: object) -> _Triple:
     return attn, attn.new_empty(attn.shape[:-1]), attn.new_empty(attn.shape[:-1])
 
 
-def fits_rows(q_NKHD: torch.Tensor, k_XKSD: torch.Tensor) -> bool:
-    """Whether these queries and keys of rows are supported on this machine; a constant for compiled code."""
+def fits_rows(q_NKHD: torch.Tensor, k_XKSD: torch.Tensor, v_XKSD: torch.Tensor | None = None) -> bool:
+    """Whether these queries and keys of rows are supported on this machine; a constant for compiled code.
+
+    Args:
+        v_XKSD: values, which must have the size of keys; None = they have.
+    """
     dim = q_NKHD.shape[3]
     is_possible = q_NKHD.device.type == "cpu" and dim % _PAIRS == 0 and dim <= _MAX_DIM
+    is_possible = is_possible and (v_XKSD is None or v_XKSD.shape[3] == dim)
     return is_possible and is_available(q_NKHD.dtype, k_XKSD.dtype)
 
 
@@ -372,14 +377,19 @@ def attend_held(
     return Partial(*operator(q_NKHD, k_XKSD, v_XKSD, position, begin, end, sink))
 
 
-def fits_tiles(q_SKGD: torch.Tensor, k_TKD: torch.Tensor) -> bool:
-    """Whether ``attend`` supports these queries and keys on this machine."""
+def fits_tiles(q_SKGD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor | None = None) -> bool:
+    """Whether ``attend`` supports these queries and keys on this machine.
+
+    Args:
+        v_TKD: values, which must have the size of keys; None = they have.
+    """
     dim = q_SKGD.shape[3]
     return (
         q_SKGD.device.type == "cpu"
         and dim % _LANES == 0
         and dim <= _MAX_DIM
         and k_TKD.shape[2] == dim
+        and (v_TKD is None or v_TKD.shape[2] == dim)
         and is_available(q_SKGD.dtype, k_TKD.dtype)
     )
 

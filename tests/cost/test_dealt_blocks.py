@@ -80,9 +80,9 @@ def test_what_is_exchanged_follows_from_the_phase(
     phase: str, shared: int, unique: int, expected: HeadExchanges
 ) -> None:
     bucket = BatchShape(Phase("c" in phase, "s" in phase, "u" in phase), 10, shared, unique, 5)
-    assert head_exchanges(3, 4, 16, 2, bucket, 1, 2) == expected
-    assert head_exchanges(3, 4, 16, 2, bucket, 1, 1) == HeadExchanges()
-    assert head_exchanges(0, 4, 16, 2, bucket, 1, 2) == HeadExchanges()
+    assert head_exchanges(3, 4, (16, 16), 2, bucket, 1, 2) == expected
+    assert head_exchanges(3, 4, (16, 16), 2, bucket, 1, 1) == HeadExchanges()
+    assert head_exchanges(0, 4, (16, 16), 2, bucket, 1, 2) == HeadExchanges()
 
 
 def test_what_is_sent_goes_over_one_link_to_each_device() -> None:

@@ -6,7 +6,7 @@ over queries applies the token rule.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -65,10 +65,20 @@ class Scenario:
     slack: int = 0
     is_spread: bool = False  # stores with room between heads and units
     rule: Rule | None = None  # of the heads that keep blocks
+    value_dim: int | None = None  # None: that of keys
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Elements of a key and of a value."""
+        return self.head_dim, self.value_dim or self.head_dim
+
+
+TWO_SIZES = (None, 5, 12)
+"""Sizes of values that differ from those of keys, and None."""
 
 
 @st.composite
-def scenarios(draw: st.DrawFn) -> Scenario:
+def scenarios(draw: st.DrawFn, value_dims: tuple[int | None, ...] = (None,)) -> Scenario:
     block_size = draw(st.sampled_from([2, 4, 8]))
     decode_len = draw(st.sampled_from([1, 1, 2, block_size]))
     slack = decode_len - 1 + draw(st.integers(0, 3))
@@ -92,6 +102,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         decode_len=decode_len,
         slack=slack,
         is_spread=draw(st.booleans()),
+        value_dim=draw(st.sampled_from(value_dims)),
     )
 
 
@@ -146,10 +157,10 @@ class World:
     def _history(self, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         s = self.s
 
-        def random(row: RowSpec) -> torch.Tensor:
-            return torch.randn(row.start + row.num_new, s.kr + s.ks, s.head_dim, generator=self.gen).to(dtype)
+        def random(row: RowSpec, dim: int) -> torch.Tensor:
+            return torch.randn(row.start + row.num_new, s.kr + s.ks, dim, generator=self.gen).to(dtype)
 
-        keys, values = [random(r) for r in s.rows], [random(r) for r in s.rows]
+        keys, values = ([random(r, dim) for r in s.rows] for dim in s.dims)
         for i, table in enumerate(self.tables):
             same = 0
             while i and same < min(len(table), len(self.tables[0])) and table[same] == self.tables[0][same]:
@@ -182,12 +193,12 @@ class World:
         if self.s.is_spread:
             stride = num_slots + 1
             layout = UnitLayout(num_units, num_heads, num_slots, stride, num_heads * stride + 3, 2)
-        shape = (num_units * layout.unit_stride, self.s.head_dim)
-        stores = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
+        num_vectors = num_units * layout.unit_stride
+        stores = (torch.full((num_vectors, dim), torch.nan, dtype=dtype) for dim in self.s.dims)
         if not copied:
             return as_units(*stores, layout)
-        copies = (copied, num_heads, num_slots, self.s.head_dim)
-        scratch = Scratch(*(torch.full(copies, torch.nan, dtype=dtype) for _ in range(2)))
+        copies = (copied, num_heads, num_slots)
+        scratch = Scratch(*(torch.full((*copies, dim), torch.nan, dtype=dtype) for dim in self.s.dims))
         return as_units(*stores, layout, scratch)
 
     def new(self, content: list[torch.Tensor], extra: int) -> torch.Tensor:
@@ -198,7 +209,8 @@ class World:
     def spec(self, impl: object, softcap: float | None = None, softmax: Softmax = Softmax.EXACT) -> LayerSpec:
         s = self.s
         sizes = (s.group, s.head_dim, s.head_dim**-0.5)
-        return LayerSpec(self.groups, *sizes, softcap, impl, softmax)  # type: ignore[arg-type]
+        layer = LayerSpec(self.groups, *sizes, softcap, impl, softmax)  # type: ignore[arg-type]
+        return replace(layer, value_head_dim=s.value_dim)
 
     def inputs(self, has_masks: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, object]:
         """Padded queries, keys, values and the prepared step."""
@@ -256,7 +268,8 @@ class World:
 
     def dense(self, softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Expected output of the unpadded queries, float64 ``[Q, H, D]``."""
-        s, out, flat = self.s, torch.zeros(self.queries.shape, dtype=torch.float64), 0
+        s, flat = self.s, 0
+        out = torch.zeros(*self.queries.shape[:2], s.dims[1], dtype=torch.float64)
         for i, row in enumerate(s.rows):
             for p in range(row.start, row.start + row.num_new):
                 for h in range(self.num_heads):

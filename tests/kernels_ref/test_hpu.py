@@ -21,7 +21,7 @@ from kernels_ref.chunks import DEFAULT_BOUNDS
 from kernels_ref.hpu.attention import ATTENTION, BLOCK_SOFTMAX, SOFTMAX, FusedOperators
 from kernels_ref.hpu.trial import try_operators
 from tests.kernels_ref.choices import GAUDI2, GAUDI3, Choice
-from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
+from tests.kernels_ref.scenario import TWO_SIZES, RowSpec, Scenario, World, scenarios
 
 QUICK = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def calls_of(choice: Choice, world: World, **asked: Any) -> Calls:
 @pytest.mark.slow
 @QUICK
 @given(
-    scenario=scenarios().filter(lambda s: s.kr + s.ks > 0),
+    scenario=scenarios(TWO_SIZES).filter(lambda s: s.kr + s.ks > 0),
     there=st.tuples(*[st.booleans()] * 3),
     choice=st.sampled_from([GAUDI2, GAUDI3]),
 )

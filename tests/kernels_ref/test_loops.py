@@ -22,7 +22,7 @@ from kernels_ref import loops, unified_attention
 from kernels_ref.chunks import MOST_INLINE, ChunkBounds, Slices
 from kernels_ref.loops import How
 from tests.kernels_ref.choices import GAUDI2, GAUDI3, PORTABLE, Choice
-from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
+from tests.kernels_ref.scenario import TWO_SIZES, RowSpec, Scenario, World, scenarios
 from tests.kernels_ref.test_unified import QUICK
 
 pytestmark = pytest.mark.instruction_set
@@ -71,7 +71,7 @@ class Calls:
 @pytest.mark.slow
 @ON_HPU
 @settings(QUICK, max_examples=40)
-@given(scenario=scenarios().filter(lambda s: s.kr + s.ks > 0))
+@given(scenario=scenarios(TWO_SIZES).filter(lambda s: s.kr + s.ks > 0))
 def test_loops_equal_dense_attention(choice: Choice, scenario: Scenario) -> None:
     world = World(scenario)
     expected = world.dense()

@@ -18,7 +18,7 @@ from kernels_ref.chunks import ChunkBounds, Slices
 from kernels_ref.sparse import reached_keys
 from tests.bias_builders.plain_rules import plain, rules, tables
 from tests.kernels_ref.choices import ALL, CHOICES, ON_HPU, REFERENCE, Choice
-from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
+from tests.kernels_ref.scenario import TWO_SIZES, RowSpec, Scenario, World, scenarios
 from tests.kernels_ref.test_unified import QUICK
 from tests.triton_interpreter import replacing_once
 
@@ -32,11 +32,13 @@ LOOPED = ChunkBounds(score_bytes=4096, mask_bytes=2048, unique_bytes=1000, key_s
 ONE_ROUND = LOOPED._replace(unique_bytes=1 << 30, most_inline=0, one_pass=True)
 
 
-def ruled_scenarios(some: st.SearchStrategy[Rule]) -> st.SearchStrategy[Scenario]:
+def ruled_scenarios(
+    some: st.SearchStrategy[Rule], value_dims: tuple[int | None, ...] = TWO_SIZES
+) -> st.SearchStrategy[Scenario]:
     def with_rule(scenario: Scenario, rule: Rule, kr: int) -> Scenario:
         return replace(scenario, rule=rule, kr=kr)
 
-    return st.builds(with_rule, scenarios(), some, st.integers(1, 2))
+    return st.builds(with_rule, scenarios(value_dims), some, st.integers(1, 2))
 
 
 def assert_equals_dense(choice: Choice, scenario: Scenario, **sizes: Any) -> None:
@@ -57,7 +59,7 @@ def test_output_equals_dense_attention_under_the_rule(
 
 
 @settings(QUICK, max_examples=15)
-@given(scenario=ruled_scenarios(rules()))
+@given(scenario=ruled_scenarios(rules(), (None,)))
 def test_triton_kernels_equal_dense_attention_under_the_rule(scenario: Scenario) -> None:
     pytest.importorskip("triton")
     with replacing_once():

@@ -14,7 +14,7 @@ from kernels_ref import Implementation, Softmax, StepParts, unified_attention
 from kernels_ref.chunks import ChunkBounds, Slices
 from kernels_ref.sdpa import decode
 from tests.kernels_ref.choices import ALL, CHOICES, ON_HPU, Choice
-from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
+from tests.kernels_ref.scenario import TWO_SIZES, RowSpec, Scenario, World, scenarios
 
 pytestmark = pytest.mark.instruction_set
 
@@ -23,7 +23,7 @@ QUICK = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCh
 
 @ALL
 @QUICK
-@given(scenario=scenarios().filter(lambda s: s.kr + s.ks > 0))
+@given(scenario=scenarios(TWO_SIZES).filter(lambda s: s.kr + s.ks > 0))
 @example(
     scenario=Scenario((RowSpec(9, 1), RowSpec(0, 9)), 4, Window(2, 3), 1, 1, 1, 8, (0, 0, 0, 0), False, 0)
 )
@@ -40,7 +40,7 @@ def test_mixed_steps_equal_dense_attention_although_unused_slots_hold_nan(
 @ON_HPU
 @pytest.mark.parametrize("softcap", [5.0, 50.0])
 @settings(QUICK, max_examples=20)
-@given(scenario=scenarios().filter(lambda s: s.kr + s.ks > 0))
+@given(scenario=scenarios(TWO_SIZES).filter(lambda s: s.kr + s.ks > 0))
 def test_soft_caps_apply_to_the_scores_of_every_part(
     choice: Choice, softcap: float, scenario: Scenario
 ) -> None:
@@ -58,7 +58,7 @@ def test_fused_attention_refuses_a_soft_cap() -> None:
 
 @ALL
 @settings(QUICK, max_examples=30)
-@given(scenario=scenarios().filter(lambda s: s.kr + s.ks > 0))
+@given(scenario=scenarios(TWO_SIZES).filter(lambda s: s.kr + s.ks > 0))
 def test_sink_logits_enter_once_per_query(choice: Choice, scenario: Scenario) -> None:
     world = World(scenario)
     sinks = torch.randn(world.num_heads, generator=world.gen) * 2
@@ -89,7 +89,7 @@ def test_long_rows_cross_slices_chunks_and_bands(choice: Choice) -> None:
 
 
 @ON_HPU
-@given(scenario=scenarios().filter(lambda s: s.kr > 0))
+@given(scenario=scenarios(TWO_SIZES).filter(lambda s: s.kr > 0))
 @settings(QUICK, max_examples=20)
 def test_one_pass_over_all_blocks_equals_many_chunks(choice: Choice, scenario: Scenario) -> None:
     one = choice.attend(World(scenario), chunks=ChunkBounds.of_hpu(1 << 36))
@@ -123,7 +123,7 @@ def test_half_precision_stays_close_to_the_exact_result_of_the_same_inputs(
 
 @ON_HPU
 @settings(QUICK, max_examples=40)
-@given(scenario=scenarios().filter(lambda s: s.kr + s.ks > 0))
+@given(scenario=scenarios(TWO_SIZES).filter(lambda s: s.kr + s.ks > 0))
 def test_fast_softmax_stays_close_to_the_exact_one_and_hides_the_same(
     choice: Choice, scenario: Scenario
 ) -> None:

@@ -28,7 +28,6 @@ from kernels_ref import Blocks, Rings
 from tests.modeling.driving import teacher_forced
 from tests.modeling.families import BASE, BLOCK, IS_5, WINDOW, is_known, make_config, prompts_of, save_random
 
-MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 OWN_CLASSES = "attention classes of its own"
@@ -69,7 +68,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "biases_by_distance": ("MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 4}, "cannot be served"),
     "biases_by_distance_from_the_mask": ("BloomConfig", {}, "cannot be served"),
     "no_positions": ("OpenAIGPTConfig", {}, "cannot be served"),
-    "latent_heads_of_two_sizes": ("DeepseekV2Config", {**MLA, "v_head_dim": 4, **EXPERTS}, "keys of size 16"),
     "looks_ahead": ("BertConfig", {"is_decoder": False}, "cannot be served"),
     "positions_counted_from_padding": (
         "RobertaConfig",

@@ -170,7 +170,7 @@ SERVED |= {
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
 }
 
-_LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8}
+_LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 _LATENT["num_key_value_heads"] = 4
 SERVED |= {
     "deepseek_v2": {**_ROUTED, **_LATENT, "q_lora_rank": None, "topk_method": "greedy"},
@@ -178,7 +178,7 @@ SERVED |= {
     "glm4_moe_lite": {**_ROUTED, **_LATENT, "q_lora_rank": 16},
     "minicpm3": {**_LATENT, "q_lora_rank": 16},
     "youtu": {**_LATENT, "q_lora_rank": 16},
-    "mimo_v2_flash": {**_ROUTED, "head_dim": 8, "v_head_dim": 8, "swa_head_dim": 8, "swa_v_head_dim": 8},
+    "mimo_v2_flash": {**_ROUTED, "head_dim": 12, "v_head_dim": 8, "swa_head_dim": 12, "swa_v_head_dim": 8},
     "gemma4_unified_text": _GEMMA4,
 }
 OTHER_WAYS = (

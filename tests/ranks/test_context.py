@@ -112,7 +112,7 @@ def exchanged(
     steps = seen["buckets"]
     rows = sum(bucket.num_logits * decode_len for bucket, is_sampled in steps if is_sampled)
     layers = [
-        head_exchanges(retrieval, group_size, 8, 4, bucket, decode_len, 2) for bucket, _ in steps
+        head_exchanges(retrieval, group_size, (8, 8), 4, bucket, decode_len, 2) for bucket, _ in steps
     ] * NUM_LAYERS
     assert seen["gathered_bytes"] == sum(each.gathered for each in layers) + rows * logit_bytes
     assert seen["scattered_bytes"] == sum(each.scattered for each in layers) > 0

@@ -83,7 +83,7 @@ def cutters(
         "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
     }
     shares = [RankHeads.of([range(num_kv)], num_heads, Ranks(rank, size)) for rank in range(size)]
-    sizes = [HeadSizes(num_heads, num_kv, DIM, rows)]
+    sizes = [HeadSizes(num_heads, num_kv, DIM, DIM, rows)]
     return [
         Cutter(
             plan,

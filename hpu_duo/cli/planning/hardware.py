@@ -303,7 +303,7 @@ def graph_bytes(
     from kernels_ref.chunks import MOST_INLINE, ChunkBounds
 
     heads = [
-        LayerHeads(kv.groups, layer.num_heads // layer.num_kv_heads, layer.head_dim)
+        LayerHeads(kv.groups, layer.num_heads // layer.num_kv_heads, max(layer.head_dim, layer.value_dim))
         for layer, kv in zip(size.layers, kv_layers)
     ]
     config, score_bytes = _text_config(model), ModelConfig.score_bytes

@@ -77,15 +77,15 @@ def moved_bytes(tensor: torch.Tensor) -> int:
 
 
 def _num_scores(operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> int:
-    num_keys, head_dim = operands[1].shape[-2:]
-    return results[0].numel() // head_dim * num_keys
+    num_keys, value_dim = operands[2].shape[-2:]
+    return results[0].numel() // value_dim * num_keys
 
 
 def _num_operations(
     name: str, engine: Engine, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
 ) -> int:
     if name == _ATTENTION:
-        return 4 * _num_scores(operands, results) * operands[1].shape[-1]
+        return 2 * _num_scores(operands, results) * (operands[1].shape[-1] + operands[2].shape[-1])
     if engine is Engine.MATRIX:
         # The product's last operand is [..., k, n], in all but convolutions, where it is [out, k, ...].
         inner = operands[1][0].numel() if "convolution" in name else operands[-1].shape[-2]
