@@ -106,7 +106,7 @@ class HPUFp8Linear(nn.Module):
         if stored.largest > self.largest:
             stored = stored.halved()
         self.in_features, self.out_features, self.label = layer.in_features, layer.out_features, stored.label
-        scale = None if stored.input_scale is None else torch.tensor([[stored.input_scale]])
+        scale = None if stored.input_scale is None else torch.tensor([stored.input_scale])
         self.register_buffer("input_scale", scale, persistent=False)
         self.register_buffer("input_inverse", None if scale is None else 1 / scale, persistent=False)
         self.register_parameter("bias", layer.bias)

@@ -55,8 +55,6 @@ _TYPES = {
 """Types of vLLM by the last part of a name."""
 _CACHE = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?([kv])_cache$")
 _CACHE_TYPES = ("VLLMKVCache", "KVCache")
-_TOLERANCE = 1.01
-"""Share by which a weight may exceed what was measured, in bfloat16."""
 
 
 class LinearScales(NamedTuple):
@@ -289,10 +287,10 @@ def read_inc(file: Path) -> IncScales:
         if not (measured or scaled):
             raise ValueError(f"{file}: expected measurements in {files}, found {_pickles(base)}")
     backoffs = {**_BACKOFFS, **_backoffs(file, fields)}
-    lists = (
-        _listed(file, fields, *each) for each in (("blocklist", "blacklist"), ("allowlist", "whitelist"))
-    )
-    return IncScales(file, generation, is_chosen, method, backoffs, *lists, measured, scaled, files)
+    blocked = _listed(file, fields, "blocklist", "blacklist")
+    allowed = _listed(file, fields, "allowlist", "whitelist")
+    chosen = (file, generation, is_chosen, method, backoffs, blocked, allowed)
+    return IncScales(*chosen, measured, scaled, files)
 
 
 def _object(file: Path) -> dict[str, Any]:
@@ -375,10 +373,10 @@ def _listed(file: Path, fields: Mapping[str, Any], *keys: str) -> _Names:
         if key not in fields:
             continue
         given = fields[key]
-        parts = (given.get("names", []), given.get("types", [])) if isinstance(given, dict) else (given, None)
+        parts = [given.get(name, []) if isinstance(given, dict) else None for name in ("names", "types")]
         if not all(isinstance(part, list) and all(isinstance(x, str) for x in part) for part in parts):
             raise ValueError(f"{file}: expected {key} to have lists of names and types, got {given!r}")
-        names, types = (tuple(part) for part in parts)
+        names, types = (tuple(part or ()) for part in parts)
         for name in names:
             try:
                 re.compile(name)
