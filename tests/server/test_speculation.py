@@ -67,6 +67,12 @@ def test_a_prediction_changes_usage_and_nothing_else(drafting: Live) -> None:
         assert none["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0
         assert none["choices"] == plain["choices"]
         metrics = http.get("/metrics").text
+        told = http.get("/stats").json()["speculation"]
+        view = http.get("/page/engine.js").text
+    # What the page shows of them.
+    assert 0 < told["num_drafts"] <= told["num_draft_tokens"]
+    assert told["num_accepted_tokens"] > 0
+    assert all(f"{name}: " in view for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"))
     assert (
         'spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="tiny",position="0"}' in metrics
     )

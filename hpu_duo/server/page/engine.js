@@ -100,7 +100,13 @@ export class EngineView {
     this.#figure("Preemptions", format.count(stats.num_preemptions));
     this.#figure("KV stores", format.bytes(stats.kv_bytes));
     this.#figure("Buckets", format.count(stats.resolved.num_buckets));
+    if (stats.speculation) this.#showDrafts(stats.speculation);
     this.#figure("Longest context", format.plural(stats.resolved.max_model_len, "token"));
+  }
+
+  #showDrafts({ num_drafts: verified, num_draft_tokens: drafted, num_accepted_tokens: accepted }) {
+    this.#figure("Drafts accepted", `${format.count(accepted)} of ${format.count(drafted)}`);
+    this.#figure("Tokens a verified row", verified ? format.rate(1 + accepted / verified) : "–");
   }
 
   #figure(name, text) {
