@@ -101,9 +101,9 @@ class Sources:
     def prebuild(self, folder: Path) -> Path:
         """Build the portable library.
 
-        Objects of the same options are merged, and only names in the namespace ``hpu_duo`` stay visible:
-        otherwise one copy of a template of the standard library, compiled for instructions that another
-        machine lacks, would serve all objects.
+        Objects of the same options are merged, and templates and inline functions hidden in them: otherwise
+        one copy of a template of the standard library, compiled for instructions that another machine lacks,
+        would serve all objects.
 
         Raises:
             BuildError: see ``provide``.
@@ -179,15 +179,21 @@ class _Build(NamedTuple):
         return objects
 
     def apart(self, units: Sequence[Unit], objects: Sequence[Path]) -> list[Path]:
-        """Return an object for all units with the same options, whose other names are hidden."""
+        """Return an object for all units with the same options, which has templates of its own."""
         groups: dict[tuple[str, ...], list[Path]] = {}
         for unit, output in zip(units, objects, strict=True):
             groups.setdefault(unit.options, []).append(output)
+        plain = groups.pop((), [])
         merged = [self.folder / f"group{number}.o" for number in range(len(groups))]
         for output, group in zip(merged, groups.values(), strict=True):
             self._run("-r", "-nostdlib", "-Wl,--force-group-allocation", "-o", str(output), *map(str, group))
-            self._run("--wildcard", "--keep-global-symbol=_ZN7hpu_duo*", str(output), program="objcopy")
-        return merged
+            kept = output.with_suffix(".names")
+            names = self._run("--defined-only", "--extern-only", "--format=posix", str(output), program="nm")
+            # Of templates and inline functions (W, V, u) each group keeps its own copy.
+            lines = (line.split() for line in names.splitlines())
+            kept.write_text("".join(f"{name}\n" for name, kind, *_ in lines if kind in "TRDB"))
+            self._run(f"--keep-global-symbols={kept}", str(output), program="objcopy")
+        return [*plain, *merged]
 
     def link(self, objects: Sequence[Path], library: Path, is_portable: bool) -> None:
         """Link a library. What it does not define, it finds in torch's library and in its libraries."""
@@ -202,19 +208,22 @@ class _Build(NamedTuple):
             options.append("-fopenmp")  # its threads are not those of torch
         self._run("-shared", "-Wl,-s", *map(str, objects), "-o", str(library), *options)
 
-    def _run(self, *arguments: str, program: str | None = None) -> None:
+    def _run(self, *arguments: str, program: str | None = None) -> str:
         program = program or self.program
         with _compilers:
             done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
         if done.returncode:
             raise BuildError(f"{program} fails for {self.sources.name}: {done.stderr[-_SHOWN_CHARACTERS:]}")
+        return done.stdout
 
 
-def build(name: str, sources: Sequence[Path | Unit], options: Sequence[str] = (), **kwargs: bool) -> Path:
+def build(
+    name: str, sources: Sequence[Path | Unit], options: Sequence[str] = (), *, needs_torch: bool = False
+) -> Path:
     """The shared library of some sources, found or built; see ``Sources``, which has the arguments.
 
     Raises:
         BuildError: see ``Sources.provide``.
     """
     units = tuple(source if isinstance(source, Unit) else Unit(source) for source in sources)
-    return Sources(name, units, options=tuple(options), **kwargs).provide()[0]
+    return Sources(name, units, options=tuple(options), needs_torch=needs_torch).provide()[0]

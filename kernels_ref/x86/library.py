@@ -30,7 +30,12 @@ Instructions = Literal["best", "vectors", "tiles", "model", "avx2", "avx512"]
 or a model of AMX. Of float32: eight lanes of AVX2, sixteen of AVX512, or a model of eight."""
 
 NUMBER_OF: dict[Instructions, int] = {
-    name: number for number, name in enumerate(("best", "vectors", "tiles", "model", "avx2", "avx512"))
+    "best": 0,
+    "vectors": 1,
+    "tiles": 2,
+    "model": 3,
+    "avx2": 4,
+    "avx512": 5,
 }
 """Instructions as operators take them; the order is that of ``torch_operators.h``."""
 

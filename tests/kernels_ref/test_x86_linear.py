@@ -85,8 +85,8 @@ def test_products_with_several_weights_are_those_with_each(
         )
     finally:
         torch.set_num_threads(before)
-    for result, *weight in zip(got, packed, biases, sizes, strict=True):
-        assert torch.equal(result, linear.multiply(x, *weight, counts, instructions))
+    for result, weight, bias, size in zip(got, packed, biases, sizes, strict=True):
+        assert torch.equal(result, linear.multiply(x, weight, bias, size, counts, instructions))
 
 
 @here
