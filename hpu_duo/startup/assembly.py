@@ -32,7 +32,7 @@ from hpu_duo.scheduling import make_policy
 from hpu_duo.startup.blueprint import fix_served_len, request_len
 from hpu_duo.startup.device_side import DeviceSide, Place
 from hpu_duo.startup.heads import check_pattern, latent_note
-from hpu_duo.startup.kv_formats import check_scales, unused_note
+from hpu_duo.startup.kv_formats import check_scales, scales_note, unused_note
 from hpu_duo.startup.sharding import build_led, native_code_built, settle
 
 if TYPE_CHECKING:
@@ -203,6 +203,7 @@ def engine_around(
         *frequencies_note(blueprint.text_config, blueprint.max_len),
         *latent_note(blueprint.layers, blueprint.text_config),
         *unused_note(blueprint.specs, config.cache, blueprint.dtype),
+        *scales_note(blueprint.specs, runner.model.kv_scales, config.cache, config.model.path),
     )
     engine.hf_config = side.hf_config
     engine.pattern, engine.own_pattern = blueprint.pattern, blueprint.own_pattern

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +119,25 @@ def scales_of(
     if INC not in (cache.kv_cache_dtype, cache.ring_dtype):
         found = {number: _scaled(specs[number], pair) for number, pair in found.items()}
     return tuple(None if source is None else found[source] for source in sources)
+
+
+def scales_note(
+    specs: Iterable[LayerSpec], scales: Iterable[object], cache: CacheConfig, path: str | Path
+) -> tuple[str, ...]:
+    """Return a sentence on where constant scales of keys and values are from; nothing where none are used.
+
+    Args:
+        scales: of each layer; None = 1.
+        path: of the checkpoint.
+    """
+    if not any(group.format.takes_scales for spec in specs for group in spec.groups):
+        return ()
+    if all(each is None for each in scales):
+        return ("keys and values in fp8 have a scale of 1: hpu-duo calibrate --kv-scales measures others",)
+    source: object = path if cache.kv_scales is None else cache.kv_scales
+    if INC in (cache.kv_cache_dtype, cache.ring_dtype):
+        source = os.environ.get(VARIABLE)
+    return (f"keys and values in fp8 are divided by the scales of {source}",)
 
 
 def _scaled(spec: LayerSpec, scales: tuple[float, float]) -> tuple[float, float]:

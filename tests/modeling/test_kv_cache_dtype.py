@@ -324,6 +324,7 @@ def test_fp8_ends_at_240_on_a_gaudi_2(tiny: Tiny, name: str, tmp_path: Path) -> 
     largest = float(codes.cpu().view(torch.float8_e4m3fn).float().abs().max())
     assert 120 < largest <= 240
     if given:
+        assert f"keys and values in fp8 are divided by the scales of {tmp_path}" in served.stats().notes
         assert served.engine.runner.model.kv_scales == [pytest.approx([0.028, 0.028])] * 2
         assert served.stats().num_clipped_values >= 0
 
