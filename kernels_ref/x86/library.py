@@ -201,7 +201,7 @@ def _load_operators() -> bool:
 
 def sources() -> Sources:
     """The sources of this CPU's operators, and those of a prebuilt library if this CPU runs it."""
-    has_bytes = "avx512_vbmi" in cpu_flags()
+    has_bytes = "avx512vbmi" in cpu_flags()
     sets = (*_VECTORS, *(_BYTES_IN_TABLES if has_bytes else ()), *(_TILES if has_tiles() else ()))
     mine = _units(lanes(), sets if is_supported() else None)
     # Of the prebuilt library, a CPU may lack whole sets, and not a part of the last one.
