@@ -86,6 +86,13 @@ class ModelConfig:
         ENGINE,
         choices=("auto", "stored", "dequantise"),
     )
+    activations: str = option(
+        "as published",
+        "Inputs of quantised linear layers: as published (rounded to int8 or fp8 where the checkpoint states "
+        "it), or weights (in dtype: only weights are quantised).",
+        ENGINE,
+        choices=("as published", "weights"),
+    )
     attention: str = option("auto", "Attention kernels: auto, reference, sdpa, triton or hpu.", ENGINE)
     softmax: str = option(
         "exact",

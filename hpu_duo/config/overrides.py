@@ -23,6 +23,7 @@ class EngineOverrides(TypedDict, total=False):
     dtype: str | torch.dtype
     quantization: str
     quantization_execution: str
+    activations: str
     attention: str
     softmax: str
     pack_weights: bool | None

@@ -20,9 +20,9 @@ from torch import nn
 from graphs.backends.trace import Call, Value
 from hpu_duo.modeling.attention import LiveRows
 from hpu_duo.modeling.quantised.linear import QuantisedLinear
-from hpu_duo.modeling.quantised.panels import PanelQuantisedLinear
+from hpu_duo.modeling.quantised.panels import Int8PanelLinear, PanelQuantisedLinear, multiplies_int8
 from hpu_duo.modeling.quantised.panels import fits as fits_codes
-from kernels_ref.x86 import library, linear
+from kernels_ref.x86 import int8, library, linear
 from kernels_ref.x86 import linear as panels
 from kernels_ref.x86 import quantised as codes
 
@@ -241,7 +241,7 @@ def pack_linears(
         packed: nn.Module
         rows = None if live is None else live.logits if child is head else live.tokens
         if isinstance(child, QuantisedLinear):
-            packed = PanelQuantisedLinear(child, memory, rows)
+            packed = _kind_of(child)(child, memory, rows)
         elif panels.fits(child.weight, arithmetic):
             packed = PanelLinear(child, memory, rows)
         else:
@@ -252,13 +252,18 @@ def pack_linears(
 
 def _can_pack(child: nn.Module, arithmetic: torch.dtype | None, inputs: torch.dtype) -> bool:
     if isinstance(child, QuantisedLinear):
-        return child.codes.device.type == "cpu" and fits_codes(child.stored, inputs)
+        can = multiplies_int8(child, inputs) if child.activations else fits_codes(child.stored, inputs)
+        return child.codes.device.type == "cpu" and can
     return type(child) is nn.Linear and can_pack(child.weight.dtype, arithmetic)
+
+
+def _kind_of(layer: QuantisedLinear) -> type[PanelQuantisedLinear | Int8PanelLinear]:
+    return PanelQuantisedLinear if layer.activations is None else Int8PanelLinear
 
 
 def _panel_bytes(linear: nn.Module, arithmetic: torch.dtype | None) -> int:
     if isinstance(linear, QuantisedLinear):
-        return HugePages.rounded(PanelQuantisedLinear.num_bytes(linear))
+        return HugePages.rounded(_kind_of(linear).num_bytes(linear))
     assert isinstance(linear, nn.Linear), "others are not packed"
     return PanelLinear.num_bytes(linear) if panels.fits(linear.weight, arithmetic) else 0
 
@@ -348,12 +353,17 @@ def _joint(group: Sequence[Call]) -> Call:
     own = _OWN_ARGUMENTS[name]
     owns = [call.args[place] for place in range(1, own + 1) for call in group]
     results = tuple(result for call in group for result in call.results)
-    operator = (linear if name == linear.NAME else codes).each_operator(len(group))
-    return Call(operator, (x, *owns, *rest[own:]), {}, results, is_one=False)
+    return Call(_EACH[name](len(group)), (x, *owns, *rest[own:]), {}, results, is_one=False)
 
 
-_OWN_ARGUMENTS = {linear.NAME: 3, codes.NAME: 6}
+_OWN_ARGUMENTS = {linear.NAME: 3, codes.NAME: 6, int8.NAME: 5}
 """Operators that have one for several weights, and how many of their arguments each weight has."""
+_EACH = {
+    linear.NAME: linear.each_operator,
+    codes.NAME: codes.each_operator,
+    int8.NAME: int8.each_operator,
+}
+"""What returns the operator for several weights."""
 
 
 _ROTATE = "apply_rotary_pos_emb"

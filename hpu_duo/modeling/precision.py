@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hpu_duo.modeling.loading import resolve_dtype
 from hpu_duo.modeling.packed_linear import PanelLinear, can_pack, is_native
-from hpu_duo.modeling.quantised.panels import PanelQuantisedLinear
+from hpu_duo.modeling.quantised.panels import Int8PanelLinear, PanelQuantisedLinear
 from kernels_ref.native import compiler
 from kernels_ref.x86 import library
 
@@ -129,7 +129,7 @@ def widen(model: PreTrainedModel, arithmetic: torch.dtype) -> None:
     else:  # a family that computes with its table
         stored = None
     for module in model.modules():
-        if module is stored or isinstance(module, PanelLinear | PanelQuantisedLinear):
+        if module is stored or isinstance(module, PanelLinear | PanelQuantisedLinear | Int8PanelLinear):
             continue
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if tensor.is_floating_point() and tensor.dtype.itemsize == 2:

@@ -27,6 +27,7 @@ from hpu_duo.modeling.attention import LiveRows
 from hpu_duo.modeling.packed_linear import can_pack, fuse_modules, leave_files, pack_linears, plain_bytes
 from hpu_duo.modeling.precision import Precision, name_of, widen
 from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.modeling.quantised.execution import PUBLISHED, separate_rounded_inputs
 from hpu_duo.modeling.quantised.hpu import use_operators
 from hpu_duo.modeling.quantised.state import quantised_layers
 from hpu_duo.modeling.row_fusion import arrange
@@ -300,8 +301,9 @@ def _pack(
 ) -> None:
     dtype, device = precision.weights, place.device
     arithmetic = precision.arithmetic if precision.is_mixed else None
+    separate_rounded_inputs(model, config.model, dtype, precision.arithmetic, device)
     if device.type == "hpu":
-        use_operators(model, device)
+        use_operators(model, device, config.model.activations == PUBLISHED)
     wanted = config.model.pack_weights
     possible = device.type == "cpu" and can_pack(dtype, arithmetic)
     if wanted and not possible:

@@ -1,7 +1,8 @@
 """Linear layers of 8-bit or 4-bit codes, read as they are stored: for one row, a batch and a prompt.
 
-Activations are bfloat16, or float32 with the results then float32 too. Products are summed in float32 for each group of inputs, multiplied with the scale
-of the group, and rounded once at the end. Shapes: N outputs, K inputs, G groups of inputs, P panels.
+Activations are bfloat16, or float32 with the results then float32 too. Products are summed in float32 for
+each group of inputs, multiplied with the scale of the group, and rounded once at the end. Shapes: N outputs,
+K inputs, G groups of inputs, P panels.
 """
 
 from __future__ import annotations
@@ -106,11 +107,11 @@ def _registered() -> None:
 def operator() -> Callable[..., torch.Tensor]:
     """The operator that multiplies rows with packed codes, and adds a packed bias.
 
-    Arguments: ``x`` bfloat16 or float32 ``[..., K]``; codes of ``bytes_shape`` (int8 or e4m3) or ``nibbles_shape``;
-    scales of ``pack_table``, float32, bfloat16 or float16; zero points of the same shape, int8, less the
-    middle code (0 of int8, 8 of nibbles), or None; a bias of ``linear.pack_bias``, or None; outputs; inputs
-    of a group, the padded number of all if there is one group; ``live`` as in ``linear.multiply``; and, of
-    float32, a number of ``library.NUMBER_OF``.
+    Arguments: ``x`` bfloat16 or float32 ``[..., K]``; codes of ``bytes_shape`` (int8 or e4m3) or
+    ``nibbles_shape``; scales of ``pack_table``, float32, bfloat16 or float16; zero points of the same shape,
+    int8, less the middle code (0 of int8, 8 of nibbles), or None; a bias of ``linear.pack_bias``, or None;
+    outputs; inputs of a group, the padded number of all if there is one group; ``live`` as in
+    ``linear.multiply``; and, of float32, a number of ``library.NUMBER_OF``.
     Result: ``[..., N]``.
 
     Raises:

@@ -78,7 +78,7 @@ def check(stored: QuantisedWeight, dtype: torch.dtype) -> None:
         expected = x.double() @ weight.t() + bias.double()
         if rows == 7:
             expected[:, 3:] = 0
-        # The sum is rounded once; it is of float32 numbers as large as the products, and zero points' are larger.
+        # The sum is rounded once; it is of float32 numbers as large as the products.
         size = x.double().abs() @ weight.abs().t()
         bound = expected.abs() * UNITS[dtype] + size * 2**-18
         assert bool(((got.double() - expected).abs() <= bound).all()), rows
@@ -91,7 +91,9 @@ def check_lanes(packed: PanelQuantisedLinear, x: torch.Tensor, expected: torch.T
     order = slice(None) if packed.order is None else packed.order
     layout = packed.codes, packed.scales, packed.zeros, packed.bias, packed.out_features, packed.group
     for name in library.variants(torch.float32):
-        assert torch.equal(operator()(x[..., order], *layout, packed.live, library.NUMBER_OF[name]), expected), name
+        assert torch.equal(
+            operator()(x[..., order], *layout, packed.live, library.NUMBER_OF[name]), expected
+        ), name
 
 
 def test_inputs_whose_groups_are_no_neighbours() -> None:

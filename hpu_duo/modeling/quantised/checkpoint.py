@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hpu_duo.modeling.quantised.config import Quantisation, find_quantisation
-from hpu_duo.modeling.quantised.format import FLOATS, Header, LinearFormat, Weight
+from hpu_duo.modeling.quantised.config import Group, Quantisation, find_quantisation
+from hpu_duo.modeling.quantised.format import FLOATS, Activations, Header, LinearFormat, Weight
 from hpu_duo.modeling.quantised.int4 import AWQInt, GPTQInt
 
 _UNUSED = (
@@ -72,12 +72,16 @@ class QuantisedTensor:
         headers: of its tensors, by their ends.
         shape: of the weight.
         dtype: of the weight.
+        activations: rounding of the inputs of its layer.
+        input_scale: their scale in the checkpoint.
     """
 
     format: LinearFormat
     headers: Mapping[str, Header]
     shape: tuple[int, ...]
     dtype: torch.dtype
+    activations: Activations | None = None
+    input_scale: Header | None = None
 
     def read(self) -> Weight:
         """Return the whole weight as it is stored.
@@ -93,6 +97,36 @@ class QuantisedTensor:
             if header.dtype == _E4M3 and _has_nan(tensors[end]):
                 raise header.refused("of finite numbers", "codes of NaN")
         return self.format.read(tensors, self.headers)
+
+    def read_input_scale(self) -> float | None:
+        """Return the scale of all inputs; None where each token has its own.
+
+        Raises:
+            ValueError: the rounding of inputs is not served, or its scale is missing or no positive number.
+        """
+        codes, activations = next(iter(self.headers.values())), self.activations
+        keep = "activations='weights' keeps inputs in the model's dtype"
+        if activations is None:
+            return None
+        if activations.refused is not None:
+            raise codes.refused(
+                "with inputs in int8 or fp8, symmetric, with a scale of each token or of the tensor",
+                f"{activations.refused} ({keep})",
+            )
+        if activations.group is not None and self.shape[-1] % activations.group:
+            raise codes.refused(
+                f"with inputs in whole groups of {activations.group}", f"{self.shape} ({keep})"
+            )
+        if not activations.is_static:
+            return None
+        if self.input_scale is None:
+            raise codes.refused("with input_scale beside it, as inputs are rounded with it", f"none ({keep})")
+        self.input_scale.need_dtype(*FLOATS)
+        self.input_scale.need_shape((), (1,), (1, 1))
+        scale = float(self.input_scale.read())
+        if not 0 < scale < float("inf"):
+            raise self.input_scale.refused("above 0", scale)
+        return scale
 
     def source(self) -> torch.Tensor:
         """Return the whole weight, dequantised."""
@@ -214,13 +248,15 @@ def dequantised(
         if end is None or (end == "weight" and header.dtype in _PLAIN):
             continue
         layer = _without(name, end)
-        encoding = _encoding(found, layer, header, end)
+        group = _group(found, layer, header, end)
+        encoding = group.format
         parts = _parts(encoding, layer, left, header, found)
         shape = _shape(encoding, parts, header, found)
         weight = layer if end.startswith("_") else f"{layer}.weight"
         if weight != name and weight in headers:
             raise header.refused(f"without {weight} beside it", "both")
-        state[weight] = QuantisedTensor(encoding, parts, shape, dtype)
+        scale = left.get(f"{layer}.input_scale")
+        state[weight] = QuantisedTensor(encoding, parts, shape, dtype, group.activations, scale)
     wanted = " or ".join(f"*{_joined('', end)}" for end in sorted(ends))
     _check_rest(left, found, wanted)
     _check_beside(left, state)
@@ -245,16 +281,16 @@ def _end_of(name: str, ends: Iterable[str]) -> str | None:
     return next((end for end in ends if name.endswith(_joined("", end))), None)
 
 
-def _encoding(found: Quantisation, layer: str, header: Header, end: str) -> LinearFormat:
+def _group(found: Quantisation, layer: str, header: Header, end: str) -> Group:
     if found.is_ignored(layer):
         raise header.refused(f"to be a plain weight, as the {found.where} says", f"{header.dtype} codes")
-    encoding = found.format_of(layer)
-    if encoding is None:
+    group = found.group_of(layer)
+    if group is None:
         raise header.refused(f"to be of a group in the {found.where}", "a layer that no target names")
-    codes = next(iter(encoding.leaves))
+    codes = next(iter(group.format.leaves))
     if codes != end:
         raise header.refused(f"to be {_joined(layer, codes)}, as the {found.where} says", header.name)
-    return encoding
+    return group
 
 
 def _parts(

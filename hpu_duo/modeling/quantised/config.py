@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from hpu_duo.modeling.quantised.format import LinearFormat
+from hpu_duo.modeling.quantised.format import Activations, LinearFormat
 from hpu_duo.modeling.quantised.fp8 import Fp8
 from hpu_duo.modeling.quantised.int4 import BITS, AWQInt, GPTQInt, PackedInt
 from hpu_duo.modeling.quantised.int8 import Int8
@@ -53,10 +53,12 @@ class Group:
     Attributes:
         targets: names, patterns after "re:", or classes of layers.
         format: the encoding.
+        activations: rounding of the inputs; None = they are not rounded.
     """
 
     targets: tuple[str, ...]
     format: LinearFormat
+    activations: Activations | None = None
 
 
 @dataclass(frozen=True)
@@ -79,15 +81,15 @@ class Quantisation:
         """Whether the configuration says that a layer has plain weights."""
         return any(_matches(pattern, layer) for pattern in self.ignored)
 
-    def format_of(self, layer: str) -> LinearFormat | None:
-        """Return the encoding of a layer; None where the configuration names none.
+    def group_of(self, layer: str) -> Group | None:
+        """Return the group of a layer; None where the configuration names none.
 
         Names and patterns come before classes.
         """
         for group in self.groups:
             if any(_is_named(target, layer) for target in group.targets):
-                return group.format
-        return next((group.format for group in self.groups if "Linear" in group.targets), None)
+                return group
+        return next((group for group in self.groups if "Linear" in group.targets), None)
 
 
 def _is_named(target: str, layer: str) -> bool:
@@ -228,15 +230,27 @@ def _check_pattern(fields: _Fields, name: str, pattern: str) -> None:
             raise fields.refused(name, "regular expressions after 're:'", pattern) from error
 
 
-def _alone(fields: _Fields, method: str, encoding: LinearFormat, *ignored: str) -> Quantisation:
-    return Quantisation(method, fields.where, (Group(("Linear",), encoding),), fields.texts(*ignored))
+def _alone(
+    fields: _Fields,
+    method: str,
+    encoding: LinearFormat,
+    *ignored: str,
+    activations: Activations | None = None,
+) -> Quantisation:
+    group = Group(("Linear",), encoding, activations)
+    return Quantisation(method, fields.where, (group,), fields.texts(*ignored))
 
 
 def _read_fp8(fields: _Fields) -> Quantisation:
     fields.one_of("fmt", ("e4m3",), "e4m3")
     block = _block(fields, "weight_block_size")
     encoding = Fp8("tensor" if block is None else None, block)
-    return _alone(fields, "fp8", encoding, "modules_to_not_convert", "ignored_layers")
+    activations = None
+    if fields.get("activation_scheme") is not None:
+        is_static = fields.one_of("activation_scheme", ("static", "dynamic")) == "static"
+        activations = Activations("fp8", is_static, None if block is None or is_static else block[1])
+    ignored = "modules_to_not_convert", "ignored_layers"
+    return _alone(fields, "fp8", encoding, *ignored, activations=activations)
 
 
 def _block(fields: _Fields, name: str) -> tuple[int, int] | None:
@@ -288,7 +302,8 @@ def _read_modelopt(fields: _Fields) -> Quantisation:
     if fields.get("quantization") is not None:
         fields = fields.part("quantization")
     fields.one_of("quant_algo", ("FP8",))
-    return _alone(fields, "modelopt", Fp8("tensor"), "exclude_modules", "ignore")
+    activations = Activations("fp8", is_static=True)
+    return _alone(fields, "modelopt", Fp8("tensor"), "exclude_modules", "ignore", activations=activations)
 
 
 def _read_mxfp4(fields: _Fields) -> Quantisation:
@@ -314,7 +329,26 @@ def _compressed_group(fields: _Fields, group: _Fields) -> Group:
         raise group.refused("format", ", ".join(_COMPRESSED), f"{kind}: {_FORMATS_REFUSED[kind]}")
     if not isinstance(kind, str) or kind not in _COMPRESSED:
         raise group.refused("format", ", ".join(_COMPRESSED), kind)
-    weights = group.part("weights")
+    return Group(targets, _compressed_format(group.part("weights"), kind), _compressed_activations(group))
+
+
+def _compressed_activations(group: _Fields) -> Activations | None:
+    if group.get("input_activations") is None:
+        return None
+    inputs = group.part("input_activations")
+    number, strategy, dynamic = inputs.get("type"), inputs.get("strategy"), inputs.get("dynamic")
+    size, is_dynamic = inputs.get("group_size"), dynamic is True
+    is_grouped = strategy == "group" and is_dynamic and type(size) is int and size > 0
+    is_known = inputs.get("num_bits") == 8 and number in ("int", "float") and dynamic in (True, False, None)
+    is_plain = strategy == ("token" if is_dynamic else "tensor")
+    is_served = is_known and inputs.get("symmetric") is not False and (is_plain or is_grouped)
+    words = None if is_served else ", ".join(f"{name}: {value}" for name, value in inputs.values.items())
+    return Activations(
+        "int8" if number == "int" else "fp8", not is_dynamic, size if is_grouped else None, words
+    )
+
+
+def _compressed_format(weights: _Fields, kind: str) -> LinearFormat:
     number = weights.one_of("type", _COMPRESSED[kind])
     strategy = weights.get("strategy")
     is_symmetric = weights.flag("symmetric", True)
@@ -323,18 +357,18 @@ def _compressed_group(fields: _Fields, group: _Fields) -> Group:
         size = weights.size("group_size") if strategy == "group" else None
         order = weights.one_of("actorder", (*_SORTED, *_MIXED), False)
         is_sorted = strategy != "group" or order in _SORTED
-        return Group(targets, PackedInt(_bits(weights, "num_bits"), size, is_symmetric, is_sorted))
+        return PackedInt(_bits(weights, "num_bits"), size, is_symmetric, is_sorted)
     weights.one_of("num_bits", (8,))
     if number == "int":
-        return Group(targets, Int8(weights.one_of("strategy", ("tensor", "channel")), is_symmetric))
+        return Int8(weights.one_of("strategy", ("tensor", "channel")), is_symmetric)
     weights.one_of("symmetric", (True,), True)
     weights.one_of("strategy", ("tensor", "channel", "block"))
     if strategy != "block":
-        return Group(targets, Fp8(strategy))
+        return Fp8(strategy)
     block = _block(weights, "block_structure")
     if block is None:
         raise weights.refused("block_structure", "two sizes, since strategy is block", None)
-    return Group(targets, Fp8(None, block))
+    return Fp8(None, block)
 
 
 _SORTED, _MIXED = (False, "weight", "static"), (True, "group", "dynamic")

@@ -7,29 +7,34 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from hpu_duo.config.engine import ModelConfig
 from hpu_duo.modeling.quantised import hpu, panels
+from hpu_duo.modeling.quantised.activations import separate_inputs
 from hpu_duo.modeling.quantised.checkpoint import quantisation_of
 from hpu_duo.modeling.quantised.config import METHODS
 from hpu_duo.modeling.quantised.inc import METHOD as INC
 from hpu_duo.modeling.quantised.inc import IncScales, quant_config, read_inc
-from hpu_duo.modeling.quantised.linear import DEQUANTISED, Keeps, WeightExecution
+from hpu_duo.modeling.quantised.linear import DEQUANTISED, Keeps, QuantisedLinear, WeightExecution
+from hpu_duo.modeling.quantised.panels import multiplies_int8
 from hpu_duo.modeling.quantised.rounding import FORMATS
 from kernels_ref.x86.library import is_available
 
 AUTO, STORED, DEQUANTISE = "auto", "stored", "dequantise"
+PUBLISHED = "as published"
 
 
-def kernel_for(device: torch.device, dtype: torch.dtype) -> Keeps | None:
+def kernel_for(device: torch.device, dtype: torch.dtype, may_round: bool = True) -> Keeps | None:
     """Return which weights a kernel of a device reads as codes; None where there is no such kernel.
 
     Args:
         device: where the model runs.
         dtype: of activations.
+        may_round: whether a kernel may round them to a smaller format.
     """
     if device.type == "hpu" and dtype == torch.bfloat16:
-        return partial(hpu.fits, device=device)
+        return partial(hpu.fits, device=device, may_round=may_round)
     if device.type == "cpu" and is_available(dtype):
         return partial(panels.fits, dtype=dtype)
     return None
@@ -49,15 +54,47 @@ def choose_execution(model: ModelConfig, dtype: torch.dtype, device: torch.devic
     execution, rounding = model.quantization_execution, rounding_of(model.path, model.quantization)
     found = quantisation_of(model.path)
     scales = inc_scales("quantization 'inc'", device) if rounding == INC else None
-    plain = WeightExecution(rounding=rounding, scales=scales)
+    rounds = (
+        model.activations == PUBLISHED
+        and found is not None
+        and any(group.activations is not None for group in found.groups)
+    )
+    plain = WeightExecution(rounding=rounding, scales=scales, rounds_inputs=rounds)
     if execution == DEQUANTISE or (found is None and rounding is None):
         return plain
     if execution == STORED:
         return replace(plain, keeps=_always)
     # Unpacked weights are read by no kernel.
     is_packed = device.type != "cpu" or model.pack_weights is not False
-    keeps = kernel_for(device, dtype) if is_packed else None
+    keeps = kernel_for(device, dtype, model.activations == PUBLISHED) if is_packed else None
     return plain if keeps is None else replace(plain, keeps=keeps)
+
+
+def separate_rounded_inputs(
+    model: nn.Module, config: ModelConfig, weights: torch.dtype, arithmetic: torch.dtype, device: torch.device
+) -> None:
+    """Replace layers whose inputs are rounded, and of which no kernel does both, in place.
+
+    Args:
+        model: on the host still, as it was loaded.
+        config: of the checkpoint.
+        weights: dtype of plain weights.
+        arithmetic: dtype of activations.
+        device: where the model will run.
+    """
+    execution = choose_execution(config, arithmetic, device)
+
+    def is_whole(layer: QuantisedLinear) -> bool:
+        if config.quantization_execution == DEQUANTISE:
+            return False
+        if device.type == "hpu":
+            is_fp8 = layer.activations is not None and layer.activations.kind == "fp8"
+            return is_fp8 and hpu.fits(layer.stored, device)
+        is_packed = device.type == "cpu" and config.pack_weights is not False
+        return is_packed and multiplies_int8(layer, arithmetic)
+
+    if execution.rounds_inputs:
+        separate_inputs(model, is_whole, execution.keeps, weights)
 
 
 def inc_scales(setting: str, device: torch.device) -> IncScales:
@@ -117,6 +154,9 @@ def execution_note(path: str | Path, execution: WeightExecution) -> tuple[str, .
     )
     if execution.scales is not None:
         what = f"linear layers, rounded to fp8 at load by the scales of {execution.scales.file},"
+    inputs = ", with inputs rounded as the checkpoint states" if execution.rounds_inputs else ""
     if execution.keeps is DEQUANTISED.keeps:
-        return (f"{what} are dequantised at load: they have the size of plain ones",)
-    return (f"{what} stay codes where a kernel reads them; stats().resolved has their format and bytes",)
+        return (f"{what} are dequantised at load: they have the size of plain ones{inputs}",)
+    return (
+        f"{what} stay codes where a kernel reads them; stats().resolved has their format and bytes{inputs}",
+    )

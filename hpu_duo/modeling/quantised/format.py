@@ -79,6 +79,24 @@ class Header:
         return ValueError(f"expected {self.name} {expected}, got {got} in {self.file}")
 
 
+@dataclass(frozen=True)
+class Activations:
+    """Rounding of the inputs of a linear layer, as a checkpoint states it.
+
+    Attributes:
+        kind: "int8" or "fp8" (e4m3), symmetric.
+        is_static: whether one scale of all inputs is in the checkpoint, as ``input_scale``; otherwise each
+            token has its own.
+        group: inputs of a token that share a scale; None = all of them.
+        refused: the rounding in the words of the checkpoint, if it is not served.
+    """
+
+    kind: str
+    is_static: bool = False
+    group: int | None = None
+    refused: str | None = None
+
+
 class Weight(Protocol):
     """A weight of codes in memory."""
 

@@ -22,13 +22,17 @@ KERNEL = "HPU operators"
 _LEAST = 1e-8
 
 
-def fits(stored: QuantisedWeight, device: torch.device) -> bool:
+def fits(stored: QuantisedWeight, device: torch.device, may_round: bool = True) -> bool:
     """Whether an operator of the device reads a weight, and has passed a trial.
 
     Args:
         stored: 4 bits in groups of neighbours, or fp8 with a scale of each output or of the tensor.
         device: an HPU.
+        may_round: whether the operator may round inputs to fp8.
     """
+    inputs = stored.activations
+    if inputs is not None and (inputs.kind != "fp8" or inputs.group is not None):
+        return False
     if stored.bits == NIBBLE:
         # Inputs and outputs are counted in whole groups and words.
         is_whole = stored.shape[1] % stored.block[1] == 0 and stored.shape[0] % _WORD == 0
@@ -36,7 +40,7 @@ def fits(stored: QuantisedWeight, device: torch.device) -> bool:
         return is_whole and is_plain and _passes(HPUInt4Linear, device, False)
     is_fp8 = stored.codes.dtype == torch.float8_e4m3fn
     has_scales = stored.scales.numel() in (1, stored.shape[0]) and stored.scales.shape[1] == 1
-    return is_fp8 and has_scales and _passes(HPUFp8Linear, device, is_gaudi2(device))
+    return may_round and is_fp8 and has_scales and _passes(HPUFp8Linear, device, is_gaudi2(device))
 
 
 def is_gaudi2(device: torch.device) -> bool:
@@ -106,6 +110,8 @@ class HPUFp8Linear(nn.Module):
         if stored.largest > self.largest:
             stored = stored.halved()
         self.in_features, self.out_features, self.label = layer.in_features, layer.out_features, stored.label
+        if stored.activations is not None and is_narrow:
+            self.largest = FP8_MAX / 2  # the codes of the wider format, halved
         scale = None if stored.input_scale is None else torch.tensor([stored.input_scale])
         self.register_buffer("input_scale", scale, persistent=False)
         self.register_buffer("input_inverse", None if scale is None else 1 / scale, persistent=False)
@@ -128,18 +134,19 @@ class HPUFp8Linear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def use_operators(model: nn.Module, device: torch.device) -> int:
+def use_operators(model: nn.Module, device: torch.device, may_round: bool = True) -> int:
     """Replace the layers of codes that operators read, in place; returns their number.
 
     Args:
         model: on the host still.
         device: it will run on, an HPU.
+        may_round: whether operators may round inputs to fp8.
     """
     targets = [
         (module, name)
         for module in model.modules()
         for name, child in module.named_children()
-        if isinstance(child, QuantisedLinear) and fits(child.stored, device)
+        if isinstance(child, QuantisedLinear) and fits(child.stored, device, may_round)
     ]
     for module, name in targets:
         child = getattr(module, name)

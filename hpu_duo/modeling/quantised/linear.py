@@ -4,19 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
+from hpu_duo.modeling.quantised.format import Activations
 from hpu_duo.modeling.quantised.inc import IncScales
-from hpu_duo.modeling.quantised.weight import QuantisedWeight
+from hpu_duo.modeling.quantised.weight import FP8_MAX, QuantisedWeight
+
+_CODES = MappingProxyType({"int8": (-128.0, 127.0), "fp8": (-FP8_MAX, FP8_MAX)})
+"""The least and the largest code of inputs."""
+_LEAST = 2.0**-100
+"""What stands for the largest size of a smaller token, so that zeros have a scale."""
+
+
+def round_inputs(x: torch.Tensor, activations: Activations, scale: torch.Tensor | None) -> torch.Tensor:
+    """Round inputs ``[..., K]``: ``x / scale`` to the nearest code, half a step to even, times ``scale``.
+
+    Computed in float32, with a result in the dtype of ``x``.
+
+    Args:
+        activations: number format and size of groups.
+        scale: of all inputs, one element; None = the largest size of each token, or group, over the largest
+            code.
+    """
+    (least, most), group = _CODES[activations.kind], activations.group
+    wide = x.float() if group is None else x.float().unflatten(-1, (-1, group))
+    if scale is None:
+        scale = wide.abs().amax(dim=-1, keepdim=True).clamp(min=_LEAST) / most
+    codes = wide / scale
+    if activations.kind == "int8":
+        codes = codes.round().clamp(least, most)
+    else:
+        codes = codes.clamp(least, most).to(torch.float8_e4m3fn).float()
+    return (codes * scale).to(x.dtype).view(x.shape)
 
 
 class QuantisedLinear(nn.Module):
     """``nn.Linear`` with a quantised weight, which is dequantised to the dtype of the inputs at each use.
 
     This is the reference of kernels that read codes. It takes the memory of the codes, and of one plain
-    weight while it runs. Inputs with a constant scale are rounded to fp8 first.
+    weight while it runs. Inputs with a constant scale are rounded to fp8 first, and
+    inputs that the checkpoint says to round are.
 
     Args:
         in_features, out_features: sizes of inputs and outputs.
@@ -56,7 +86,7 @@ class QuantisedLinear(nn.Module):
         self.register_buffer("group_of", stored.group_of, persistent=False)
         scale = stored.input_scale
         self.register_buffer("input_scale", None if scale is None else torch.tensor(scale), persistent=False)
-        self.largest = stored.largest
+        self.largest, self.activations = stored.largest, stored.activations
 
     @property
     def stored(self) -> QuantisedWeight:
@@ -65,7 +95,7 @@ class QuantisedLinear(nn.Module):
         shape, scale = (self.out_features, self.in_features), self.input_scale
         return QuantisedWeight(
             *(self.codes, self.scales, shape, self.block, zeros, self.bits, self.group_of),
-            *(None if scale is None else float(scale), self.largest),
+            *(None if scale is None else float(scale), self.largest, self.activations),
         )
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
@@ -79,7 +109,9 @@ class QuantisedLinear(nn.Module):
             self.bias.data = self.bias.data[index.to(self.bias.device)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.input_scale is not None:
+        if self.activations is not None:
+            x = round_inputs(x, self.activations, self.input_scale)
+        elif self.input_scale is not None:
             codes = (x.float() / self.input_scale).clamp(-self.largest, self.largest)
             x = (codes.to(torch.float8_e4m3fn).float() * self.input_scale).to(x.dtype)
         return nn.functional.linear(x, self.dequantised(x.dtype), self.bias)
@@ -117,11 +149,13 @@ class WeightExecution:
         rounding: format that plain weights of linear layers are rounded to, a name of
             ``hpu_duo.modeling.quantised.rounding.FORMATS``, or "inc"; None = they stay plain.
         scales: of weights and inputs, for "inc".
+        rounds_inputs: whether inputs are rounded where the checkpoint says so.
     """
 
     keeps: Keeps = _never
     rounding: str | None = None
     scales: IncScales | None = None
+    rounds_inputs: bool = False
 
 
 DEQUANTISED = WeightExecution()

@@ -14,6 +14,7 @@ from hpu_duo.modeling.quantised.hpu import KERNEL as HPU_KERNEL
 from hpu_duo.modeling.quantised.hpu import HPUFp8Linear, HPUInt4Linear
 from hpu_duo.modeling.quantised.linear import QuantisedLinear
 from hpu_duo.modeling.quantised.weight import NIBBLE, QuantisedWeight, unpack_nibbles
+from kernels_ref.x86 import int8
 from kernels_ref.x86 import quantised as kernel
 from kernels_ref.x86.linear import pack_bias
 
@@ -85,7 +86,9 @@ class PanelQuantisedLinear(nn.Module):
         shape, dtype = _layout(layer.stored)
         return math.prod(shape) * dtype.itemsize
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PanelQuantisedLinear:
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> PanelQuantisedLinear:
         """Leave the buffers as they are, whatever the dtype of their inputs."""
         return self
 
@@ -148,7 +151,73 @@ def _by_output(table: torch.Tensor, stored: QuantisedWeight) -> torch.Tensor:
     return table if rows == 1 else table.repeat_interleave(rows, 0)[:num_outputs]
 
 
-LAYERS_OF_CODES = (QuantisedLinear, PanelQuantisedLinear, HPUInt4Linear, HPUFp8Linear)
+def multiplies_int8(layer: QuantisedLinear, dtype: torch.dtype) -> bool:
+    """Whether our kernel multiplies the codes of a layer with inputs of a dtype that it rounds to int8."""
+    stored, inputs = layer.stored, layer.activations
+    if inputs is None or inputs.kind != "int8" or inputs.group is not None:
+        return False
+    is_plain = stored.scales.shape[1] == 1 and stored.group_of is None
+    has_zeros = isinstance(stored.zeros, torch.Tensor) or stored.zeros != 0
+    return (
+        is_plain and not has_zeros and stored.codes.dtype == torch.int8 and int8.fits(dtype, stored.shape[1])
+    )
+
+
+class Int8PanelLinear(nn.Module):
+    """A ``QuantisedLinear`` of int8 with inputs of int8: products and sums are of integers, and exact.
+
+    Args:
+        layer: see ``multiplies_int8``.
+        memory: receives the panels; see ``num_bytes``.
+        live: as of ``PanelLinear``.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    sums: torch.Tensor
+    bias: torch.Tensor | None
+    input_scale: torch.Tensor | None
+    live: torch.Tensor | None
+
+    def __init__(self, layer: QuantisedLinear, memory: Arena, live: torch.Tensor | None) -> None:
+        super().__init__()
+        stored, bias = layer.stored, layer.bias
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.label = f"{stored.label}, inputs of int8"
+        codes = memory.take(int8.packed_shape(*stored.shape), torch.int8)
+        int8.pack(stored.codes, codes)
+        for name, tensor in (
+            ("codes", codes),
+            ("scales", pack_bias(_by_output(stored.scales, stored)[:, 0])),
+            ("sums", int8.pack_sums(stored.codes)),
+            ("bias", None if bias is None else pack_bias(bias.detach())),
+            ("input_scale", None if layer.input_scale is None else layer.input_scale.float()),
+            ("live", live),
+        ):
+            self.register_buffer(name, tensor, persistent=False)
+        self._operator = int8.operator()
+
+    @staticmethod
+    def num_bytes(layer: QuantisedLinear) -> int:
+        """Bytes of the packed codes."""
+        return math.prod(int8.packed_shape(*layer.stored.shape))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Int8PanelLinear:
+        """Leave the buffers as they are, whatever the dtype of their inputs."""
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Only [1, tokens, features] has the tokens of the step in their order.
+        live = self.live if x.dim() == 3 and x.shape[0] == 1 else None
+        return self._operator(
+            x, self.codes, self.scales, self.sums, self.bias, self.out_features, self.input_scale, live
+        )
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.label}, in panels"
+
+
+LAYERS_OF_CODES = (QuantisedLinear, PanelQuantisedLinear, Int8PanelLinear, HPUInt4Linear, HPUFp8Linear)
 """Classes of layers whose weights stay codes."""
 
 
@@ -160,7 +229,7 @@ def weights_of(model: nn.Module) -> tuple[str, int]:
     """
     found: Counter[str] = Counter()
     for module in model.modules():
-        if isinstance(module, PanelQuantisedLinear):
+        if isinstance(module, PanelQuantisedLinear | Int8PanelLinear):
             found[f"{module.label} ({KERNEL})"] += 1
         elif isinstance(module, HPUInt4Linear | HPUFp8Linear):
             found[f"{module.label} ({HPU_KERNEL})"] += 1

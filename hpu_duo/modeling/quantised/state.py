@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -28,12 +28,14 @@ class StoredCodes:
         rounding: format that a plain one is rounded to, or scales that it is rounded by.
         dtype: of a rounded one before, and of scales that are computed.
         part: the dimension and the outputs or inputs of a rank's part; None for all.
+        rounds_inputs: whether the weight has the rounding of its inputs, if it is known.
     """
 
     stored: StoredTensor
     rounding: str | LinearScales | None
     dtype: torch.dtype
     part: tuple[int, torch.Tensor] | None = None
+    rounds_inputs: bool = False
 
     def read(self) -> QuantisedWeight:
         """Return the weight.
@@ -44,6 +46,9 @@ class StoredCodes:
         if isinstance(self.stored, QuantisedTensor):
             weight = self.stored.read()
             assert isinstance(weight, QuantisedWeight), "linear layers have two dimensions"
+            if self.rounds_inputs:
+                scale = self.stored.read_input_scale()
+                weight = replace(weight, activations=self.stored.activations, input_scale=scale)
         else:
             assert self.rounding is not None, "a plain weight is rounded to codes"
             try:
@@ -93,7 +98,7 @@ def codes_in(
     for name, linear in linears.items():
         stored = state.get(name)
         if isinstance(stored, QuantisedTensor):
-            found[name] = StoredCodes(stored, None, dtype)
+            found[name] = StoredCodes(stored, None, dtype, rounds_inputs=execution.rounds_inputs)
         elif execution.scales is not None:
             scales = execution.scales.linear(name.removesuffix(".weight"))
             if scales is not None and stored is not None and stored.dtype in FLOATS:
@@ -129,7 +134,8 @@ def fill(
                 "the weights do not fit the configuration: expected "
                 f"{name} of shape {[layer.out_features, layer.in_features]}, got {list(stored.shape)}"
             )
-        if execution.keeps(stored):
+        # Inputs are separated from plain weights later.
+        if execution.keeps(stored) or stored.activations is not None:
             layer.fill(stored)
         else:
             setattr(parent, leaf, layer.plain(stored, dtype))

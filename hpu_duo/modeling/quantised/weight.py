@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hpu_duo.modeling.quantised.format import in_slabs
+from hpu_duo.modeling.quantised.format import Activations, in_slabs
 
 NIBBLE = 4
 """Bits of the smaller codes: two of them are in a byte, the first in its lower half."""
@@ -34,6 +34,7 @@ class QuantisedWeight:
         input_scale: constant that inputs are divided by before they are rounded to fp8, where a product of
             the device takes them so; None = there is none.
         largest: fp8 number that codes may be.
+        activations: rounding of the inputs that the checkpoint states; a static one is by ``input_scale``.
     """
 
     codes: torch.Tensor
@@ -45,6 +46,7 @@ class QuantisedWeight:
     group_of: torch.Tensor | None = None
     input_scale: float | None = None
     largest: float = FP8_MAX
+    activations: Activations | None = None
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -99,8 +101,17 @@ class QuantisedWeight:
         """Return a weight of some of the outputs (``dim`` 0) or inputs (1), in the order of ``index``.
 
         Codes move unchanged. Inputs that are no whole groups then have an index of their groups.
+
+        Raises:
+            ValueError: inputs are rounded in groups, which are not whole then.
         """
         index = index.to(self.codes.device)
+        group = None if self.activations is None else self.activations.group
+        if dim == 1 and group is not None and not _are_whole(index // group, group):
+            raise ValueError(
+                f"expected inputs that are moved or cut by whole groups of {group}, which share a scale: "
+                "activations='weights' keeps them in the model's dtype"
+            )
         return self._of_outputs(index) if dim == 0 else self._of_inputs(index)
 
     def _of_outputs(self, index: torch.Tensor) -> QuantisedWeight:
@@ -142,7 +153,10 @@ class QuantisedWeight:
         Exact but for odd codes below 2^-5, which are rounded to even.
         """
         codes = (self.codes.float() * 0.5).to(self.codes.dtype)
-        return replace(self, codes=codes, scales=self.scales * 2, largest=self.largest / 2)
+        inputs = None if self.input_scale is None else self.input_scale * 2
+        return replace(
+            self, codes=codes, scales=self.scales * 2, input_scale=inputs, largest=self.largest / 2
+        )
 
 
 def _are_whole(blocks: torch.Tensor, size: int) -> bool:
