@@ -40,6 +40,8 @@ class StepLimits:
         uses_token_classes: steps have the classes of new tokens, for heads that prefer to store some classes.
         caches_prefixes: requests reuse what earlier ones with the same prefix have computed.
         num_snapshots: further ring rows, for snapshots of cached prefixes.
+        num_staged_blocks, num_staged_rows: the last blocks, and the last snapshots, which are reserved for
+            transfers between device and host.
         max_block_moves: most blocks that are moved before a step, so that the slice of the unique part has no
             idle blocks.
         chunk_grid: grid of positions at which chunks of a prompt end, because what heads store depends on
@@ -70,6 +72,8 @@ class StepLimits:
     can_rewind: bool = True
     caches_prefixes: bool = False
     num_snapshots: int = 0
+    num_staged_blocks: int = 0
+    num_staged_rows: int = 0
     max_block_moves: int = 0
     chunk_grid: int = 0
     last_chunk: int = 0

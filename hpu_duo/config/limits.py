@@ -112,6 +112,9 @@ class CacheConfig:
         calculate_kv_scales: vLLM's name of what is refused.
         kv_scales: directory with constants that keys and values are divided by before they are rounded to
             fp8; None = those of the checkpoint, else 1. Those of fp8_inc are in files of ``QUANT_CONFIG``.
+        kv_offloading_size: GiB of all ranks together, as in vLLM; see ``hpu_duo.kv.tiers``.
+        kv_offloading_backend: vLLM's name; "native" is the only one.
+        kv_offloading_write_policy: a ``hpu_duo.kv.tiers.policy.WritePolicy``.
         ring_dtype: format in which rings, and heads with a budget, keep keys and values: a name like that of
             ``kv_cache_dtype``.
         device_memory_utilization: vLLM's ``gpu_memory_utilization``; see ``hpu_duo.config.limits``.
@@ -217,6 +220,28 @@ class CacheConfig:
         metavar="FORMAT",
     )
 
+    kv_offloading_size: float | None = option(
+        None,
+        "GiB of host memory for what the prefix cache evicts; see docs/offload.md.",
+        LIMITS,
+        metavar="GIB",
+        unset="none",
+    )
+    kv_offloading_backend: str = option("native", "What offloads: native.", LIMITS)
+    kv_offloading_write_policy: str = option(
+        "write_back",
+        "When a block is copied to the host: as it is evicted (write_back), cached (write_through), or used "
+        "a second time (write_through_selective).",
+        LIMITS,
+        choices=("write_back", "write_through", "write_through_selective"),
+    )
+    kv_offloading_blocks_per_step: int | None = option(
+        None,
+        "Most blocks that a step copies to the host, and as many from there.",
+        LIMITS,
+        unset="as many as a step fills",
+    )
+
     def __post_init__(self) -> None:
         check_at_least("block_size", self.block_size, 1)
         if self.num_blocks is not None and self.kv_cache_bytes is not None:
@@ -237,6 +262,7 @@ class CacheConfig:
         check_utilization(self.device_memory_utilization)
         self._check_formats()
         self._check_budget()
+        self._check_offloading()
 
     def _check_formats(self) -> None:
         check_bool("calculate_kv_scales", self.calculate_kv_scales)
@@ -277,6 +303,31 @@ class CacheConfig:
                 f"kv_cache_dtype_skip_layers={list(named)} needs a kv_cache_dtype or ring_dtype, got 'auto'"
             )
         object.__setattr__(self, "kv_cache_dtype_skip_layers", tuple(map(str, named)))
+
+    def _check_offloading(self) -> None:
+        if self.kv_offloading_backend != "native":
+            is_lmcache = self.kv_offloading_backend == "lmcache"
+            reason = ": LMCache stores no rings of streaming heads" if is_lmcache else ""
+            raise ValueError(
+                f"expected kv_offloading_backend 'native', got {self.kv_offloading_backend!r}{reason}"
+            )
+        if self.kv_offloading_blocks_per_step is not None:
+            check_at_least("kv_offloading_blocks_per_step", self.kv_offloading_blocks_per_step, 1)
+        if self.kv_offloading_size is None:
+            default = type(self).__dataclass_fields__
+            for name in ("kv_offloading_write_policy", "kv_offloading_blocks_per_step"):
+                if getattr(self, name) != default[name].default:
+                    raise ValueError(f"{name}={getattr(self, name)!r} needs kv_offloading_size, got None")
+            return
+        if isinstance(self.kv_offloading_size, bool) or not self.kv_offloading_size > 0:
+            raise ValueError(
+                f"expected kv_offloading_size to be GiB above 0 or None, got {self.kv_offloading_size!r}"
+            )
+        if not self.enable_prefix_caching:
+            raise ValueError(
+                f"kv_offloading_size={self.kv_offloading_size} needs enable_prefix_caching=True: what the "
+                "prefix cache evicts is offloaded"
+            )
 
     def _check_budget(self) -> None:
         if (self.kv_policy is None) is not (self.kv_budget is None):

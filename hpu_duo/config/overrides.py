@@ -54,6 +54,10 @@ class EngineOverrides(TypedDict, total=False):
     calculate_kv_scales: bool
     kv_scales: str | Path | None
     ring_dtype: str
+    kv_offloading_size: float | None
+    kv_offloading_backend: str
+    kv_offloading_write_policy: str
+    kv_offloading_blocks_per_step: int | None
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -93,6 +93,7 @@ class StepGeometry:
         null_block, null_row: block and ring row that padding reads and writes.
         max_chunk_rows: rings gathered for prompt rows with context (C).
         decode_len: most new tokens of a decode row (M) in any step.
+        num_staged: most blocks, and rows, that transfers between device and host copy in a step.
         max_block_moves, uses_rows, uses_block_positions, num_regions, uses_token_classes, draft_lens: see
             ``StepLimits``; without rows, prompt rows gather no rings, and there may be more of them than C.
             With regions, prompt rows are in the order of these.
@@ -111,6 +112,7 @@ class StepGeometry:
     uses_token_classes: bool = False
     draft_lens: tuple[int, ...] = ()
     num_tails: int | None = None
+    num_staged: int = 0
 
     @classmethod
     def of(cls, limits: StepLimits) -> StepGeometry:
@@ -127,6 +129,7 @@ class StepGeometry:
             limits.num_regions,
             limits.uses_token_classes,
             limits.draft_lens,
+            num_staged=max(limits.num_staged_blocks, limits.num_staged_rows),
         )
 
     @property

@@ -18,7 +18,7 @@ from hpu_duo.device import DeviceRuntime
 from hpu_duo.device.ranks import WorkerRanks
 from hpu_duo.engine.batch import StepGeometry
 from hpu_duo.engine.compile_watch import CacheSource, CompileWatch, Counts
-from hpu_duo.engine.orders import Capture, Exchange, Execute, FinishWarmUp, Order, SetTable, Touch
+from hpu_duo.engine.orders import Capture, CarryOut, Exchange, Execute, FinishWarmUp, Order, SetTable, Touch
 from hpu_duo.engine.step_input import (
     BLOCK_COPIES,
     ROW_COPIES,
@@ -31,10 +31,12 @@ from hpu_duo.engine.step_input import (
 )
 from hpu_duo.kv.pool import copy_sizes
 from hpu_duo.kv.store import KVStore
+from hpu_duo.kv.tiers.link import Link
 from hpu_duo.modeling.step_model import StepModel, run_layer
 from hpu_duo.not_picklable import NotPicklable
 from hpu_duo.parallel import Exchanged, SpreadLogits, StepExchanges
 from hpu_duo.sampling import SampledTokens, SamplingBatch, SamplingRoute, TokenLogprobs, sample, static_routes
+from hpu_duo.sampling.sampler import packed, unpacked
 from kernels_ref import Step, StepParts, StepTensors, prepare_step
 from kernels_ref.loops import RegionOf, in_regions
 from kernels_ref.units import index_dtype
@@ -155,6 +157,7 @@ class Executor(NotPicklable):
             one.
         exchanges: of a step with other ranks; None without other ranks.
         drafts: runs the drafts of messages; None without a model that drafts.
+        link: to records in host memory; None without a tier there.
 
     Attributes:
         watch: counts what is compiled.
@@ -178,8 +181,9 @@ class Executor(NotPicklable):
         followers: WorkerRanks | None = None,
         exchanges: StepExchanges | None = None,
         drafts: RunsDrafts | None = None,
+        link: Link | None = None,
     ) -> None:
-        self.spread, self.followers = spread, followers
+        self.spread, self.followers, self.link = spread, followers, link
         self.drafts, self._sampled = drafts, torch.zeros(1, dtype=torch.int32, device=device)
         self._exchanges, self.exchanged = exchanges, Exchanged()
         self.model, self.store, self.geometry, self.graphs = model, store, geometry, graphs
@@ -353,12 +357,27 @@ class Executor(NotPicklable):
         """Execute the copies of a message, which come first in its integers."""
         self.store.carry_out(inputs[BLOCK_COPIES][:, :num_blocks], inputs[ROW_COPIES][:, :num_rows])
 
-    def _forward(self, message: StepInput) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return logits; with drafts also the floats of sampling on the device, and the drafted tokens."""
+    @torch.inference_mode()
+    def carry_out(self, message: StepInput) -> None:
+        """Execute the copies of a message, and begin its transfers; nothing else of it runs."""
+        with self.leading(CarryOut(message)), self.runtime.step():
+            self._prepare(message)
+
+    def _prepare(self, message: StepInput) -> dict[str, torch.Tensor]:
         self.bytes_copied += message.ints.nbytes
-        inputs, floats, drafted = self.inputs.copy_in(message.bucket, message.ints), None, None
+        inputs, transfers = self.inputs.copy_in(message.bucket, message.ints), message.transfers
+        if transfers is not None:
+            assert self.link is not None, "expected a link for transfers"
+            self.link.wait(transfers.landed)
         if message.num_block_copies or message.num_row_copies:
             self.copy_units(inputs, message.num_block_copies, message.num_row_copies)
+        if transfers is not None and self.link is not None:
+            self.link.begin(transfers)
+        return inputs
+
+    def _forward(self, message: StepInput) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Return logits; with drafts also the floats of sampling on the device, and the drafted tokens."""
+        inputs, floats, drafted = self._prepare(message), None, None
         if message.has_sources:
             floats, drafted = self._take_sampled(message, inputs)
         if self._exchanges is not None:
@@ -464,18 +483,6 @@ def bucket_step(
     return step
 
 
-def packed(token_ids: torch.Tensor, logprobs: TokenLogprobs) -> torch.Tensor:
-    """Bring sampled tokens and log-probabilities into one tensor, to be read in one copy.
-
-    Returns:
-        float32 ``[N * M, 3 + 2 * L]`` for L likeliest tokens.
-    """
-    sampled, rank, top_ids, top = logprobs
-    # Token ids and ranks are exact in float32: both are at most the vocabulary's size.
-    columns = (token_ids[:, None], rank[:, None], sampled[:, None], top_ids, top)
-    return torch.cat([column.float() for column in columns], dim=1)
-
-
 def _apart(table: torch.Tensor, message: StepInput) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
     """Return the sampled tokens, or what ``packed`` returned, and the drafts that were appended to it."""
     assert message.sampling is not None, "tokens were read"
@@ -484,16 +491,6 @@ def _apart(table: torch.Tensor, message: StepInput) -> tuple[torch.Tensor, npt.N
     if message.sampling.route.num_logprobs >= 0:
         sampled = sampled.view(message.sampling.route.num_rows, -1)
     return sampled, drafted.numpy().reshape(message.num_drafts, -1)
-
-
-def unpacked(table: torch.Tensor, rows: npt.NDArray[np.int32]) -> tuple[torch.Tensor, TokenLogprobs]:
-    """Return the tokens that ``packed`` has brought together, ``[N * M]``, and log-probabilities of rows."""
-    num_top = (table.shape[1] - 3) // 2
-    ids, rank, top_ids = (
-        part.to(torch.int32) for part in (table[:, 0], table[:, 1], table[:, 3 : 3 + num_top])
-    )
-    logprobs = (table[:, 2], rank, top_ids, table[:, 3 + num_top :])
-    return ids, TokenLogprobs(*(each[rows] for each in logprobs))
 
 
 class StepWarmUp:

@@ -25,6 +25,10 @@ class Steps(Protocol):
         """Run a step to its logits."""
         ...
 
+    def carry_out(self, message: StepInput) -> object:
+        """Execute the copies of a step, and begin its transfers."""
+        ...
+
 
 class WarmsUp(Protocol):
     """The interface of a ``StepWarmUp``, which captures buckets."""
@@ -90,6 +94,17 @@ class Execute:
             runner.executor.execute(self.message)
         else:
             runner.executor.logits(self.message)
+
+
+@dataclass(frozen=True)
+class CarryOut:
+    """The copies and transfers of a step without rows."""
+
+    message: StepInput
+
+    def carry_out(self, runner: WorkerRank) -> None:
+        """Run them."""
+        runner.executor.carry_out(self.message)
 
 
 @dataclass(frozen=True)
@@ -165,7 +180,7 @@ class Stop:
 WARM_UP_ORDERS = (Touch, Capture, FinishWarmUp, Exchange)
 """Orders that may compile, without a time limit."""
 
-Order: TypeAlias = Execute | Touch | Capture | FinishWarmUp | Exchange | SetTable | Stop
+Order: TypeAlias = Execute | CarryOut | Touch | Capture | FinishWarmUp | Exchange | SetTable | Stop
 
 
 def follow(link: Link, runner: WorkerRank, done: Callable[[], None] = lambda: None) -> None:

@@ -269,6 +269,21 @@ class PrefixSharing:
         """Whether heads have rings, and a snapshot row for them is free."""
         return self._cache is not None and self._cache.needs_snapshots and self._cache.has_place
 
+    def loads(self, request: Request, hit: PrefixHit | None, has_room: bool) -> bool:
+        """Whether a waiting request should wait for records of its prefix; see ``PrefixCache.fetches``.
+
+        Args:
+            has_room: whether it could be admitted now; otherwise nothing is loaded for it yet.
+        """
+        if self._cache is None or self._cache.tiers is None or hit is None:
+            return False
+        return (has_room or self._cache.tiers.is_loading(request)) and self._cache.fetches(request, hit)
+
+    def loads_no_more(self, request: Request) -> None:
+        """End the load of a request that is admitted, or has ended."""
+        if self._cache is not None and self._cache.tiers is not None:
+            self._cache.tiers.admitted(request)
+
     def comes_soon(
         self, request: Request, hit: PrefixHit | None, running: Iterable[Request], step: StepDraft
     ) -> bool:

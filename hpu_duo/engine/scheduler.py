@@ -238,6 +238,8 @@ class Scheduler:
     def plan(self, alone: Request | None = None) -> StepPlan | None:
         """Plan the next step and allocate what it needs; None when there is nothing to do.
 
+        A plan without rows has copies and transfers only: all requests wait for records of their prefixes.
+
         Args:
             alone: an unfinished request to run alone; other running requests are preempted.
 
@@ -251,6 +253,9 @@ class Scheduler:
             raise ValueError("the previous plan must be committed before the next step is planned")
         step = StepDraft(self.limits)
         self.holding.sweep()
+        tiers = self.allocations.tiers
+        if tiers is not None:
+            self.allocations.restore_prefixes()
         self._waiting.begin_step()
         if alone is not None:
             self._restart_running(but=alone)
@@ -269,11 +274,13 @@ class Scheduler:
             self._add_drafts(step)
         if step.is_empty:  # those with a share were preempted for one that did not fit after all
             self._schedule_all([r for r in self._running if r.num_uncomputed_tokens != 1], step)
-            if step.is_empty:
+            if step.is_empty and (tiers is None or not tiers.has_loads):
                 assert not self._unfinished, f"nothing scheduled for {self._unfinished}"
                 return None
         try:
-            self._plan_in_flight = self._trim(step, step.finish(self.allocations.take_copies()))
+            copies = self.allocations.take_copies()
+            plan = step.finish(copies, None if tiers is None else tiers.take())
+            self._plan_in_flight = plan if step.is_empty else self._trim(step, plan)
         except BaseException:
             # Copies of this plan are lost, so rows may not be where the tables have them.
             self.forget_cache()
@@ -397,6 +404,7 @@ class Scheduler:
     def _open(self, request: Request, hit: PrefixHit | None) -> None:
         """Admit a waiting request: allocate a row and its cached prefix."""
         self._waiting.admit(request)
+        self._prefixes.loads_no_more(request)
         request.num_computed_tokens = self.allocations.open(request, hit)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed_tokens
@@ -410,6 +418,11 @@ class Scheduler:
                 return
             hit = self.allocations.find(request)
             if self._prefixes.comes_soon(request, hit, self._running, step):
+                self._waiting.pass_over(request)
+                continue
+            if self.allocations.tiers is not None and self._prefixes.loads(
+                request, hit, self._admission.has_room(request, hit, step)
+            ):
                 self._waiting.pass_over(request)
                 continue
             for other in self._admission.displaced_for(request, hit, step):
@@ -463,7 +476,7 @@ class Scheduler:
         if not postponed or not step.may_cut(plan.rows[-1].request):
             return plan
         step.shorten(plan.rows[-1].request, postponed)
-        return step.finish(plan.moves)
+        return step.finish(plan.moves, plan.transfers)
 
     def _enqueue(self, request: Request) -> None:
         request.status = RequestStatus.WAITING
@@ -483,6 +496,7 @@ class Scheduler:
                 self.allocations.close(request)
             case RequestStatus.WAITING:
                 self._waiting.remove(request)
+                self._prefixes.loads_no_more(request)
             case RequestStatus.FOLLOWING:
                 self._parallel_samples.remove(request)
         request.status = RequestStatus.FINISHED

@@ -15,6 +15,7 @@ from graphs import BatchShape, BucketTable, GraphCache, HostInputs, MissPolicy
 from hpu_duo.engine.batch import StepBatch, StepGeometry, fill
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.pool import NO_COPIES, Copy, CopyLists, padded_size
+from hpu_duo.kv.tiers.link import Transfers
 from hpu_duo.sampling import RowError, SampledTokens, SamplingBatch, SamplingRoute, SamplingRow, TokenLogprobs
 
 BLOCK_COPIES = "block_copies"
@@ -41,6 +42,7 @@ class StepInput:
             drafts of this message, draft after draft, if it has any, else the tokens of the previous step.
         num_drafts: drafts of each row that are computed before the step, whose fields are behind that; see
             ``model_drafts``.
+        transfers: between device and host, that begin after the copies; None = there are none.
     """
 
     shape: BatchShape
@@ -53,6 +55,7 @@ class StepInput:
     host_sampled: tuple[int, ...] = ()
     has_sources: bool = False
     num_drafts: int = 0
+    transfers: Transfers | None = None
 
 
 def with_sources(
@@ -103,9 +106,10 @@ def most_copies(geometry: StepGeometry) -> int:
     """Return the maximum numbers of blocks and of rows that are copied in a step.
 
     A row is a destination when it moves, when a sample forks or when a prefix is reused, and a snapshot when
-    it is stored. A fork copies a block as well, and a block that moves may swap its content with another.
+    it is stored. A fork copies a block as well, and a block that moves may swap its content with another. So
+    is each unit that transfers between device and host use.
     """
-    return geometry.null_row + 2 * geometry.max_block_moves
+    return geometry.null_row + 2 * geometry.max_block_moves + geometry.num_staged
 
 
 def write_copies(
@@ -289,7 +293,7 @@ class StepBuilder:
                 rows[row] = None  # sampled on the host
             how, errors = self._sampling(rows)
         copies = CopyLists.of(plan.moves) if plan.moves else NO_COPIES
-        message = self._message(batch, bucket, copies, how, sampled, tuple(host_sampled))
+        message = self._message(batch, bucket, copies, how, sampled, tuple(host_sampled), plan.transfers)
         if plan.has_model_drafts:
             assert self.drafts is not None, "a model drafts"
             message = self.drafts.add_to(message, plan, batch.token_ids, decode_len)
@@ -311,9 +315,11 @@ class StepBuilder:
         message = replace(self.padding(bucket), sampling=SamplingBatch.padding(route))
         return self.drafts.add_padding(message, self._geometry.row_len(bucket))
 
-    def copying(self, copies: Sequence[Copy], bucket: BatchShape) -> StepInput:
-        """Build the input of a step with copies and no rows."""
-        return self._message(StepBatch.empty(), bucket, CopyLists.of(copies), None, (), ())
+    def copying(
+        self, copies: Sequence[Copy], bucket: BatchShape, transfers: Transfers | None = None
+    ) -> StepInput:
+        """Build the input of a step with copies and transfers, and no rows."""
+        return self._message(StepBatch.empty(), bucket, CopyLists.of(copies), None, (), (), transfers)
 
     def _message(
         self,
@@ -323,13 +329,21 @@ class StepBuilder:
         sampling: SamplingBatch | None,
         sampled: Sequence[int],
         host_sampled: tuple[int, ...],
+        transfers: Transfers | None = None,
     ) -> StepInput:
         fields = self._host.stage(bucket)
         fill(fields, batch, bucket, self._geometry, self.class_of)
         num_copies = write_copies(fields, copies, self._geometry)
         ints = self._host.take(bucket)
         return StepInput(
-            batch.shape, bucket, ints, *num_copies, sampling, np.array(sampled, np.int32), host_sampled
+            batch.shape,
+            bucket,
+            ints,
+            *num_copies,
+            sampling,
+            np.array(sampled, np.int32),
+            host_sampled,
+            transfers=transfers,
         )
 
     def _sampling(self, rows: list[SamplingRow | None]) -> tuple[SamplingBatch, dict[int, Exception]]:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from graphs import StepLimits
 from hpu_duo.kv.allocations import KVAllocations
 from hpu_duo.kv.pool import Copy
+from hpu_duo.kv.tiers.link import Transfers
 from hpu_duo.request import NO_REGION, FinishReason, Request, RequestStatus
 from hpu_duo.scheduling import SchedulingPolicy
 
@@ -67,6 +68,7 @@ class StepPlan:
         decode_len: most new tokens of a decode row.
         fills_rows: whether its shape has rows of ``decode_len`` tokens, whose number depends on the step.
         moves: device copies, to execute one after the other before the step writes anything.
+        transfers: between device and host, that begin after them.
         preempted: requests that were preempted while this step was planned, the latest arrival first.
         has_model_drafts: whether a model drafts for some rows before the step; ``Request.tokens`` has
             ``FROM_DEVICE`` in place of these drafts.
@@ -78,6 +80,7 @@ class StepPlan:
     decode_len: int = 1
     fills_rows: bool = False
     has_model_drafts: bool = False
+    transfers: Transfers | None = None
 
     @cached_property
     def num_tokens(self) -> int:
@@ -302,7 +305,7 @@ class StepDraft:
         self._cut.add(request)
         self.num_free_tokens += num_tokens
 
-    def finish(self, moves: tuple[Copy, ...]) -> StepPlan:
+    def finish(self, moves: tuple[Copy, ...], transfers: Transfers | None = None) -> StepPlan:
         """Return the plan. Every request has its row of the step by now, after ``moves``."""
         kinds: tuple[list[ScheduledRow], ...] = ([], [], [])
         shares, decode_len = self._shares, self._decode_len
@@ -325,6 +328,7 @@ class StepDraft:
             decode_len,
             fills_rows,
             self._has_model_drafts,
+            transfers,
         )
 
 

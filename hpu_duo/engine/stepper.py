@@ -37,6 +37,7 @@ from hpu_duo.engine.step_plan import CommittedToken, StepPlan
 from hpu_duo.engine.telemetry import Replanning, ShapeWatch, Telemetry
 from hpu_duo.kv.pool import Copy
 from hpu_duo.kv.store import KVStore
+from hpu_duo.kv.tiers.link import Transfers
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.not_picklable import NotPicklable
 from hpu_duo.request import FinishReason, Request
@@ -126,14 +127,9 @@ class Runner(NotPicklable):
             errors[ring_row] = number, failed[index]
         return StepResult(built.message, token_ids, output.logprobs, device_s, errors, output.drafted)
 
-    @torch.inference_mode()
-    def carry_out(self, copies: Sequence[Copy]) -> None:
-        """Copy units of the stores between steps, at most as many as in a step."""
-        executor = self.executor
-        message = self.builder.copying(copies, executor.largest)
-        with executor.runtime.step():
-            fields = executor.copy_in(message)
-            executor.copy_units(fields, message.num_block_copies, message.num_row_copies)
+    def carry_out(self, copies: Sequence[Copy], transfers: Transfers | None = None) -> None:
+        """Copy units of the stores between steps, at most as many as in a step, and begin transfers."""
+        self.executor.carry_out(self.builder.copying(copies, self.executor.largest, transfers))
 
     def set_table(self, table: BucketTable, policy: MissPolicy) -> None:
         """See ``Executor.set_table``."""
@@ -375,6 +371,9 @@ class Stepper:
         plan = self._scheduler.plan(self._isolation.alone)
         if plan is None:
             return
+        if not plan.rows:
+            self._transfer(plan, deferral)
+            return
         counters = self.telemetry.counters
         device_s = counters.device_s
         if (handle := self.launch(plan, deferral)) is not None:
@@ -383,6 +382,14 @@ class Stepper:
             if self._drafting is not None and committed:
                 self._drafting.ran(plan, len(committed), time.perf_counter() - began)
         counters.host_s += time.perf_counter() - began - (counters.device_s - device_s)
+
+    def _transfer(self, plan: StepPlan, deferral: Deferral) -> None:
+        """Run a plan without rows, and wait until a record has landed."""
+        with deferral.lifted():
+            self._runner.carry_out(plan.moves, plan.transfers)
+            if (link := self._runner.executor.link) is not None:
+                link.wait_any()
+        self._scheduler.commit(plan, ())
 
     def launch(self, plan: StepPlan, deferral: Deferral) -> StepHandle | None:
         """Put a planned step on the device; None if that has failed, and its request has ended for it.

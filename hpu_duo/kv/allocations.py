@@ -9,7 +9,8 @@ import numpy as np
 from graphs import StepLimits
 from hpu_duo.kv.pool import BlockCopy, BlockMove, BlockPool, BlockSwap, Copy, RowCopy, RowPool
 from hpu_duo.kv.prefix import PrefixCache, PrefixHit
-from hpu_duo.kv.prefix_tree import Adoption
+from hpu_duo.kv.prefix_tree import Adoption, PrefixNode
+from hpu_duo.kv.tiers.prefix_tiers import Piece, PrefixTiers
 from hpu_duo.request import NO_REGION, NO_ROW, PrefixHold, Request
 
 
@@ -33,8 +34,13 @@ class KVAllocations:
         caches_prefixes: cache full blocks for later requests; see ``PrefixCache``.
         uses_rows: whether rows have any state, rings for instance, so that prefixes need snapshots.
         num_snapshots: rows for snapshots, numbered after the others.
+        num_staged_blocks, num_staged_rows: the last ones of both, which are reserved for transfers.
         max_block_moves: most used blocks that are moved below idle ones before a step.
         prefix_grid, num_regions, can_rewind: see ``StepLimits``.
+
+    Attributes:
+        staged_units: ids of the reserved blocks, and rows.
+        tiers: what the prefix cache evicts goes there; None = it is lost.
     """
 
     def __init__(
@@ -47,6 +53,8 @@ class KVAllocations:
         caches_prefixes: bool = False,
         uses_rows: bool = True,
         num_snapshots: int = 0,
+        num_staged_blocks: int = 0,
+        num_staged_rows: int = 0,
         max_block_moves: int = 0,
         prefix_grid: int = 0,
         num_regions: int = 0,
@@ -56,7 +64,12 @@ class KVAllocations:
             raise ValueError(f"block_size must be 1 or more, got {block_size}")
         self.block_size = block_size
         self.uses_blocks = uses_blocks
-        self.blocks = BlockPool(num_blocks)
+        self.blocks = BlockPool(num_blocks - num_staged_blocks)
+        end = num_rows + num_snapshots
+        self.staged_units = (
+            range(num_blocks - num_staged_blocks, num_blocks),
+            range(end - num_staged_rows, end),
+        )
         self.rows: RowPool[Request] = RowPool(num_rows)
         self.regions: RowPool[Request] | None = RowPool(num_regions) if num_regions else None
         self._max_block_moves, self.prefix_grid = max_block_moves, prefix_grid
@@ -64,17 +77,27 @@ class KVAllocations:
         self._copies: list[Copy] = []
         # Blocks without content: allocated since the last copies were returned.
         self._fresh: set[int] = set()
+        self.tiers: PrefixTiers | None = None
         self.prefixes: PrefixCache | None = None
         if caches_prefixes:
             self.prefixes = PrefixCache(
                 self.blocks,
                 block_size,
-                range(num_rows, num_rows + num_snapshots),
+                range(num_rows, end - num_staged_rows),
                 uses_blocks=uses_blocks,
                 uses_rows=uses_rows,
-                add_copy=lambda copy: self._copies.append(copy),
+                add_copy=self.add_copy,
                 prefix_grid=prefix_grid,
             )
+
+    def attach(self, tiers: PrefixTiers) -> None:
+        """Store what the prefix cache evicts from now on.
+
+        Args:
+            tiers: with ``staged_units`` and ``add_copy`` of these allocations.
+        """
+        assert self.prefixes is not None, "expected a prefix cache"
+        self.tiers = self.prefixes.tiers = tiers
 
     @classmethod
     def of(cls, limits: StepLimits) -> KVAllocations:
@@ -87,11 +110,33 @@ class KVAllocations:
             caches_prefixes=limits.caches_prefixes,
             uses_rows=limits.uses_rows,
             num_snapshots=limits.num_snapshots,
+            num_staged_blocks=limits.num_staged_blocks,
+            num_staged_rows=limits.num_staged_rows,
             max_block_moves=limits.max_block_moves,
             prefix_grid=limits.prefix_grid,
             num_regions=limits.num_regions,
             can_rewind=limits.can_rewind,
         )
+
+    def add_copy(self, copy: Copy) -> None:
+        """Execute a copy after all others so far, before the next step writes anything."""
+        self._copies.append(copy)
+
+    def restore_prefixes(self) -> None:
+        """Take records into the prefix cache that have landed on the device since the last step."""
+        if self.tiers is not None:
+            self.tiers.advance(self._restored)
+
+    def _restored(self, piece: Piece) -> PrefixNode | None:
+        assert self.prefixes is not None, "expected a prefix cache"
+        return self.prefixes.restore(piece, self._allocate_one)
+
+    def _allocate_one(self) -> int | None:
+        if not self.num_available:
+            return None
+        [block] = self._allocate(1)
+        self._fresh.discard(block)
+        return block
 
     @property
     def num_available(self) -> int:
@@ -274,7 +319,8 @@ class KVAllocations:
         if missing > available:
             raise ValueError(f"expected {missing} blocks that requests do not hold, got {available}")
         self.blocks.share(taken)  # so that they are not evicted for the others
-        taken += self._allocate(missing)
+        # The caller writes before the copies that would store what is evicted.
+        taken += self._allocate(missing, is_stored=False)
         self._fresh.clear()
         adopted = self.prefixes.adopt(hold, path, taken[len(path) :])
         self.blocks.release(taken)
@@ -318,10 +364,10 @@ class KVAllocations:
             return [BlockCopy(move.dst, move.src)] if move.is_exchange else []
         return [BlockSwap(*move[:2]) if move.is_exchange else BlockCopy(*move[:2])]
 
-    def _allocate(self, count: int) -> list[int]:
-        """Allocate available blocks, evicting idle ones."""
+    def _allocate(self, count: int, *, is_stored: bool = True) -> list[int]:
+        """Allocate available blocks, evicting idle ones; see ``PrefixCache.evict``."""
         if self.prefixes is not None and count > self.blocks.num_free:
-            self.prefixes.evict(count - self.blocks.num_free)
+            self.prefixes.evict(count - self.blocks.num_free, is_stored=is_stored)
         blocks = self.blocks.allocate(count)
         self._fresh.update(blocks)
         return blocks

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from hpu_duo.kv.pool import BlockMove, BlockPool, Copy, RowCopy
-from hpu_duo.kv.prefix_tree import NO_BLOCK, Adoption, PrefixHolds, PrefixNode, PrefixTree
+from hpu_duo.kv.pool import BlockCopy, BlockMove, BlockPool, Copy, RowCopy
+from hpu_duo.kv.prefix_tree import NO_BLOCK, Adoption, PrefixHolds, PrefixNode, PrefixTree, digest_of
+from hpu_duo.kv.snapshots import Snapshots
+from hpu_duo.kv.tiers.policy import WritePolicy
+from hpu_duo.kv.tiers.prefix_tiers import Piece, PrefixTiers
 from hpu_duo.request import PrefixHold, Request
 
 
@@ -56,7 +59,7 @@ class PrefixCounters:
 class EvictedPrefixes:
     """A bounded record of the last evicted prefixes.
 
-    For statistics only: prefixes are compared by ``PrefixNode.digest``, so hashes may collide.
+    Prefixes are compared by ``PrefixNode.digest``.
 
     Args:
         capacity: number of prefixes.
@@ -64,23 +67,23 @@ class EvictedPrefixes:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._digests: dict[int, None] = {}
+        self._digests: dict[bytes, None] = {}
 
     def __len__(self) -> int:
         return len(self._digests)
 
-    def add(self, digest: int) -> None:
+    def add(self, digest: bytes) -> None:
         """Add an evicted prefix, and drop the oldest one beyond the capacity."""
         self._digests.pop(digest, None)
         self._digests[digest] = None
         if len(self._digests) > self._capacity:
             del self._digests[next(iter(self._digests))]
 
-    def discard(self, digest: int) -> None:
+    def discard(self, digest: bytes) -> None:
         """Remove a prefix that is cached again."""
         self._digests.pop(digest, None)
 
-    def num_following(self, digest: int, keys: Iterable[bytes]) -> int:
+    def num_following(self, digest: bytes, keys: Iterable[bytes]) -> int:
         """Return how many of a text's next blocks were evicted.
 
         Args:
@@ -89,7 +92,7 @@ class EvictedPrefixes:
         """
         number = 0
         for key in keys:
-            digest = hash((digest, key))
+            digest = digest_of(digest, key)
             if digest not in self._digests:
                 break
             number += 1
@@ -117,6 +120,9 @@ class PrefixCache:
         prefix_grid: see ``StepLimits``. With a grid, only what a prompt has computed up to a multiple of it
             is cached, since other requests with the same prefix would compute the rest differently.
         add_copy: requests a copy.
+
+    Attributes:
+        tiers: what is evicted goes there; None = it is lost.
     """
 
     def __init__(
@@ -143,6 +149,7 @@ class PrefixCache:
         self._decoded: dict[Request, PrefixNode] = {}
         self.counters = PrefixCounters()
         self._evicted = EvictedPrefixes(blocks.num_blocks if uses_blocks else 0)
+        self.tiers: PrefixTiers | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -176,10 +183,7 @@ class PrefixCache:
 
     def find(self, request: Request) -> PrefixHit:
         """Return the cached blocks of a request; nothing changes."""
-        most = request.num_reusable_tokens
-        if self._grid:
-            most = min(most, request.num_prefilled_tokens)
-        tokens = request.tokens[:most]
+        tokens = request.tokens[: self._num_reusable(request)]
         path = self.tree.match(request.namespace, tokens)
         if not self._uses_rows:
             return PrefixHit(tuple(path), len(path))
@@ -188,6 +192,17 @@ class PrefixCache:
             if partial is not None or node.snapshot is not None:
                 return PrefixHit(tuple(path), node.depth, partial)
         return PrefixHit(tuple(path))
+
+    def _num_reusable(self, request: Request) -> int:
+        most = request.num_reusable_tokens
+        return min(most, request.num_prefilled_tokens) if self._grid else most
+
+    def fetches(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether a waiting request should wait for more of its prefix from a tier; begins to load it."""
+        if self.tiers is None:
+            return False
+        most = self._num_reusable(request)
+        return self.tiers.fetches(request, self.num_tokens(hit), hit.path, most, self.tree)
 
     def num_tokens(self, hit: PrefixHit) -> int:
         """Return the tokens of a hit that a request does not compute."""
@@ -212,6 +227,7 @@ class PrefixCache:
         self.counters.num_lost_to_blocks += self._num_evicted_behind(request, hit) * self._block_size
         if hit.path:
             hit.path[-1].is_shared = True
+        self._write(hit.path, WritePolicy.WRITE_THROUGH_SELECTIVE)
         if end is None:
             return 0
         if self._uses_blocks:
@@ -259,6 +275,7 @@ class PrefixCache:
                 child = self.tree.add(node, key, self._kept(request, ordinal))
                 self._evicted.discard(child.digest)
                 self._node_of[child.block] = child
+                self._write((child,), WritePolicy.WRITE_THROUGH)
             elif self._uses_blocks:
                 self._swap(request, ordinal, child.block)
             node = child
@@ -303,10 +320,11 @@ class PrefixCache:
         if node.snapshot is None:
             if decodes:
                 self._supersede(request, node)
-            lost = self._snapshots.place(node, self.tree, self.holds.ends_at)
+            lost = self._place(node)
             if node.snapshot is not None:
                 self._add_copy(RowCopy(request.row, node.snapshot))
             self._count_lost(lost)
+            self._write((node,), WritePolicy.WRITE_THROUGH)
 
     def keep_end(self, request: Request, *, is_preempted: bool = False) -> None:
         """Cache a request up to its last token before its release; with rings a partial block, too.
@@ -337,10 +355,86 @@ class PrefixCache:
         end = self.tree.add(node, key, self._kept(request, node.depth))
         self._node_of[end.block] = end
         self._supersede(request, end)
-        lost = self._snapshots.place(end, self.tree, self.holds.ends_at)
+        lost = self._place(end)
         assert end.snapshot is not None, "there was a place"
         self._add_copy(RowCopy(request.row, end.snapshot))
         self._count_lost(lost)
+        self._write((end,), WritePolicy.WRITE_THROUGH)
+
+    def _place(self, node: PrefixNode) -> PrefixNode | None:
+        """Allocate a snapshot row to a prefix; returns the prefix that has lost it, whose row is stored."""
+        lost = self._snapshots.place(node, self.tree, self.holds.ends_at)
+        if lost is not None and self.tiers is not None:
+            assert node.snapshot is not None, "expected the row of the other"
+            self.tiers.leave_row(lost, node.snapshot)
+            if self._uses_blocks and self.tree.is_partial(lost):
+                self.tiers.leave(lost)
+        return lost
+
+    def _write(self, nodes: Iterable[PrefixNode], policy: WritePolicy) -> None:
+        if self.tiers is not None and self.tiers.write_policy is policy:
+            for node in nodes:
+                self.tiers.leave(node)
+
+    def restore(self, piece: Piece, allocate: Callable[[], int | None]) -> PrefixNode | None:
+        """Bring a record that has landed in a unit into the tree, unless it is there.
+
+        Args:
+            allocate: allocates a block; None if none is free or idle.
+
+        Returns:
+            The prefix that it ends; None, and nothing has changed, if there is no room for it, or the prefix
+            before it has been evicted meanwhile.
+        """
+        load, unit = piece.load, piece.unit
+        assert unit is not None, "expected a record that has landed"
+        namespace, tokens = load.request.namespace, load.request.tokens
+        node: PrefixNode | None = load.node if load.node.parent is not None else self.tree.root(namespace)
+        if load.node.parent is not None and not self.tree.holds(load.node):
+            return None
+        size = self._block_size
+        for begin in range(load.node.depth * size, piece.end, size):
+            assert node is not None, "expected a prefix"
+            node = self._restored(
+                node, tokens[begin : min(begin + size, piece.end)].tobytes(), unit, allocate
+            )
+            if node is None:
+                return None
+        assert node is not None, "expected a prefix"
+        if piece.is_row and node.snapshot is None:
+            lost = self._place(node)
+            if node.snapshot is None:
+                if self.tree.is_partial(node):
+                    self._remove(node)
+                return None
+            self._add_copy(RowCopy(unit, node.snapshot))
+            self._count_lost(lost)
+        node.is_shared = True
+        return node
+
+    def _restored(
+        self, node: PrefixNode, key: bytes, unit: int, allocate: Callable[[], int | None]
+    ) -> PrefixNode | None:
+        """Return the prefix that is one block longer, which is added with a copy of a unit if it is new."""
+        if (child := node.children.get(key)) is not None:
+            self.tree.use(child)
+            return child
+        if not self._uses_blocks:
+            return self.tree.add(node, key, NO_BLOCK)
+        if node.parent is not None:
+            self._blocks.share([node.block])  # so that it is not evicted for the other
+        block = allocate()
+        if node.parent is not None:
+            self._blocks.release([node.block])
+        if block is None:
+            return None
+        child = self.tree.add(node, key, block)
+        self._evicted.discard(child.digest)
+        self._node_of[block] = child
+        self._blocks.keep(block)
+        self._blocks.release([block])
+        self._add_copy(BlockCopy(unit, block))
+        return child
 
     def _count_lost(self, lost: PrefixNode | None) -> None:
         if lost is None:
@@ -425,8 +519,11 @@ class PrefixCache:
             self.tree.use(end)
             self._prune(end)
 
-    def evict(self, count: int) -> None:
+    def evict(self, count: int, *, is_stored: bool = True) -> None:
         """Evict ``count`` idle blocks, the least recently used first.
+
+        Args:
+            is_stored: store them in a tier, if there is one, with the copies of the next step.
 
         Raises:
             ValueError: there are fewer.
@@ -437,6 +534,8 @@ class PrefixCache:
             node = self.tree.least_used(lambda each: self._blocks.is_idle(each.block))
             assert node is not None, "expected an idle block at the end of a text"
             self._evicted.add(node.digest)
+            if is_stored and self.tiers is not None:
+                self.tiers.leave(node)
             self._remove(node)
             self.counters.num_evicted_blocks += 1
 
@@ -460,6 +559,8 @@ class PrefixCache:
         self._node_of.clear()
         self._ends.clear()
         self._decoded.clear()
+        if self.tiers is not None:
+            self.tiers.forget()
 
     def _remove(self, node: PrefixNode) -> None:
         self._snapshots.remove(node)
@@ -477,100 +578,3 @@ class PrefixCache:
             parent = node.parent
             self.tree.remove(node)
             node = parent
-
-
-_SHARE = 8
-"""Snapshots use at most one byte for this number of bytes of the other stores."""
-
-
-def default_snapshots(other_bytes: int, row_bytes: int, max_num_seqs: int) -> int:
-    """Return the default number of snapshots: as many as requests run, within a share of memory.
-
-    At least one, without which no prefix can be reused.
-
-    Args:
-        other_bytes: of all other stores.
-        row_bytes: of one snapshot; 0 if no head has a ring, so that snapshots are not needed.
-        max_num_seqs: requests that run at the same time.
-    """
-    if not row_bytes:
-        return 0
-    return min(max_num_seqs, max(1, other_bytes // _SHARE // row_bytes))
-
-
-def default_snapshots_within(kv_bytes: int, row_bytes: int, max_num_seqs: int) -> int:
-    """The same for stores that have ``kv_bytes`` together with the snapshots."""
-    return default_snapshots(kv_bytes * _SHARE // (_SHARE + 1), row_bytes, max_num_seqs)
-
-
-class Snapshots:
-    """Allocates the rows of snapshots; if none is free, the least valuable snapshot is evicted.
-
-    The value of a snapshot is the number of tokens that it saves, those between it and the next shorter one,
-    divided by the time since its last use. All snapshots have the same size. Half of the rows are reserved
-    for prefixes that were requested again: most texts occur once, however long they are.
-
-    Args:
-        rows: ids of the rows, after those of running requests.
-    """
-
-    def __init__(self, rows: range) -> None:
-        self._rows = rows
-        self._free = list(reversed(rows))
-        self._nodes: dict[int, PrefixNode] = {}
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows for snapshots."""
-        return len(self._rows)
-
-    @property
-    def num_used(self) -> int:
-        """Number of snapshots in use."""
-        return len(self._nodes)
-
-    @property
-    def nodes(self) -> tuple[PrefixNode, ...]:
-        """Prefixes with a snapshot."""
-        return tuple(self._nodes.values())
-
-    def has_place(self, is_held: Callable[[PrefixNode], bool]) -> bool:
-        """Whether ``place`` would allocate a row to a prefix."""
-        return bool(self._free) or any(not is_held(each) for each in self._nodes.values())
-
-    def place(
-        self, node: PrefixNode, tree: PrefixTree, is_held: Callable[[PrefixNode], bool]
-    ) -> PrefixNode | None:
-        """Allocate a row to a prefix, which the caller fills, unless all rows belong to pinned prefixes.
-
-        Returns:
-            The prefix whose snapshot was evicted, if any.
-        """
-        lost = None
-        if not self._free:
-            others = [each for each in self._nodes.values() if not is_held(each)]
-            if not others:
-                return None
-            lost = self._least_valuable(others, tree.time)
-            self.remove(lost)
-        node.snapshot = self._free.pop()
-        self._nodes[node.snapshot] = node
-        return lost
-
-    def _least_valuable(self, nodes: list[PrefixNode], now: int) -> PrefixNode:
-        nodes = sorted(nodes, key=lambda each: _value(each, now))
-        shared = [each for each in nodes if each.is_shared]
-        kept = {*shared[-(len(self._rows) // 2) :]} if len(self._rows) > 1 else {*()}
-        return next((each for each in nodes if each not in kept), nodes[0])
-
-    def remove(self, node: PrefixNode) -> None:
-        """Free the row of a prefix, if it has one."""
-        if node.snapshot is not None:
-            del self._nodes[node.snapshot]
-            self._free.append(node.snapshot)
-            node.snapshot = None
-
-
-def _value(node: PrefixNode, now: int) -> float:
-    shorter = (each.depth for each in node.path if each.snapshot is not None and each is not node)
-    return (node.depth - next(shorter, 0)) / (1 + now - node.last_used)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from heapq import heappop, heappush
@@ -16,6 +17,11 @@ NO_BLOCK = -1
 _TOKEN_BYTES = np.dtype(np.int32).itemsize
 
 
+def digest_of(parent: bytes, key: bytes) -> bytes:
+    """Return the digest of a prefix that is one block longer than its parent."""
+    return hashlib.sha256(parent + key).digest()
+
+
 class PrefixNode:
     """One block of tokens after those of its parents, that is, a prefix of ``depth`` blocks.
 
@@ -28,7 +34,7 @@ class PrefixNode:
         block: id of the block with their keys and values, ``NO_BLOCK`` where no head needs one.
         snapshot: row with the rings at the end of the prefix, None if there is none.
         depth: blocks of the prefix.
-        digest: hash of the prefix.
+        digest: SHA-256 of the prefix, chained over its blocks and its namespace.
         children: prefixes that are one block longer, by the key of that block.
         partial_children: those of them whose last block is partial.
         last_used: time of the last use.
@@ -54,7 +60,7 @@ class PrefixNode:
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[bytes, PrefixNode] = {}
         self.partial_children: tuple[PrefixNode, ...] = ()
-        self.digest: int = hash(key) if parent is None else hash((parent.digest, key))
+        self.digest = key if parent is None else digest_of(parent.digest, key)
         self.last_used = 0
         self.is_shared = False
 
@@ -80,7 +86,7 @@ class PrefixRoot(PrefixNode):
     def __init__(self, namespace: Hashable) -> None:
         super().__init__(None, b"", NO_BLOCK)
         self.namespace = namespace
-        self.digest = hash(namespace)
+        self.digest = digest_of(b"", repr(namespace).encode())
 
 
 class PrefixTree:
@@ -89,11 +95,11 @@ class PrefixTree:
     Compares tokens, not hashes, so two texts are never confused.
 
     Args:
-        block_size: tokens of a block.
+        block_size: tokens of a block; an attribute too.
     """
 
     def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+        self.block_size = block_size
         # Only namespaces with a block: others would never be removed.
         self._roots: dict[Hashable, PrefixRoot] = {}
         self._num_nodes = 0
@@ -129,7 +135,7 @@ class PrefixTree:
 
     def key(self, tokens: npt.NDArray[np.int32], ordinal: int) -> bytes:
         """Return the key of a full block of a text."""
-        return tokens[ordinal * self._block_size : (ordinal + 1) * self._block_size].tobytes()
+        return tokens[ordinal * self.block_size : (ordinal + 1) * self.block_size].tobytes()
 
     def match(self, namespace: Hashable, tokens: npt.NDArray[np.int32]) -> list[PrefixNode]:
         """Return the longest cached prefix of a text, as its nodes from the shallowest on."""
@@ -137,7 +143,7 @@ class PrefixTree:
         path: list[PrefixNode] = []
         if node is None:
             return path
-        for ordinal in range(len(tokens) // self._block_size):
+        for ordinal in range(len(tokens) // self.block_size):
             node = node.children.get(self.key(tokens, ordinal))
             if node is None:
                 break
@@ -163,7 +169,7 @@ class PrefixTree:
 
     def is_partial(self, node: PrefixNode) -> bool:
         """Whether the last block of a prefix is partial."""
-        return node.num_own_tokens < self._block_size
+        return node.num_own_tokens < self.block_size
 
     def match_partial(self, node: PrefixNode, tokens: npt.NDArray[np.int32]) -> PrefixNode | None:
         """Return the longest known prefix of a text that ends in a partial block.
@@ -171,7 +177,7 @@ class PrefixTree:
         Args:
             node: the prefix of full blocks before it.
         """
-        start, found = node.depth * self._block_size, None
+        start, found = node.depth * self.block_size, None
         for each in node.partial_children:
             is_longer = found is None or each.num_own_tokens > found.num_own_tokens
             if is_longer and tokens[start : start + each.num_own_tokens].tobytes() == each.key:
@@ -209,7 +215,7 @@ class PrefixTree:
         while self._leaves and found is None:
             entry = heappop(self._leaves)
             last_used, _, node = entry
-            is_leaf = not node.children and self._holds(node)
+            is_leaf = not node.children and self.holds(node)
             if not is_leaf or node.last_used != last_used:
                 continue
             passed.append(entry)
@@ -219,7 +225,8 @@ class PrefixTree:
             heappush(self._leaves, entry)
         return found
 
-    def _holds(self, node: PrefixNode) -> bool:
+    def holds(self, node: PrefixNode) -> bool:
+        """Whether a prefix of a block or more is in the tree."""
         return node.parent is not None and node.parent.children.get(node.key) is node
 
     def _enlist(self, node: PrefixNode) -> None:
@@ -227,7 +234,7 @@ class PrefixTree:
             self._num_entries += 1
             heappush(self._leaves, (node.last_used, self._num_entries, node))
             if len(self._leaves) > 2 * self._num_nodes + 64:
-                self._leaves = sorted(_current(self._leaves, self._holds))
+                self._leaves = sorted(_current(self._leaves, self.holds))
 
 
 def _current(

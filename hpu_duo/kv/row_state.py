@@ -79,6 +79,11 @@ class RowState(ABC):
 
     @property
     @abstractmethod
+    def views(self) -> tuple[torch.Tensor, ...]:
+        """All tensors, a row for each entry of dimension 0."""
+
+    @property
+    @abstractmethod
     def saved(self) -> Mapping[str, SavedTensor]:
         """Tensors of a snapshot by name."""
 
@@ -122,6 +127,11 @@ class HeadRows(RowState):
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Those of keys and values, and positions and scores of slots where the kind has them."""
         return *self._units.tensors, *(self._units.state or ())
+
+    @property
+    def views(self) -> tuple[torch.Tensor, ...]:
+        """Those of keys and values ``[R + 1, K, S, *]``, and of slots ``[R + 1, K * S]``."""
+        return tuple(self._views.values())
 
     @property
     def _views(self) -> dict[str, torch.Tensor]:
@@ -183,6 +193,11 @@ class KindRows(RowState):
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Tensors ``[R + 1, ...]``, in the order of the kind."""
         return tuple(self._tensors.values())
+
+    @property
+    def views(self) -> tuple[torch.Tensor, ...]:
+        """The same."""
+        return self.tensors
 
     @property
     def saved(self) -> dict[str, SavedTensor]:

@@ -229,6 +229,16 @@ class UnitTensor(NamedTuple):
             place += end - begin
 
 
+def block_views(store: KVStore) -> list[torch.Tensor]:
+    """Return all tensors of blocks, ``[X, K, S, *]`` each, in order of the layers."""
+    return [tensor.flat.view(-1, *tensor.unit_shape) for tensor in block_tensors(store)]
+
+
+def row_views(store: KVStore) -> list[torch.Tensor]:
+    """Return all tensors of rows, ``[R + 1, ...]`` each, in order of the layers."""
+    return [view for state in store.row_states for view in state.views]
+
+
 def block_tensors(store: KVStore) -> Iterator[UnitTensor]:
     """Yield the stores of blocks, in order of the layers."""
     for number, (layer, cache) in enumerate(zip(store.plan.layers, store.layers)):

@@ -20,7 +20,7 @@ from hpu_duo.config.limits import (
 from hpu_duo.heads import HeadPattern
 from hpu_duo.kv.allocations import block_moves
 from hpu_duo.kv.plan import LayerKV, MemoryPlan, chunk_grid, in_format, last_chunk, ring_slack
-from hpu_duo.kv.prefix import default_snapshots_within
+from hpu_duo.kv.snapshots import default_snapshots_within
 from hpu_duo.planning.engine_work import EngineWork, WarmUp
 from hpu_duo.planning.kept import KeptByHeads
 from hpu_duo.planning.kv_formats import name_of

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -288,3 +290,25 @@ def _scatter(list_3E: Tensor, route: SamplingRoute) -> Tensor:
     positions_E = rows_E.to(torch.int32) * route.vocab_size + tokens_E.to(torch.int32)
     flat = torch.zeros(route.num_rows * route.vocab_size, dtype=torch.float32, device=values_E.device)
     return flat.index_add(0, positions_E, values_E).view(route.num_rows, route.vocab_size)
+
+
+def packed(token_ids: torch.Tensor, logprobs: TokenLogprobs) -> torch.Tensor:
+    """Bring sampled tokens and log-probabilities into one tensor, to be read in one copy.
+
+    Returns:
+        float32 ``[N * M, 3 + 2 * L]`` for L likeliest tokens.
+    """
+    sampled, rank, top_ids, top = logprobs
+    # Token ids and ranks are exact in float32: both are at most the vocabulary's size.
+    columns = (token_ids[:, None], rank[:, None], sampled[:, None], top_ids, top)
+    return torch.cat([column.float() for column in columns], dim=1)
+
+
+def unpacked(table: torch.Tensor, rows: npt.NDArray[np.int32]) -> tuple[torch.Tensor, TokenLogprobs]:
+    """Return the tokens that ``packed`` has brought together, ``[N * M]``, and log-probabilities of rows."""
+    num_top = (table.shape[1] - 3) // 2
+    ids, rank, top_ids = (
+        part.to(torch.int32) for part in (table[:, 0], table[:, 1], table[:, 3 : 3 + num_top])
+    )
+    logprobs = (table[:, 2], rank, top_ids, table[:, 3 + num_top :])
+    return ids, TokenLogprobs(*(each[rows] for each in logprobs))

@@ -33,6 +33,7 @@ from hpu_duo.startup.blueprint import fix_served_len, request_len
 from hpu_duo.startup.device_side import DeviceSide, Place
 from hpu_duo.startup.heads import check_pattern, latent_note
 from hpu_duo.startup.kv_formats import check_scales, scales_note, unused_note
+from hpu_duo.startup.offloading import attach_tiers
 from hpu_duo.startup.sharding import build_led, native_code_built, settle
 
 if TYPE_CHECKING:
@@ -196,6 +197,7 @@ def engine_around(
         runner.builder.class_of = TokenClassifier(tokenizer).table(vocab_size)
     policy = make_policy(config.scheduler.scheduling_policy)
     scheduler = Scheduler(limits, _trimming(config, runner), policy)
+    attach_tiers(config.cache, runner.store.plan, limits, scheduler.allocations, runner.executor.link)
     ranker = read_ranker(config.scheduler, vocab_size)
     token_limits = TokenLimits(limits.max_model_len, eos_token_ids, vocab_size)
     engine = Engine(runner, scheduler, token_limits, tokenizer, seed, ranker)

@@ -16,7 +16,7 @@ from hpu_duo.config.limits import DeviceBudget
 from hpu_duo.heads import HeadPattern
 from hpu_duo.heads.eviction import make_kv_policy
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
-from hpu_duo.kv.prefix import default_snapshots, default_snapshots_within
+from hpu_duo.kv.snapshots import default_snapshots, default_snapshots_within
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.attention import LiveRows
 from hpu_duo.modeling.config_checks import fix_frequencies, positions_served, served_len, short_len

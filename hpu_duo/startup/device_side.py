@@ -35,6 +35,7 @@ from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.parallel import ContextParallelBlocks, SpreadLogits, StepExchanges, Sums, connect
 from hpu_duo.startup.blueprint import Blueprint, choose_kernels
 from hpu_duo.startup.heads import ChosenHeads
+from hpu_duo.startup.offloading import host_link
 from hpu_duo.startup.tables import StepTables, plan_with_graphs
 from kernels_ref import Blocks, ChosenBlocks, Implementation, Owner, Rings, Softmax
 from kernels_ref.formats.trial import format_problem
@@ -360,6 +361,7 @@ def _make_executor(
         followers=followers,
         exchanges=exchanges,
         drafts=drafts,
+        link=host_link(config.cache, store),
     )
     if shared is not None:
         # One broadcast per step, unless masks or histories of penalties exceed that.

@@ -24,7 +24,7 @@ from graphs import (
 from graphs.buffers import pack
 from graphs.planner import Resolution
 from graphs.shape import row_len
-from hpu_duo.config.engine import EngineConfig, SchedulerConfig
+from hpu_duo.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from hpu_duo.device.habana_environment import card_type
 from hpu_duo.engine.batch import RowCounts, StepGeometry
 from hpu_duo.engine.step_input import message_fields
@@ -35,6 +35,7 @@ from hpu_duo.planning.engine_work import EngineWork
 from hpu_duo.planning.model import GAUDI2, GAUDI3, AttentionSize, ModelSize
 from hpu_duo.planning.simulation import plan_buckets
 from hpu_duo.planning.step_seconds import StepSeconds
+from hpu_duo.startup.offloading import staged_units
 from kernels_ref import GroupKind, HeadGroup, Implementation, LayerSpec, StepParts
 from kernels_ref.chunks import DEFAULT_BOUNDS, ChunkBounds
 from kernels_ref.groups import HeadSizes, PartSizes
@@ -393,6 +394,7 @@ class StepTables:
             chunk_grid=chunk_grid(groups),
             last_chunk=last_chunk(groups),
             shares_blocks=all(group.kind.shares_blocks for group in groups),
+            cache=self.config.cache,
         )
 
     def table(self, memory: MemoryPlan) -> BucketTable:
@@ -465,6 +467,7 @@ def resolve_limits(
     chunk_grid: int = 0,
     last_chunk: int = 0,
     shares_blocks: bool = False,
+    cache: CacheConfig | None = None,
 ) -> StepLimits:
     """Resolve the limits of steps, from the user's settings and the sizes of the stores.
 
@@ -475,15 +478,17 @@ def resolve_limits(
             that blocks have to lie densely.
         is_card: whether a step of few tokens is expensive: on all devices except CPUs.
         chunk_grid, last_chunk, shares_blocks: see ``StepLimits``.
+        cache: None = nothing is offloaded.
 
     Raises:
-        ValueError: the blocks are too few for the configured ``max_model_len``.
+        ValueError: too few blocks for the configured ``max_model_len``, or for transfers.
     """
     moves, decode_len = block_moves(scheduler.max_num_batched_tokens, memory.block_size), scheduler.decode_len
+    staged = staged_units(cache, memory, moves)
     return StepLimits(
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        max_model_len=_held_len(scheduler, memory, max_len),
+        max_model_len=_held_len(scheduler, memory, max_len, staged.num_blocks),
         block_size=memory.block_size,
         num_blocks=memory.num_blocks,
         uses_blocks=memory.uses_blocks,
@@ -491,6 +496,8 @@ def resolve_limits(
         can_rewind=memory.can_rewind,
         caches_prefixes=caches_prefixes,
         num_snapshots=memory.num_snapshots,
+        num_staged_blocks=staged.num_blocks,
+        num_staged_rows=staged.num_rows,
         max_block_moves=moves if caches_prefixes and reads_slice and memory.uses_blocks else 0,
         max_chunk_rows=scheduler.max_chunk_rows,
         step_tokens=CARD_STEP_TOKENS if is_card else 0,
@@ -585,15 +592,19 @@ def _size_of(text_config: Any, specs: Sequence[LayerSpec]) -> ModelSize:
     )
 
 
-def _held_len(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int) -> int:
-    """Return ``max_len``, or fewer tokens if fewer fit into the blocks and the length is not configured."""
-    held = memory.max_tokens
+def _held_len(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int, num_staged: int) -> int:
+    """Return ``max_len``, or fewer tokens if fewer fit into the blocks and the length is not configured.
+
+    ``num_staged`` of the blocks are not for requests.
+    """
+    num_blocks = memory.num_blocks - num_staged
+    held = num_blocks * memory.block_size if memory.uses_blocks else None
     # The last token of a request is sampled and never cached.
     if held is None or max_len <= held + 1:
         return max_len
     if scheduler.max_model_len is not None:
         raise ValueError(
-            f"max_model_len={max_len} needs {max_len - 1} cached tokens, but {memory.num_blocks} blocks of "
+            f"max_model_len={max_len} needs {max_len - 1} cached tokens, but {num_blocks} blocks of "
             f"{memory.block_size} hold {held}"
         )
     return held + 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpu_duo.kv.prefix import Snapshots
 from hpu_duo.kv.prefix_tree import NO_BLOCK, PrefixNode, PrefixTree
+from hpu_duo.kv.snapshots import Snapshots
 
 ROWS = range(4, 8)
 

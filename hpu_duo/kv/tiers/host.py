@@ -1,0 +1,129 @@
+"""The index of records in host memory, and their slots; no bytes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class RecordKey(NamedTuple):
+    """Identity of a record.
+
+    Attributes:
+        digest: of the prefix that it ends, ``PrefixNode.digest``.
+        is_row: whether it is the snapshot of a row at that end; otherwise the last block.
+    """
+
+    digest: bytes
+    is_row: bool
+
+
+@dataclass(eq=False, slots=True)
+class Record:
+    """A block, or a snapshot of a row, in host memory.
+
+    Attributes:
+        key: of the record.
+        parent: digest of the prefix that is one block shorter.
+        num_own_tokens: tokens of the last block.
+        slots: ids of its slots.
+        is_present: whether its bytes have arrived.
+        num_readers: loads that need it; it is not evicted meanwhile.
+    """
+
+    key: RecordKey
+    parent: bytes
+    num_own_tokens: int
+    slots: tuple[int, ...]
+    is_present: bool = False
+    num_readers: int = 0
+
+
+class HostTier:
+    """Records by key, the least recently used first; all slots have the same size.
+
+    Args:
+        num_slots: number of slots.
+        block_size: tokens of a full block.
+    """
+
+    def __init__(self, num_slots: int, block_size: int) -> None:
+        self.num_slots, self._block_size = num_slots, block_size
+        self._free = list(reversed(range(num_slots)))
+        self._records: OrderedDict[RecordKey, Record] = OrderedDict()
+        # Of each prefix, the records of partial blocks behind it.
+        self._partial: dict[bytes, dict[bytes, Record]] = {}
+        self.num_evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records.values())
+
+    @property
+    def num_used_slots(self) -> int:
+        """Number of slots with a record."""
+        return self.num_slots - len(self._free)
+
+    def get(self, key: RecordKey) -> Record | None:
+        """Return a record whose bytes are here."""
+        record = self._records.get(key)
+        return record if record is not None and record.is_present else None
+
+    def knows(self, key: RecordKey) -> bool:
+        """Whether there is a record, or one is on its way."""
+        return key in self._records
+
+    def partial_blocks(self, digest: bytes) -> Iterable[Record]:
+        """Return the records of partial blocks, or of their snapshots, behind a prefix of full blocks."""
+        return self._partial.get(digest, {}).values()
+
+    def use(self, keys: Iterable[RecordKey]) -> None:
+        """Mark records as used now, the last one as the most recent."""
+        for key in keys:
+            if key in self._records:
+                self._records.move_to_end(key)
+
+    def reserve(self, key: RecordKey, parent: bytes, num_own_tokens: int, num_slots: int) -> Record | None:
+        """Allocate slots to a new record; the least recently used ones are evicted for it.
+
+        Returns:
+            None, and nothing has changed, if records on their way, or that loads need, have the slots.
+        """
+        assert key not in self._records, "expected a new record"
+        if not self._make_room(num_slots):
+            return None
+        slots = tuple(self._free.pop() for _ in range(num_slots))
+        record = self._records[key] = Record(key, parent, num_own_tokens, slots)
+        if num_own_tokens < self._block_size:
+            self._partial.setdefault(parent, {})[key.digest] = record
+        return record
+
+    def _make_room(self, num_slots: int) -> bool:
+        missing, going = num_slots - len(self._free), list[Record]()
+        for record in self._records.values():
+            if missing <= 0:
+                break
+            if record.is_present and not record.num_readers:
+                going.append(record)
+                missing -= len(record.slots)
+        if missing > 0:
+            return False
+        for record in going:
+            self.num_evicted += 1
+            self.drop(record)
+        return True
+
+    def drop(self, record: Record) -> None:
+        """Remove a record."""
+        del self._records[record.key]
+        self._free += record.slots
+        if record.num_own_tokens < self._block_size:
+            others = self._partial[record.parent]
+            if others.get(record.key.digest) is record:
+                del others[record.key.digest]
+            if not others:
+                del self._partial[record.parent]

@@ -1,0 +1,171 @@
+"""Transfers between the stores of a device and records in host memory, and a simulated link."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class Transfer(NamedTuple):
+    """A copy between a unit of the stores and a record.
+
+    Attributes:
+        is_row: whether the unit is a row; otherwise a block.
+        unit: its id, one of those that are reserved for transfers.
+        slots: of the record.
+    """
+
+    is_row: bool
+    unit: int
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """Transfers of a step; plain data, see ``hpu_duo.device.plain``.
+
+    Attributes:
+        stores: from units to records. They begin after the copies of the step, which fill the units.
+        loads: from records to units. They begin at the same time.
+        landed: transfers of earlier steps that have ended on rank 0. Other ranks wait for theirs before the
+            copies of the step, which read or fill their units.
+    """
+
+    stores: tuple[Transfer, ...] = ()
+    loads: tuple[Transfer, ...] = ()
+    landed: tuple[Transfer, ...] = ()
+
+
+class Landed(NamedTuple):
+    """A transfer that has ended.
+
+    Attributes:
+        transfer: as begun.
+        is_load: its direction.
+        seconds: from the begin of its batch on the link to its end, shared evenly by the batch.
+    """
+
+    transfer: Transfer
+    is_load: bool
+    seconds: float
+
+
+class Link(Protocol):
+    """Moves units to records and back, while steps run."""
+
+    def begin(self, transfers: Transfers) -> None:
+        """Begin the transfers of a step, whose copies are on the device."""
+        ...
+
+    def poll(self) -> list[Landed]:
+        """Return the transfers that have ended since the last call; waits for none."""
+        ...
+
+    def wait(self, transfers: Sequence[Transfer]) -> None:
+        """Wait until transfers have ended."""
+        ...
+
+    def wait_any(self) -> None:
+        """Wait until a transfer has ended that ``poll`` has not returned, if any is on its way."""
+        ...
+
+    def drain(self) -> None:
+        """Wait for all transfers, and forget them."""
+        ...
+
+
+class MovesBytes(Link, Protocol):
+    """A link with bytes, which another one times."""
+
+    def poison(self, transfer: Transfer) -> None:
+        """Fill a unit with ones in every bit: not a number in every float format."""
+        ...
+
+
+@dataclass
+class _Flight:
+    """A transfer on a simulated link, with the time at which it lands."""
+
+    transfer: Transfer
+    is_load: bool
+    lands_at: float
+    seconds: float
+
+
+class SimulatedLink:
+    """A link with a given speed on a given clock; bytes, if any, arrive when a transfer lands.
+
+    Units of transfers on their way are poisoned, so that whoever reads them too early computes NaN.
+
+    Args:
+        record_bytes: bytes of a block, and of a row.
+        latency_s: seconds before the first byte of a transfer.
+        up, down: bytes a second to the host, and from there.
+        clock: returns seconds.
+        advance: moves the clock on to a time; for ``wait`` and ``wait_any``.
+        link: moves the bytes; None = there are none.
+    """
+
+    def __init__(
+        self,
+        record_bytes: tuple[int, int],
+        latency_s: float,
+        up: float,
+        down: float,
+        clock: Callable[[], float],
+        advance: Callable[[float], None],
+        link: MovesBytes | None = None,
+    ) -> None:
+        self._record_bytes, self._latency_s, self._rates = record_bytes, latency_s, (up, down)
+        self._clock, self._advance, self._link = clock, advance, link
+        self._free_at = [0.0, 0.0]
+        self._flying: deque[_Flight] = deque()
+
+    def begin(self, transfers: Transfers) -> None:
+        """Begin the transfers of a step: each direction moves one after the other."""
+        for is_load, each in ((False, transfers.stores), (True, transfers.loads)):
+            for transfer in each:
+                seconds = self._record_bytes[transfer.is_row] / self._rates[is_load]
+                begins = max(self._clock() + self._latency_s, self._free_at[is_load])
+                self._free_at[is_load] = begins + seconds
+                self._flying.append(_Flight(transfer, is_load, begins + seconds, seconds))
+                if is_load and self._link is not None:
+                    self._link.poison(transfer)
+
+    def poll(self) -> list[Landed]:
+        """Return the transfers that have ended by now."""
+        return self._land(lambda flight: flight.lands_at <= self._clock())
+
+    def wait(self, transfers: Sequence[Transfer]) -> None:
+        """Move the clock on until transfers have ended, and forget them."""
+        self._wait_for([each for each in self._flying if each.transfer in transfers])
+        self._land(lambda flight: flight.transfer in transfers)
+
+    def wait_any(self) -> None:
+        """Move the clock on to the next end."""
+        if self._flying:
+            self._wait_for([min(self._flying, key=lambda flight: flight.lands_at)])
+
+    def drain(self) -> None:
+        """Move the clock on to the end of all."""
+        self._wait_for(self._flying)
+        self._land(lambda flight: True)
+
+    def _wait_for(self, flights: Sequence[_Flight] | deque[_Flight]) -> None:
+        last = max((each.lands_at for each in flights), default=0.0)
+        if last > self._clock():
+            self._advance(last)
+
+    def _land(self, has_ended: Callable[[_Flight], bool]) -> list[Landed]:
+        ended = [flight for flight in self._flying if has_ended(flight)]
+        for flight in ended:
+            self._flying.remove(flight)
+            if self._link is not None:
+                one = (flight.transfer,)
+                self._link.begin(Transfers(loads=one) if flight.is_load else Transfers(stores=one))
+                self._link.wait(one)
+                if not flight.is_load:
+                    self._link.poison(flight.transfer)
+        return [Landed(flight.transfer, flight.is_load, flight.seconds) for flight in ended]

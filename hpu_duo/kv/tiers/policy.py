@@ -1,0 +1,58 @@
+"""What is written to a tier, and when a prefix is loaded from one instead of computed."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class WritePolicy(Enum):
+    """When a block, or a snapshot, is copied to the host; the words are those of SGLang's HiCache."""
+
+    WRITE_BACK = "write_back"
+    """As it is evicted from the device."""
+    WRITE_THROUGH = "write_through"
+    """As it is cached."""
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"
+    """As a second request uses it."""
+
+
+_SMOOTHING = 0.2
+"""Weight of the newest measurement."""
+
+
+class LoadPolicy:
+    """Decides whether to load a prefix: where the link is predicted to be faster than computing it.
+
+    Both rates are measured, as moving means. Before there is one of each, every prefix is loaded.
+
+    Attributes:
+        prefill_s: seconds of a prompt token in a step; None = no prompt has been computed.
+        byte_s: seconds of a byte from the host to the device; None = nothing has been loaded.
+    """
+
+    def __init__(self, prefill_s: float | None = None, byte_s: float | None = None) -> None:
+        self.prefill_s, self.byte_s = prefill_s, byte_s
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Record a step with prompts."""
+        self.prefill_s = _mean(self.prefill_s, seconds / num_tokens)
+
+    def loaded(self, num_bytes: int, seconds: float) -> None:
+        """Record a load."""
+        self.byte_s = _mean(self.byte_s, seconds / num_bytes)
+
+    def loads(self, num_tokens: int, num_bytes: int, num_bytes_ahead: int) -> bool:
+        """Whether to load a prefix.
+
+        Args:
+            num_tokens: that need not be computed then.
+            num_bytes: of their records.
+            num_bytes_ahead: of loads that have begun.
+        """
+        if self.prefill_s is None or self.byte_s is None:
+            return True
+        return (num_bytes + num_bytes_ahead) * self.byte_s < num_tokens * self.prefill_s
+
+
+def _mean(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + _SMOOTHING * (value - mean)

@@ -1,0 +1,367 @@
+"""The prefix cache's tier in host memory: what leaves the device, and what comes back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from hpu_duo.kv.pool import BlockCopy, Copy, RowCopy
+from hpu_duo.kv.prefix_tree import PrefixNode, PrefixTree, digest_of
+from hpu_duo.kv.tiers.host import HostTier, Record, RecordKey
+from hpu_duo.kv.tiers.link import Landed, Link, Transfer, Transfers
+from hpu_duo.kv.tiers.policy import LoadPolicy, WritePolicy
+from hpu_duo.request import Request
+
+
+@dataclass
+class TierCounters:
+    """Totals of a tier.
+
+    Attributes:
+        num_stored, num_loaded: records that have landed on the host, and on the device.
+        stored_bytes, loaded_bytes: of them.
+        stored_s, loaded_s: seconds of their transfers.
+        num_hit_tokens: tokens that were loaded for requests, and need not be computed.
+        num_busy: units that were evicted without a record, because the link or all slots were busy.
+        num_computed: prefixes that were predicted to be computed faster than loaded.
+        num_abandoned: loads that ended early, for lack of blocks.
+    """
+
+    num_stored: int = 0
+    num_loaded: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    stored_s: float = 0.0
+    loaded_s: float = 0.0
+    num_hit_tokens: int = 0
+    num_busy: int = 0
+    num_computed: int = 0
+    num_abandoned: int = 0
+
+
+@dataclass(eq=False)
+class Load:
+    """The records that bring a request's prefix back, in order; the first ones may have landed.
+
+    Attributes:
+        request: that waits for them.
+        node: the deepest prefix on the device so far.
+        start: tokens that the request can begin with without it.
+        pieces: those that are not in the tree yet.
+        is_abandoned: whether the others are not needed any more.
+    """
+
+    request: Request
+    node: PrefixNode
+    start: int
+    pieces: deque[Piece] = field(default_factory=deque)
+    is_abandoned: bool = False
+
+
+@dataclass(eq=False)
+class Piece:
+    """A record of a load.
+
+    Attributes:
+        record: on the host.
+        end: tokens of the prefix that it ends.
+        load: it belongs to.
+        unit: that it is copied to; None = its transfer has not begun.
+        has_landed: whether the unit has it.
+    """
+
+    record: Record
+    end: int
+    load: Load
+    unit: int | None = None
+    has_landed: bool = False
+
+    @property
+    def is_row(self) -> bool:
+        """Whether it is a snapshot of a row."""
+        return self.record.key.is_row
+
+
+class PrefixTiers:
+    """Copies what the prefix cache evicts to host memory, and loads prefixes for waiting requests.
+
+    Some blocks and snapshot rows are reserved for transfers, half of them for each direction. What is evicted
+    is copied there with the other copies of the next step, so its unit is free at once, and from there to the
+    host while that step runs. A record that is loaded arrives in such a unit, and is copied to its place in
+    the cache with the copies of a later step. No step waits for a transfer; without a free unit, or a free
+    slot, what is evicted is lost.
+
+    A request whose prefix is loaded waits, and others may be admitted before it. What has been loaded for it
+    may be evicted again like everything else in the cache; the request then computes it.
+
+    Args:
+        host: the index of records.
+        link: moves the bytes.
+        units: ids of blocks, and of rows, that are reserved.
+        record_bytes: bytes of a block, and of a row; 0 where the cache has none of them.
+        slot_bytes: bytes of a slot.
+        add_copy: requests a copy.
+        write_policy: when to store.
+        load_policy: when to load.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        link: Link,
+        units: tuple[Sequence[int], Sequence[int]],
+        record_bytes: tuple[int, int],
+        slot_bytes: int,
+        add_copy: Callable[[Copy], None],
+        write_policy: WritePolicy = WritePolicy.WRITE_BACK,
+        load_policy: LoadPolicy | None = None,
+    ) -> None:
+        self.host, self.link, self.write_policy = host, link, write_policy
+        self.load_policy = LoadPolicy() if load_policy is None else load_policy
+        self.counters = TierCounters()
+        self._units, self._record_bytes, self._add_copy = units, record_bytes, add_copy
+        self._num_slots = tuple(-(-each // slot_bytes) for each in record_bytes)
+        self._storing: dict[Transfer, Record] = {}
+        self._loading: dict[Transfer, Piece] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        # Free units by direction and kind.
+        self._free = {
+            (is_load, is_row): list(units[is_load::2])
+            for is_row, units in enumerate(self._units)
+            for is_load in (False, True)
+        }
+        self._stores: list[Transfer] = []
+        self._queue: deque[Piece] = deque()
+        self._landed: list[Transfer] = []
+        self._loads: dict[Request, Load] = {}
+        self._asked: set[Request] = set()
+        self._bytes_ahead = 0
+
+    @property
+    def has_loads(self) -> bool:
+        """Whether a request waits for records."""
+        return bool(self._loads)
+
+    def is_loading(self, request: Request) -> bool:
+        """Whether a request waits for records."""
+        return request in self._loads
+
+    def leave(self, node: PrefixNode) -> None:
+        """Store the last block of a prefix and its snapshot, if it has them, before they are evicted."""
+        if self._record_bytes[False]:
+            self._store(node, is_row=False, unit=node.block)
+        if node.snapshot is not None:
+            self.leave_row(node, node.snapshot)
+
+    def leave_row(self, node: PrefixNode, row: int) -> None:
+        """Store the snapshot of a prefix, before its row is filled with another one."""
+        self._store(node, is_row=True, unit=row)
+
+    def _store(self, node: PrefixNode, *, is_row: bool, unit: int) -> None:
+        key = RecordKey(node.digest, is_row)
+        if self.host.knows(key):
+            self.host.use((key,))
+            return
+        assert node.parent is not None, "expected a prefix with a block"
+        free, record = self._free[False, is_row], None
+        if free:
+            record = self.host.reserve(key, node.parent.digest, node.num_own_tokens, self._num_slots[is_row])
+        if record is None:
+            self.counters.num_busy += 1
+            return
+        staged = free.pop()
+        self._add_copy(RowCopy(unit, staged) if is_row else BlockCopy(unit, staged))
+        transfer = Transfer(is_row, staged, record.slots)
+        self._storing[transfer] = record
+        self._stores.append(transfer)
+
+    def fetches(
+        self, request: Request, start: int, path: Sequence[PrefixNode], most: int, tree: PrefixTree
+    ) -> bool:
+        """Whether a waiting request should wait for records; begins to load them if there are any.
+
+        Each request is considered once while it waits.
+
+        Args:
+            start: tokens of the prefix that it can begin with now.
+            path: its cached blocks.
+            most: tokens that it may reuse.
+        """
+        if request in self._loads:
+            return True
+        if request in self._asked:
+            return False
+        self._asked.add(request)
+        load = Load(request, path[-1] if path else tree.root(request.namespace), start)
+        for record, end in self._find(request.tokens[:most], path, load, tree):
+            load.pieces.append(Piece(record, end, load))
+        if not load.pieces or load.pieces[-1].end <= start:
+            return False
+        num_bytes = sum(self._record_bytes[piece.is_row] for piece in load.pieces)
+        if not self.load_policy.loads(load.pieces[-1].end - start, num_bytes, self._bytes_ahead):
+            self.counters.num_computed += 1
+            return False
+        for piece in load.pieces:
+            piece.record.num_readers += 1
+        self.host.use(piece.record.key for piece in reversed(load.pieces))
+        self._bytes_ahead += num_bytes
+        self._loads[request] = load
+        self._queue.extend(load.pieces)
+        return True
+
+    def admitted(self, request: Request) -> None:
+        """Consider the request again when it waits the next time; also for one that has ended."""
+        self._asked.discard(request)
+        if (load := self._loads.get(request)) is not None:
+            self._abandon(load)
+
+    def _find(
+        self, tokens: npt.NDArray[np.int32], path: Sequence[PrefixNode], load: Load, tree: PrefixTree
+    ) -> Iterator[tuple[Record, int]]:
+        """Yield records, with the tokens of the prefixes that they end, from which a request can go on."""
+        size = tree.block_size
+        has_blocks, has_rows = (bool(each) for each in self._record_bytes)
+        nodes = [tree.root(load.request.namespace), *path]
+        digests = [node.digest for node in nodes]
+        blocks: list[Record] = []
+        for ordinal in range(len(path), len(tokens) // size):
+            digest = digest_of(digests[-1], tree.key(tokens, ordinal))
+            block = self.host.get(RecordKey(digest, is_row=False))
+            if has_blocks:
+                if block is None:
+                    break
+                blocks.append(block)
+            digests.append(digest)
+        if not has_rows:
+            yield from ((each, (len(path) + 1 + place) * size) for place, each in enumerate(blocks))
+            return
+        for depth in range(len(digests) - 1, -1, -1):
+            ending = self._ending(digests[depth], tokens, depth, size)
+            if depth and depth < len(nodes) and nodes[depth].snapshot is not None and not ending:
+                return  # the device has it
+            if not ending:
+                continue
+            load.node = nodes[min(depth, len(path))]
+            yield from (
+                (each, (len(path) + 1 + place) * size)
+                for place, each in enumerate(blocks[: max(0, depth - len(path))])
+            )
+            for record in ending:
+                yield record, depth * size + record.num_own_tokens % size
+            return
+
+    def _ending(self, digest: bytes, tokens: npt.NDArray[np.int32], depth: int, size: int) -> list[Record]:
+        """Return the last records of a prefix of whole blocks, or of one that ends in the next block."""
+        best: list[Record] = []
+        for each in tuple(self.host.partial_blocks(digest)):
+            own = each.num_own_tokens
+            key = tokens[depth * size : depth * size + own].tobytes()
+            if len(key) < own * tokens.itemsize or digest_of(digest, key) != each.key.digest:
+                continue
+            found = [self.host.get(RecordKey(each.key.digest, is_row)) for is_row in (False, True)]
+            if not self._record_bytes[False]:
+                found = found[1:]
+            records = [record for record in found if record is not None]
+            if len(records) == len(found) and (not best or best[0].num_own_tokens < own):
+                best = records
+        if best or not depth:
+            return best
+        snapshot = self.host.get(RecordKey(digest, is_row=True))
+        return [] if snapshot is None else [snapshot]
+
+    def take(self) -> Transfers | None:
+        """Return the transfers of the next step; None if there are none."""
+        loads = []
+        while self._queue:
+            piece = self._queue[0]
+            free = self._free[True, piece.is_row]
+            if piece.load.is_abandoned:
+                self._release(self._queue.popleft())
+            elif not free:
+                break
+            else:
+                piece.unit = free.pop()
+                transfer = Transfer(piece.is_row, piece.unit, piece.record.slots)
+                self._loading[transfer] = piece
+                loads.append(transfer)
+                self._queue.popleft()
+        stores, self._stores = self._stores, []
+        landed, self._landed = self._landed, []
+        return Transfers(tuple(stores), tuple(loads), tuple(landed)) if stores or loads or landed else None
+
+    def advance(self, place: Callable[[Piece], PrefixNode | None]) -> None:
+        """Take in what has landed.
+
+        Args:
+            place: brings a piece of its load into the tree, with a copy from its unit; returns the prefix
+                that it ends, None if there is no room.
+        """
+        for landed in self.link.poll():
+            self._landed.append(landed.transfer)
+            self._count(landed)
+            if not landed.is_load:
+                self._free[False, landed.transfer.is_row].append(landed.transfer.unit)
+                self._storing.pop(landed.transfer).is_present = True
+                continue
+            piece = self._loading.pop(landed.transfer)
+            piece.has_landed = True
+            if piece.load.is_abandoned:
+                self._release(piece)
+        for load in list(self._loads.values()):
+            self._place(load, place)
+
+    def _place(self, load: Load, place: Callable[[Piece], PrefixNode | None]) -> None:
+        while load.pieces and load.pieces[0].has_landed:
+            node = place(load.pieces[0])
+            if node is None:
+                self.counters.num_abandoned += 1
+                self._abandon(load)
+                return
+            load.node = node
+            self._release(piece := load.pieces.popleft())
+            if not load.pieces:
+                self.counters.num_hit_tokens += piece.end - load.start
+                del self._loads[load.request]
+
+    def _abandon(self, load: Load) -> None:
+        """End a load; what is on its way is released when it has landed."""
+        del self._loads[load.request]
+        load.is_abandoned = True
+        for piece in load.pieces:
+            if piece.has_landed:
+                self._release(piece)
+
+    def _release(self, piece: Piece) -> None:
+        piece.record.num_readers -= 1
+        self._bytes_ahead -= self._record_bytes[piece.is_row]
+        if piece.unit is not None:
+            self._free[True, piece.is_row].append(piece.unit)
+
+    def _count(self, landed: Landed) -> None:
+        counters, num_bytes = self.counters, self._record_bytes[landed.transfer.is_row]
+        if landed.is_load:
+            counters.num_loaded += 1
+            counters.loaded_bytes += num_bytes
+            counters.loaded_s += landed.seconds
+            self.load_policy.loaded(num_bytes, landed.seconds)
+        else:
+            counters.num_stored += 1
+            counters.stored_bytes += num_bytes
+            counters.stored_s += landed.seconds
+
+    def forget(self) -> None:
+        """Drop all transfers, because the content of the stores is unknown; records stay."""
+        self.link.drain()
+        for record in self._storing.values():
+            self.host.drop(record)
+        for record in self.host:
+            record.num_readers = 0
+        self._storing.clear()
+        self._loading.clear()
+        self._reset()

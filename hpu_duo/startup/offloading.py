@@ -1,0 +1,123 @@
+"""Sizes of the tier in host memory, and the parts of an engine that serve it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from graphs import StepLimits
+from hpu_duo.config.limits import CacheConfig
+from hpu_duo.device.runtime import host_memory
+from hpu_duo.kv.allocations import KVAllocations
+from hpu_duo.kv.plan import MemoryPlan
+from hpu_duo.kv.store import KVStore, block_views, row_views
+from hpu_duo.kv.tiers.host import HostTier
+from hpu_duo.kv.tiers.host_link import HostLink
+from hpu_duo.kv.tiers.link import Link
+from hpu_duo.kv.tiers.policy import WritePolicy
+from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers
+
+_GIB = 1 << 30
+_SHARE = 4
+"""At most one of so many blocks, and of so many snapshots, is reserved for transfers."""
+
+
+class Staged(NamedTuple):
+    """Numbers of blocks and of snapshot rows that are reserved for transfers, half for each direction."""
+
+    num_blocks: int
+    num_rows: int
+
+
+def staged_units(cache: CacheConfig | None, memory: MemoryPlan, num_filled: int) -> Staged:
+    """Return what is reserved for transfers; nothing without a tier.
+
+    Args:
+        num_filled: blocks that a step fills, hence the most that it evicts.
+
+    Raises:
+        ValueError: the cache is too small.
+    """
+    if cache is None or cache.kv_offloading_size is None:
+        return Staged(0, 0)
+    per_step = cache.kv_offloading_blocks_per_step or num_filled
+    num_blocks = num_rows = 0
+    if memory.uses_blocks:
+        num_blocks = 2 * min(per_step, memory.num_blocks // (2 * _SHARE))
+        if not num_blocks:
+            raise ValueError(
+                f"expected {2 * _SHARE} blocks or more with kv_offloading_size, of which some are reserved "
+                f"for transfers, got num_blocks={memory.num_blocks}"
+            )
+    if memory.uses_rows:
+        num_rows = 2 * max(1, memory.num_snapshots // (2 * _SHARE))
+        if memory.num_snapshots <= num_rows:
+            raise ValueError(
+                f"expected num_prefix_snapshots of {num_rows + 1} or more with kv_offloading_size, of which "
+                f"{num_rows} are reserved for transfers, got {memory.num_snapshots}"
+            )
+    return Staged(num_blocks, num_rows)
+
+
+class HostSlots(NamedTuple):
+    """Slots of the records of one rank.
+
+    Attributes:
+        number: of slots.
+        num_bytes: of one.
+    """
+
+    number: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, size_gib: float, memory: MemoryPlan) -> HostSlots:
+        """Return the slots of a tier: a block fills one, a snapshot as many as it needs.
+
+        Args:
+            size_gib: GiB of all ranks together.
+
+        Raises:
+            ValueError: the size is below one record, or above the free memory of the host.
+        """
+        plans = [replace(memory, layers=layers, others=()) for layers in (memory.layers, *memory.others)]
+        sizes = [plan.block_bytes if memory.uses_blocks else plan.row_bytes for plan in plans]
+        total, free = int(size_gib * _GIB), host_memory().free
+        if total < sum(sizes):
+            raise ValueError(
+                f"expected kv_offloading_size of one block or more, {sum(sizes):,} bytes, got {total:,} bytes"
+            )
+        if total > free:
+            raise ValueError(
+                f"expected kv_offloading_size within the free memory of the host, {free:,} bytes, got "
+                f"{total:,} bytes"
+            )
+        return cls(total // sum(sizes), sizes[0])
+
+
+def host_link(cache: CacheConfig, store: KVStore) -> HostLink | None:
+    """Allocate the records of this rank; None without a tier."""
+    if cache.kv_offloading_size is None:
+        return None
+    slots = HostSlots.of(cache.kv_offloading_size, store.plan)
+    return HostLink(block_views(store), row_views(store), slots.number, slots.num_bytes)
+
+
+def attach_tiers(
+    cache: CacheConfig, memory: MemoryPlan, limits: StepLimits, allocations: KVAllocations, link: Link | None
+) -> None:
+    """Connect the prefix cache of an engine to its records on the host, if it has any."""
+    if cache.kv_offloading_size is None or link is None:
+        return
+    slots = HostSlots.of(cache.kv_offloading_size, memory)
+    allocations.attach(
+        PrefixTiers(
+            HostTier(slots.number, limits.block_size),
+            link,
+            allocations.staged_units,
+            (memory.block_bytes if memory.uses_blocks else 0, memory.row_bytes if memory.uses_rows else 0),
+            slots.num_bytes,
+            allocations.add_copy,
+            WritePolicy(cache.kv_offloading_write_policy),
+        )
+    )

@@ -1,0 +1,167 @@
+"""Prefixes that come back from the host, under random requests, failures, aborts and orders of transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, rule
+
+from graphs import StepLimits
+from hpu_duo.engine.scheduler import Scheduler
+from hpu_duo.engine.step_plan import StepPlan
+from hpu_duo.kv.tiers.host import HostTier
+from hpu_duo.kv.tiers.link import Landed, Transfer, Transfers
+from hpu_duo.kv.tiers.policy import WritePolicy
+from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers
+from tests.engine_host.prefix_draws import prefix_limits
+from tests.engine_host.simulated_device import SimulatedDevice, Slot
+from tests.engine_host.test_prefix_properties import PrefixMachine
+
+MOST_POLLS = 6
+"""A transfer lands after so many polls at the latest."""
+
+
+class SlotLink:
+    """Moves slots of a simulated device when told to; units of transfers on their way have nothing to read."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.device = device
+        self.records: dict[tuple[int, ...], list[Slot]] = {}
+        self.flying: list[list[object]] = []
+        self.next: list[int] = []
+
+    def _units(self, transfer: Transfer) -> list[list[Slot]]:
+        return self.device.rings if transfer.is_row else self.device.blocks
+
+    def begin(self, transfers: Transfers) -> None:
+        for is_load, each in ((False, transfers.stores), (True, transfers.loads)):
+            for transfer in each:
+                assert all(transfer.unit != other.unit or transfer.is_row != other.is_row for other in self.open)
+                self.flying.append([transfer, is_load, 0])
+                if is_load:
+                    units = self._units(transfer)
+                    units[transfer.unit] = [None] * len(units[transfer.unit])
+
+    @property
+    def open(self) -> list[Transfer]:
+        return [each[0] for each in self.flying]
+
+    def poll(self) -> list[Landed]:
+        for each in self.flying:
+            each[2] += 1
+        wanted = [self.flying[number % len(self.flying)] for number in self.next if self.flying]
+        self.next = []
+        return self._land([each for each in self.flying if each in wanted or each[2] > MOST_POLLS])
+
+    def _land(self, landed: list[list[object]]) -> list[Landed]:
+        found = []
+        for each in landed:
+            self.flying.remove(each)
+            transfer, is_load, _ = each
+            units = self._units(transfer)
+            if is_load:
+                units[transfer.unit] = list(self.records[transfer.slots])
+            else:
+                self.records[transfer.slots] = list(units[transfer.unit])
+                units[transfer.unit] = [None] * len(units[transfer.unit])
+            found.append(Landed(transfer, is_load, 1.0))
+        return found
+
+    def wait(self, transfers: Sequence[Transfer]) -> None:
+        assert not set(transfers) & set(self.open)
+
+    def wait_any(self) -> None:
+        for each in self.flying[:1]:
+            each[2] = MOST_POLLS
+
+    def drain(self) -> None:
+        self._land(list(self.flying))
+
+
+class TieredMachine(PrefixMachine):
+    @initialize(
+        limits=prefix_limits(),
+        staged=st.sampled_from([2, 4, 10]),
+        num_slots=st.sampled_from([2, 10, 200, 200]),
+        policy=st.sampled_from(WritePolicy),
+    )
+    def create(self, limits: StepLimits, staged: int, num_slots: int, policy: WritePolicy) -> None:
+        super().create(limits)
+        blocks, rows = staged if limits.uses_blocks else 0, staged if limits.uses_rows else 0
+        larger = replace(
+            limits,
+            num_blocks=limits.num_blocks + blocks,
+            num_snapshots=limits.num_snapshots + rows,
+            num_staged_blocks=blocks,
+            num_staged_rows=rows,
+        )
+        self.scheduler = Scheduler(larger)
+        device = self.device = SimulatedDevice(
+            larger.num_blocks,
+            limits.block_size,
+            larger.num_ring_rows,
+            uses_blocks=limits.uses_blocks,
+            uses_rows=limits.uses_rows,
+        )
+        self.link = link = SlotLink(device)
+        allocations = self.scheduler.allocations
+        sizes = (8 * limits.uses_blocks, 12 * limits.uses_rows)
+        self.tiers = PrefixTiers(
+            HostTier(num_slots, limits.block_size),
+            link,
+            allocations.staged_units,
+            sizes,
+            sizes[0] or sizes[1],
+            allocations.add_copy,
+            policy,
+        )
+        allocations.attach(self.tiers)
+        run = device.run
+
+        def run_with_transfers(plan: StepPlan) -> list[int]:
+            tokens = run(plan)
+            if plan.transfers is not None:
+                link.wait(plan.transfers.landed)
+                link.begin(plan.transfers)
+            if not plan.rows:
+                link.wait_any()
+            return tokens
+
+        device.run = run_with_transfers  # type: ignore[method-assign]
+
+    @rule(numbers=st.lists(st.integers(0, 20), max_size=6))
+    def land(self, numbers: list[int]) -> None:
+        """Let some transfers land before the next step, in whatever order."""
+        self.link.next += numbers
+
+    @invariant()
+    def no_slot_is_in_two_records(self) -> None:
+        if not hasattr(self, "tiers"):
+            return
+        slots = [slot for record in self.tiers.host for slot in record.slots]
+        assert len(set(slots)) == len(slots) == self.tiers.host.num_used_slots <= self.tiers.host.num_slots
+
+    def _check_hits(self, plan: StepPlan) -> None:
+        if plan.rows:
+            super()._check_hits(plan)
+
+    def teardown(self) -> None:
+        """Nothing is on its way, or needed, once every request has ended and everything has landed."""
+        super().teardown()
+        if not hasattr(self, "tiers"):
+            return
+        assert not self.tiers.has_loads
+        assert not any(record.num_readers for record in self.tiers.host)
+
+
+TestTieredPrefixes = TieredMachine.TestCase
+TestTieredPrefixes.settings = settings(max_examples=60, stateful_step_count=30)
+
+
+@pytest.mark.slow
+class TestManyTieredPrefixes(TieredMachine.TestCase):
+    settings = settings(max_examples=1_000, stateful_step_count=60)
