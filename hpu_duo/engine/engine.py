@@ -108,7 +108,16 @@ class Engine(NotPicklable):
 
     @step_recorder.setter
     def step_recorder(self, recorder: StepSink | None) -> None:
-        """Record steps there from now on."""
+        """Record steps there from now on.
+
+        Raises:
+            ValueError: prefixes are loaded from host memory, whose content is not in a recording.
+        """
+        if recorder is not None and self.scheduler.allocations.tiers is not None:
+            raise ValueError(
+                "steps are recorded without kv_offloading_size: what they load from host memory is in no "
+                "recording"
+            )
         self._stepper.telemetry.step_recorder = recorder
 
     @property

@@ -234,6 +234,54 @@ class PrefixStats:
 
 
 @dataclass(frozen=True)
+class OffloadStats:
+    """A snapshot of the prefix cache's tier in host memory.
+
+    Attributes:
+        num_stored, num_loaded: blocks and snapshots that were copied to the host, and from there.
+        stored_bytes, loaded_bytes: of them.
+        stored_s, loaded_s: seconds of these copies, beside steps.
+        num_hit_tokens: tokens that requests did not compute because they were loaded.
+        num_busy: blocks and snapshots that were lost, because all slots or units of transfers were busy.
+        num_computed: prefixes that were predicted to be computed faster than loaded.
+        num_abandoned: loads that ended early, for lack of blocks.
+        num_records: blocks and snapshots on the host.
+        num_evicted: that were evicted from there.
+        used_bytes, total_bytes: of the host's memory on this rank.
+    """
+
+    num_stored: int
+    num_loaded: int
+    stored_bytes: int
+    loaded_bytes: int
+    stored_s: float
+    loaded_s: float
+    num_hit_tokens: int
+    num_busy: int
+    num_computed: int
+    num_abandoned: int
+    num_records: int
+    num_evicted: int
+    used_bytes: int
+    total_bytes: int
+
+    @classmethod
+    def of(cls, allocations: KVAllocations) -> OffloadStats | None:
+        """Collect the counters; None without a tier."""
+        tiers = allocations.tiers
+        if tiers is None:
+            return None
+        host = tiers.host
+        return cls(
+            **vars(tiers.counters),
+            num_records=len(host),
+            num_evicted=host.num_evicted,
+            used_bytes=host.num_used_slots * tiers.sizes.slot_bytes,
+            total_bytes=host.num_slots * tiers.sizes.slot_bytes,
+        )
+
+
+@dataclass(frozen=True)
 class RankStats:
     """Traffic of rank 0 with other ranks. Warm-up is counted in messages only.
 
@@ -295,6 +343,7 @@ class EngineStats:
         notes: remarks for the user on how the model was loaded.
         resolved: settings of the engine; see there.
         prefixes: of the prefix cache; None without one.
+        offload: of its tier in host memory; None without one.
         budget: of heads with a KV budget; None without any.
         ranks: traffic between ranks; None for one rank.
         replanned: bucket tables that were planned while serving; None without ``replan``.
@@ -335,6 +384,7 @@ class EngineStats:
     drift: Drift | None = None
     replanned: ReplanStats | None = None
     prefixes: PrefixStats | None = None
+    offload: OffloadStats | None = None
     budgets: tuple[BudgetStats, ...] = ()
     attention_rules: tuple[RuleStats, ...] = ()
     ranks: RankStats | None = None
@@ -390,6 +440,7 @@ class EngineStats:
             drift=telemetry.shapes.drift,
             replanned=None if replanner is None else replanner.stats,
             prefixes=PrefixStats.of(allocations, memory),
+            offload=OffloadStats.of(allocations),
             ranks=RankStats.of(runner.executor),
             budgets=BudgetStats.of(counters.num_evicted_tokens, allocations, memory),
             attention_rules=RuleStats.all_of(counters.tiles, memory),

@@ -437,7 +437,10 @@ class Stepper:
             drafted = () if result.drafted is None else write_model_drafts(plan, result.drafted)
             accepted = num_verified(plan, result.token_ids, result.errors, self._drafting, drafted)
             taken = without_rejected(plan, accepted)
-        self.telemetry.note(taken, result, self._scheduler.allocations, self._runner.executor.store.plan)
+        allocations = self._scheduler.allocations
+        self.telemetry.note(taken, result, allocations, self._runner.executor.store.plan)
+        if allocations.tiers is not None and result.shape.phase.causal:
+            allocations.tiers.load_policy.computed(plan.num_tokens, result.device_s)
         if result.errors:
             for row in plan.sampled_rows:
                 first, failure = result.errors.get(row.ring_row, (1, None))

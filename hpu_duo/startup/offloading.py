@@ -15,7 +15,7 @@ from hpu_duo.kv.tiers.host import HostTier
 from hpu_duo.kv.tiers.host_link import HostLink
 from hpu_duo.kv.tiers.link import Link
 from hpu_duo.kv.tiers.policy import WritePolicy
-from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers
+from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers, RecordSizes
 
 _GIB = 1 << 30
 _SHARE = 4
@@ -64,11 +64,13 @@ class HostSlots(NamedTuple):
 
     Attributes:
         number: of slots.
-        num_bytes: of one.
+        num_bytes: of one, on this rank.
+        per_row: that a snapshot fills, the same on all ranks.
     """
 
     number: int
     num_bytes: int
+    per_row: int
 
     @classmethod
     def of(cls, size_gib: float, memory: MemoryPlan) -> HostSlots:
@@ -81,7 +83,7 @@ class HostSlots(NamedTuple):
             ValueError: the size is below one record, or above the free memory of the host.
         """
         plans = [replace(memory, layers=layers, others=()) for layers in (memory.layers, *memory.others)]
-        sizes = [plan.block_bytes if memory.uses_blocks else plan.row_bytes for plan in plans]
+        sizes = [max(1, plan.block_bytes if memory.uses_blocks else plan.row_bytes) for plan in plans]
         total, free = int(size_gib * _GIB), host_memory().free
         if total < sum(sizes):
             raise ValueError(
@@ -92,7 +94,8 @@ class HostSlots(NamedTuple):
                 f"expected kv_offloading_size within the free memory of the host, {free:,} bytes, got "
                 f"{total:,} bytes"
             )
-        return cls(total // sum(sizes), sizes[0])
+        per_row = max(-(-plan.row_bytes // size) for plan, size in zip(plans, sizes))
+        return cls(total // sum(sizes), sizes[0], per_row)
 
 
 def host_link(cache: CacheConfig, store: KVStore) -> HostLink | None:
@@ -115,8 +118,12 @@ def attach_tiers(
             HostTier(slots.number, limits.block_size),
             link,
             allocations.staged_units,
-            (memory.block_bytes if memory.uses_blocks else 0, memory.row_bytes if memory.uses_rows else 0),
-            slots.num_bytes,
+            RecordSizes(
+                max(1, memory.block_bytes) if memory.uses_blocks else 0,
+                max(1, memory.row_bytes) if memory.uses_rows else 0,
+                slots.num_bytes,
+                slots.per_row,
+            ),
             allocations.add_copy,
             WritePolicy(cache.kv_offloading_write_policy),
         )

@@ -16,7 +16,7 @@ from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.tiers.host import HostTier
 from hpu_duo.kv.tiers.link import Landed, Transfer, Transfers
 from hpu_duo.kv.tiers.policy import WritePolicy
-from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers
+from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers, RecordSizes
 from tests.engine_host.prefix_draws import prefix_limits
 from tests.engine_host.simulated_device import SimulatedDevice, Slot
 from tests.engine_host.test_prefix_properties import PrefixMachine
@@ -26,7 +26,7 @@ MOST_POLLS = 6
 
 
 class SlotLink:
-    """Moves slots of a simulated device when told to; units of transfers on their way have nothing to read."""
+    """Moves slots of a simulated device when told to; units of transfers on their way are empty."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self.device = device
@@ -40,7 +40,9 @@ class SlotLink:
     def begin(self, transfers: Transfers) -> None:
         for is_load, each in ((False, transfers.stores), (True, transfers.loads)):
             for transfer in each:
-                assert all(transfer.unit != other.unit or transfer.is_row != other.is_row for other in self.open)
+                assert all(
+                    transfer.unit != other.unit or transfer.is_row != other.is_row for other in self.open
+                )
                 self.flying.append([transfer, is_load, 0])
                 if is_load:
                     units = self._units(transfer)
@@ -109,13 +111,12 @@ class TieredMachine(PrefixMachine):
         )
         self.link = link = SlotLink(device)
         allocations = self.scheduler.allocations
-        sizes = (8 * limits.uses_blocks, 12 * limits.uses_rows)
+        sizes = RecordSizes(8 * limits.uses_blocks, 12 * limits.uses_rows, 8, 2 if limits.uses_blocks else 1)
         self.tiers = PrefixTiers(
             HostTier(num_slots, limits.block_size),
             link,
             allocations.staged_units,
             sizes,
-            sizes[0] or sizes[1],
             allocations.add_copy,
             policy,
         )

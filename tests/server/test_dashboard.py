@@ -48,6 +48,23 @@ OMITTED = {
         ],
         "of servers whose model several ranks share; follows from the steps by formula",
     ),
+    "vllm:external_prefix_cache_hits": "of servers with --kv-offloading-size only",
+    **dict.fromkeys(
+        [
+            f"hpuduo:offload_{name}"
+            for name in (
+                "used_bytes",
+                "stored_bytes",
+                "loaded_bytes",
+                "stored_seconds",
+                "loaded_seconds",
+                "busy",
+                "evicted",
+                "declined",
+            )
+        ],
+        "of servers with --kv-offloading-size only",
+    ),
     "process_virtual_memory_bytes": "says little beside the resident memory",
     "process_start_time_seconds": "a moment",
     "python_info": "a version",

@@ -39,9 +39,6 @@ class HostLink(NotPicklable):
         slot_bytes: int,
     ) -> None:
         self._tensors = {False: tuple(blocks), True: tuple(rows)}
-        self._num_bytes = {
-            is_row: sum(each[0].nbytes for each in tensors) for is_row, tensors in self._tensors.items()
-        }
         try:
             memory = mmap.mmap(-1, num_slots * slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError, ValueError) as error:
@@ -99,6 +96,8 @@ class HostLink(NotPicklable):
     @torch.inference_mode()
     def _store(self, batch: Sequence[Transfer]) -> None:
         tensors = self._tensors[batch[0].is_row]
+        if not tensors:  # heads that need them are on other ranks
+            return
         units = _indices(batch, tensors)
         parts = [each.index_select(0, units).cpu().flatten(1).contiguous() for each in tensors]
         places, start = np.array([each.slots for each in batch]), 0
@@ -112,6 +111,8 @@ class HostLink(NotPicklable):
     @torch.inference_mode()
     def _load(self, batch: Sequence[Transfer]) -> None:
         tensors = self._tensors[batch[0].is_row]
+        if not tensors:
+            return
         units = _indices(batch, tensors)
         places, start = list(chain.from_iterable(each.slots for each in batch)), 0
         data = self.slots[places].reshape(len(batch), -1)

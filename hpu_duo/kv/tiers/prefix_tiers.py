@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -86,6 +87,21 @@ class Piece:
         return self.record.key.is_row
 
 
+class RecordSizes(NamedTuple):
+    """Sizes of records.
+
+    Attributes:
+        block_bytes, row_bytes: of a block, and of a row; 0 where the cache has none of them.
+        slot_bytes: of a slot, which a block fills.
+        slots_per_row: slots of a row.
+    """
+
+    block_bytes: int
+    row_bytes: int
+    slot_bytes: int
+    slots_per_row: int
+
+
 class PrefixTiers:
     """Copies what the prefix cache evicts to host memory, and loads prefixes for waiting requests.
 
@@ -102,8 +118,7 @@ class PrefixTiers:
         host: the index of records.
         link: moves the bytes.
         units: ids of blocks, and of rows, that are reserved.
-        record_bytes: bytes of a block, and of a row; 0 where the cache has none of them.
-        slot_bytes: bytes of a slot.
+        sizes: of records; an attribute too.
         add_copy: requests a copy.
         write_policy: when to store.
         load_policy: when to load.
@@ -114,17 +129,16 @@ class PrefixTiers:
         host: HostTier,
         link: Link,
         units: tuple[Sequence[int], Sequence[int]],
-        record_bytes: tuple[int, int],
-        slot_bytes: int,
+        sizes: RecordSizes,
         add_copy: Callable[[Copy], None],
         write_policy: WritePolicy = WritePolicy.WRITE_BACK,
         load_policy: LoadPolicy | None = None,
     ) -> None:
         self.host, self.link, self.write_policy = host, link, write_policy
         self.load_policy = LoadPolicy() if load_policy is None else load_policy
-        self.counters = TierCounters()
-        self._units, self._record_bytes, self._add_copy = units, record_bytes, add_copy
-        self._num_slots = tuple(-(-each // slot_bytes) for each in record_bytes)
+        self.counters, self.sizes = TierCounters(), sizes
+        self._units, self._add_copy = units, add_copy
+        self._record_bytes, self._num_slots = sizes[:2], (1, sizes.slots_per_row)
         self._storing: dict[Transfer, Record] = {}
         self._loading: dict[Transfer, Piece] = {}
         self._reset()

@@ -1,0 +1,111 @@
+"""Prefixes that were evicted to host memory, in the engine: the same tokens, and fewer of them computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpu_duo import HPUDuoModel, SamplingParams
+from hpu_duo.kv.tiers.link import SimulatedLink
+from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
+from tests.modeling.families import BLOCK, prompts_of
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+SMALL = {"num_blocks": 24, "num_prefix_snapshots": 6, "max_model_len": 80}
+HOST = {**SMALL, "kv_offloading_size": 0.05}
+DUO = {"pattern": PATTERN}
+BUDGET = {"kv_policy": "h2o", "kv_budget": 16, "kv_chunk": 8}
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "duo": DUO,
+    "codes": {"kv_cache_dtype": "int8_per_token_head", **DUO},
+    "streaming": {"pattern": PATTERN, "threshold": 2.0},
+    "budget": BUDGET,
+}
+TEXTS = prompts_of((5 * BLOCK + 3, 6 * BLOCK + 1, 7 * BLOCK, 4 * BLOCK + 2, 6 * BLOCK + 3, 5 * BLOCK), seed=3)
+
+
+def answers(served: HPUDuoModel, rounds: int = 3) -> list[list[list[list[int]]]]:
+    """Tokens of all texts, one after the other, round after round: each comes back when it is evicted."""
+    return [[tokens_of(serve(served, [text], GREEDY))[0] for text in TEXTS] for _ in range(rounds)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_that_come_back_from_the_host_have_the_same_tokens(tiny: Tiny, kind: str) -> None:
+    plain, tiered = tiny.load(**SMALL, **KINDS[kind]), tiny.load(**HOST, **KINDS[kind])
+    assert answers(tiered) == answers(plain)
+    tiers = tiered.engine.scheduler.allocations.tiers
+    assert tiers is not None
+    assert tiers.counters.num_loaded > 0
+    assert tiers.counters.num_hit_tokens > 5 * BLOCK
+    assert tiered.stats().prefixes.num_hit_tokens > plain.stats().prefixes.num_hit_tokens + 5 * BLOCK
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective"])
+def test_other_write_policies_give_the_same_tokens(tiny: Tiny, policy: str) -> None:
+    tiered = tiny.load(**HOST, **DUO, kv_offloading_write_policy=policy)
+    assert answers(tiered) == answers(tiny.load(**SMALL, **DUO))
+    offload = tiered.stats().offload
+    assert offload is not None
+    assert offload.num_loaded > 0
+    assert offload.num_stored > offload.num_evicted
+    assert offload.used_bytes <= offload.total_bytes <= 0.05 * 2**30
+
+
+@pytest.mark.parametrize("kind", ["full", "duo"])
+def test_preempted_requests_come_back_from_the_host(tiny: Tiny, kind: str) -> None:
+    prompts = prompts_of((13, 5, 22, 9, 30, 17, 25, 28))
+    params = SamplingParams(temperature=0, max_tokens=30)
+    limits = {"num_blocks": 14, "max_model_len": 60, "max_num_seqs": 4, **KINDS[kind]}
+    rows = {"num_prefix_snapshots": 8} if kind == "duo" else {}
+    plain = tiny.load(**limits, **rows)
+    tiered = tiny.load(**limits, **rows, kv_offloading_size=0.05)
+    assert tokens_of(serve(tiered, prompts, params)) == tokens_of(serve(plain, prompts, params))
+    offload, stats = tiered.stats().offload, tiered.stats()
+    assert offload is not None
+    assert stats.num_preemptions > 0
+    assert offload.num_hit_tokens > 0
+    # A preempted request computes what is in no full block, and the token that it had not.
+    assert stats.num_prompt_tokens < plain.stats().num_prompt_tokens
+
+
+def test_a_slow_link_delays_no_step_and_changes_no_token(tiny: Tiny) -> None:
+    """Bytes arrive when a transfer lands, and units on their way are poisoned until then."""
+    plain, tiered = tiny.load(**SMALL, **DUO), tiny.load(**HOST, **DUO)
+    prompts = [*TEXTS, *TEXTS[::-1], *TEXTS]
+    expected = tokens_of(serve(plain, prompts, GREEDY))
+    allocations = tiered.engine.scheduler.allocations
+    executor, tiers = tiered.engine.runner.executor, allocations.tiers
+    assert tiers is not None
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 1.0  # of steps, as each of them polls
+        return now[0]
+
+    def advance(to: float) -> None:
+        now[0] = to
+
+    link = SimulatedLink(tiers.sizes[:2], 2.0, 4096.0, 4096.0, clock, advance, executor.link)
+    executor.link = tiers.link = link
+    assert tokens_of(serve(tiered, prompts, GREEDY)) == expected
+    assert tiers.counters.num_loaded > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_offloading_size": 0}, "expected kv_offloading_size to be GiB above 0 or None, got 0"),
+        ({"kv_offloading_size": 1e-9}, "expected kv_offloading_size of one block or more, .* got 1 bytes"),
+        ({"kv_offloading_size": 1e9}, "expected kv_offloading_size within the free memory of the host"),
+        ({**HOST, "num_blocks": 7, "max_model_len": 40}, "expected 8 blocks or more with kv_offloading_size"),
+        ({**HOST, "num_prefix_snapshots": 2, **DUO}, "expected num_prefix_snapshots of 3 or more"),
+        ({**HOST, "enable_prefix_caching": False, "num_prefix_snapshots": None}, "needs enable_prefix_cach"),
+        ({"kv_offloading_backend": "lmcache"}, "'native', got 'lmcache': LMCache stores no rings"),
+        ({"kv_offloading_write_policy": "write_through"}, "needs kv_offloading_size, got None"),
+    ],
+)
+def test_what_cannot_be_offloaded_is_one_sentence(tiny: Tiny, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny.load(**options)
