@@ -572,6 +572,8 @@ class StepWarmUp:
         for bucket in buckets[:1]:
             for size in copy_sizes(most_copies(executor.geometry)):
                 executor.copy_units(executor.copy_in(self._builder.padding(bucket, size)), size, size)
+        if executor.link is not None:
+            executor.link.warm_up()
         for bucket in buckets:
             logits = executor.graphs.run_uncounted(bucket, executor.step_of(bucket), self._padding(bucket))
             for route in self.routes(bucket):

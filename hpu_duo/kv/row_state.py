@@ -41,6 +41,47 @@ class UnitCopies:
         tensor.index_copy_(0, target, gather(tensor, self.source))
 
 
+class Units(NamedTuple):
+    """A tensor of a store, and the units in it.
+
+    Attributes:
+        tensor: a list of vectors, ``[V, D]``, or without a layout units ``[X, ...]``.
+        layout: of the units in the list.
+    """
+
+    tensor: torch.Tensor
+    layout: UnitLayout | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of a unit."""
+        layout = self.layout
+        if layout is None:
+            return tuple(self.tensor.shape[1:])
+        return layout.num_heads, layout.num_slots, self.tensor.shape[-1]
+
+    @property
+    def null_unit(self) -> int:
+        """The last unit, which nobody has."""
+        return (len(self.tensor) if self.layout is None else self.layout.num_units) - 1
+
+    def read(self, units: torch.Tensor) -> torch.Tensor:
+        """Copies of units, ``[n, ...]``.
+
+        Args:
+            units: their ids, on the device.
+        """
+        view = self.tensor if self.layout is None else self.layout.views((self.tensor,))[0]
+        return gather(view, units)
+
+    def write(self, units: torch.Tensor, data: torch.Tensor) -> None:
+        """Fill units with ``[n, ...]``."""
+        if self.layout is None:
+            self.tensor.index_copy_(0, units.to(index_dtype(units.device)), data)
+        else:
+            write(self.tensor, unit_places(units, self.layout), data)
+
+
 class SavedTensor(NamedTuple):
     """A tensor of a snapshot on the host.
 
@@ -79,8 +120,8 @@ class RowState(ABC):
 
     @property
     @abstractmethod
-    def views(self) -> tuple[torch.Tensor, ...]:
-        """All tensors, a row for each entry of dimension 0."""
+    def units(self) -> tuple[Units, ...]:
+        """All tensors, with the rows in each."""
 
     @property
     @abstractmethod
@@ -129,9 +170,10 @@ class HeadRows(RowState):
         return *self._units.tensors, *(self._units.state or ())
 
     @property
-    def views(self) -> tuple[torch.Tensor, ...]:
-        """Those of keys and values ``[R + 1, K, S, *]``, and of slots ``[R + 1, K * S]``."""
-        return tuple(self._views.values())
+    def units(self) -> tuple[Units, ...]:
+        """Those of keys and values, and of slots."""
+        layout, state = self._units.layout, self._units.state or ()
+        return *(Units(flat, layout) for flat in self._units.tensors), *(Units(each) for each in state)
 
     @property
     def _views(self) -> dict[str, torch.Tensor]:
@@ -195,9 +237,9 @@ class KindRows(RowState):
         return tuple(self._tensors.values())
 
     @property
-    def views(self) -> tuple[torch.Tensor, ...]:
-        """The same."""
-        return self.tensors
+    def units(self) -> tuple[Units, ...]:
+        """The same, with the rows in each."""
+        return tuple(map(Units, self.tensors))
 
     @property
     def saved(self) -> dict[str, SavedTensor]:

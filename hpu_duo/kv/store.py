@@ -12,7 +12,7 @@ import torch
 
 from hpu_duo.device.rules import mark_null
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
-from hpu_duo.kv.row_state import HeadRows, KindRows, RowState, UnitCopies
+from hpu_duo.kv.row_state import HeadRows, KindRows, RowState, UnitCopies, Units
 from hpu_duo.not_picklable import NotPicklable
 from kernels_ref import (
     Encoding,
@@ -229,14 +229,14 @@ class UnitTensor(NamedTuple):
             place += end - begin
 
 
-def block_views(store: KVStore) -> list[torch.Tensor]:
-    """Return all tensors of blocks, ``[X, K, S, *]`` each, in order of the layers."""
-    return [tensor.flat.view(-1, *tensor.unit_shape) for tensor in block_tensors(store)]
+def block_units(store: KVStore) -> list[Units]:
+    """Return all tensors of blocks, in order of the layers."""
+    return [Units(tensor.flat, tensor.layout) for tensor in block_tensors(store)]
 
 
-def row_views(store: KVStore) -> list[torch.Tensor]:
-    """Return all tensors of rows, ``[R + 1, ...]`` each, in order of the layers."""
-    return [view for state in store.row_states for view in state.views]
+def row_units(store: KVStore) -> list[Units]:
+    """Return all tensors of rows, in order of the layers."""
+    return [units for state in store.row_states for units in state.units]
 
 
 def block_tensors(store: KVStore) -> Iterator[UnitTensor]:

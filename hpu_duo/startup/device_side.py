@@ -361,7 +361,7 @@ def _make_executor(
         followers=followers,
         exchanges=exchanges,
         drafts=drafts,
-        link=host_link(config.cache, store),
+        link=host_link(config.cache, store, tables.limits(memory), is_padded=runtime.compiles_operators),
     )
     if shared is not None:
         # One broadcast per step, unless masks or histories of penalties exceed that.

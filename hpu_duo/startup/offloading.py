@@ -10,7 +10,7 @@ from hpu_duo.config.limits import CacheConfig
 from hpu_duo.device.runtime import host_memory
 from hpu_duo.kv.allocations import KVAllocations
 from hpu_duo.kv.plan import MemoryPlan
-from hpu_duo.kv.store import KVStore, block_views, row_views
+from hpu_duo.kv.store import KVStore, block_units, row_units
 from hpu_duo.kv.tiers.host import HostTier
 from hpu_duo.kv.tiers.host_link import HostLink
 from hpu_duo.kv.tiers.link import Link
@@ -98,12 +98,17 @@ class HostSlots(NamedTuple):
         return cls(total // sum(sizes), sizes[0], per_row)
 
 
-def host_link(cache: CacheConfig, store: KVStore) -> HostLink | None:
-    """Allocate the records of this rank; None without a tier."""
+def host_link(cache: CacheConfig, store: KVStore, limits: StepLimits, *, is_padded: bool) -> HostLink | None:
+    """Allocate the records of this rank; None without a tier.
+
+    Args:
+        is_padded: whether the device compiles operators by their shapes.
+    """
     if cache.kv_offloading_size is None:
         return None
     slots = HostSlots.of(cache.kv_offloading_size, store.plan)
-    return HostLink(block_views(store), row_views(store), slots.number, slots.num_bytes)
+    padded = (limits.num_staged_blocks // 2, limits.num_staged_rows // 2) if is_padded else None
+    return HostLink(block_units(store), row_units(store), slots.number, slots.num_bytes, padded)
 
 
 def attach_tiers(

@@ -361,5 +361,6 @@ def _answer(engine: Engine, case: Case) -> Answer:
         "kept": kept_of(engine.runner),
         "budgets": stats.budgets,
         "row_bytes": engine.runner.store.plan.row_bytes,
+        "loaded": 0 if stats.offload is None else stats.offload.num_loaded,
     }
     return Answer([list(sample.token_ids) for each in samples for sample in each], seen=seen)

@@ -48,7 +48,7 @@ OMITTED = {
         ],
         "of servers whose model several ranks share; follows from the steps by formula",
     ),
-    "vllm:external_prefix_cache_hits": "of servers with --kv-offloading-size only",
+    "hpuduo:external_prefix_cache_hits": "of servers with --kv-offloading-size only",
     **dict.fromkeys(
         [
             f"hpuduo:offload_{name}"

@@ -75,6 +75,10 @@ class Link(Protocol):
         """Wait for all transfers, and forget them."""
         ...
 
+    def warm_up(self) -> None:
+        """Run what a device compiles."""
+        ...
+
 
 class MovesBytes(Link, Protocol):
     """A link with bytes, which another one times."""
@@ -152,6 +156,9 @@ class SimulatedLink:
         """Move the clock on to the end of all."""
         self._wait_for(self._flying)
         self._land(lambda flight: True)
+
+    def warm_up(self) -> None:
+        """Nothing is compiled."""
 
     def _wait_for(self, flights: Sequence[_Flight] | deque[_Flight]) -> None:
         last = max((each.lands_at for each in flights), default=0.0)

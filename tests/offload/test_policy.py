@@ -1,0 +1,18 @@
+"""When a prefix is loaded from the host."""
+
+from hpu_duo.kv.tiers.policy import LoadPolicy
+
+
+def test_a_prefix_is_loaded_where_the_link_is_faster_than_the_computation() -> None:
+    policy = LoadPolicy()
+    assert policy.loads(1, 10**9, 0)
+    policy.computed(num_tokens=100, seconds=0.1)
+    assert policy.loads(1, 10**9, 0)
+    policy.loaded(num_bytes=10**6, seconds=0.01)
+    # 1 ms a token, and 10 ns a byte: 100 kB a token.
+    assert policy.loads(10, 999_999, 0)
+    assert not policy.loads(10, 999_999, 2)
+    assert not policy.loads(10, 1_000_001, 0)
+    for _ in range(20):
+        policy.loaded(num_bytes=10**6, seconds=0.1)
+    assert not policy.loads(10, 200_000, 0)
