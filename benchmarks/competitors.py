@@ -112,6 +112,7 @@ def decode_ms(load: Load, reply: dict[str, Any]) -> float:
 
 DECODE = Quantity("decode at {0}, ms a token", decode_ms)
 PREFILL = Quantity("prompt of {0}, s", lambda load, reply: reply["first"][CPU])
+"""Until its first token."""
 
 
 def rate(load: Load, reply: dict[str, Any]) -> float:
@@ -139,7 +140,7 @@ RESTRICTIONS = ("HPU_DUO_X86_KERNELS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_IS
 """Variables that let engines compute as on an older CPU."""
 EVERYBODY = (BASELINE, OURS, "vllm", "openvino", "llama.cpp")
 SCENARIOS = {
-    "short": tuple(Scenario(Load(kv, (128,), (128,)), (DECODE,), EVERYBODY) for kv in (4, 12)),
+    "short": tuple(Scenario(Load(kv, (128,), (128,)), (PREFILL, DECODE), EVERYBODY) for kv in (4, 12)),
     "mixed": (Scenario(mixed_load(), (RATE, PEAK), EVERYBODY, from_cold=True),),
     "long": tuple(
         Scenario(Load(kv, (8192,), (17,), 8192), (PREFILL, DECODE), (*EVERYBODY, STREAMING)) for kv in (4, 12)
@@ -268,6 +269,7 @@ def main() -> None:
     parser.add_argument("--llama-cpp-python", type=Path, help="interpreter that can import llama_cpp")
     parser.add_argument("--dtypes", nargs="*", default=[], help="dtypes of further columns, such as float32")
     parser.add_argument("--only", nargs="*", choices=SCENARIOS, default=list(SCENARIOS))
+    parser.add_argument("--kv-heads", nargs="*", type=int, choices=(4, 12), default=[4, 12])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cache", type=Path, help="folder for checkpoints and exports that is kept")
     parser.add_argument("--out", type=Path, help="markdown file; a JSON file is written beside it")
@@ -283,6 +285,8 @@ def main() -> None:
         cache.mkdir(parents=True, exist_ok=True)
         for name in args.only:
             for scenario in SCENARIOS[name]:
+                if scenario.load.kv_heads not in args.kv_heads:
+                    continue
                 model = cache / f"llama-kv{scenario.load.kv_heads}"
                 if not model.is_dir():
                     model = make_checkpoint(cache, scenario.load.kv_heads)

@@ -1,11 +1,14 @@
 """OpenVINO GenAI's continuous batching pipeline over paged attention, weights in 16 bits.
 
-The checkpoint is one that ``openvino_export.py`` wrote.
+The checkpoint is one that ``openvino_export.py`` wrote. OpenVINO chooses bfloat16, and AVX512 in attention,
+by what the processor has. ``ONEDNN_MAX_CPU_ISA`` restricts its products only, and unless float32 is wished
+for, the cache of keys and values then has another dtype than the model: "m_ptr != nullptr".
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 
 import numpy as np
 import openvino
@@ -24,8 +27,11 @@ class Paged(protocol.SteppedEngine):
         scheduler.max_num_batched_tokens = limits.max_tokens
         scheduler.max_num_seqs = limits.max_num_seqs
         scheduler.enable_prefix_caching = False
+        properties: dict[str, object] = {"INFERENCE_NUM_THREADS": 1}
+        if limits.dtype == "float32" or "ONEDNN_MAX_CPU_ISA" in os.environ:
+            properties["INFERENCE_PRECISION_HINT"] = "f32"
         self._pipe = openvino_genai.ContinuousBatchingPipeline(
-            str(limits.model), scheduler, "CPU", {"INFERENCE_NUM_THREADS": 1}
+            str(limits.model), scheduler, "CPU", properties
         )
         self._names, self._handles = itertools.count(), {}
 
