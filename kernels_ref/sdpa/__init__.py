@@ -267,6 +267,9 @@ def unique_rings(inputs: PartInputs, ring: RingStep) -> Partial:
     """Decode rows against their rings."""
     q_NKHD, units, scoring = inputs.q, inputs.units, inputs.scoring
     if not units.encoding.format.is_floats:
+        # Codes are read in order of their slots only.
+        if isinstance(ring.seen, Leading) and scoring.softcap is None and codes.fits(q_NKHD, units):
+            return codes.attend_rings(q_NKHD, units, ring.seen.visible)
         return reference.unique_rings(inputs, ring)
     k, v = stored_floats(units)
     seen, is_ours = ring.seen, scoring.softcap is None and x86.fits_rows(q_NKHD, k, v)

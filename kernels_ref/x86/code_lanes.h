@@ -10,6 +10,146 @@
 namespace hpu_duo {
 namespace {
 
+// Vectors of 16-bit integers, and of sums of products of neighbours.
+#if HPU_DUO_LANES == 16
+using Words = __m512i;
+
+inline Words load_words(const int16_t *from) { return _mm512_loadu_si512(from); }
+inline Words both_words(int pair) { return _mm512_set1_epi32(pair); }
+inline I add_pairs(I sum, Words a, Words b) { return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b)); }
+inline F to_float(I x) { return _mm512_cvtepi32_ps(x); }
+inline void store_words(int16_t *to, F x) {
+  _mm256_storeu_si256((__m256i *)to, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
+}
+// Neighbours in 128 bits each of 32 bytes of two vectors side by side: of their first and of their last halves.
+inline void pair_bytes(const uint8_t *even, const uint8_t *odd, __m256i &low, __m256i &high) {
+  const __m256i a = _mm256_loadu_si256((const __m256i *)even), b = _mm256_loadu_si256((const __m256i *)odd);
+  low = _mm256_unpacklo_epi8(a, b);
+  high = _mm256_unpackhi_epi8(a, b);
+}
+inline Words signed_words(__m256i x) { return _mm512_cvtepi8_epi16(x); }
+inline Words unsigned_words(__m256i x) { return _mm512_cvtepu8_epi16(x); }
+inline Words low_nibbles(Words x) { return _mm512_and_si512(x, _mm512_set1_epi16(15)); }
+inline Words high_nibbles(Words x) { return _mm512_srli_epi16(x, 4); }
+inline void in_order(I &low, I &high) {
+  const I first = _mm512_shuffle_i64x2(low, high, 0x44);
+  high = _mm512_shuffle_i64x2(low, high, 0xee);
+  low = first;
+}
+#elif HPU_DUO_LANES == 8
+using Words = __m256i;
+
+inline Words load_words(const int16_t *from) { return _mm256_loadu_si256((const __m256i *)from); }
+inline Words both_words(int pair) { return _mm256_set1_epi32(pair); }
+inline I add_pairs(I sum, Words a, Words b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
+inline F to_float(I x) { return _mm256_cvtepi32_ps(x); }
+inline void store_words(int16_t *to, F x) {
+  const __m256i y = _mm256_cvtps_epi32(x);
+  _mm_storeu_si128((__m128i *)to, _mm_packs_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1)));
+}
+inline void pair_bytes(const uint8_t *even, const uint8_t *odd, __m128i &low, __m128i &high) {
+  const __m128i a = _mm_loadu_si128((const __m128i *)even), b = _mm_loadu_si128((const __m128i *)odd);
+  low = _mm_unpacklo_epi8(a, b);
+  high = _mm_unpackhi_epi8(a, b);
+}
+inline Words signed_words(__m128i x) { return _mm256_cvtepi8_epi16(x); }
+inline Words unsigned_words(__m128i x) { return _mm256_cvtepu8_epi16(x); }
+inline Words low_nibbles(Words x) { return _mm256_and_si256(x, _mm256_set1_epi16(15)); }
+inline Words high_nibbles(Words x) { return _mm256_srli_epi16(x, 4); }
+inline void in_order(I &, I &) {}
+#else
+struct Words {
+  int16_t item[2 * kLanes];
+};
+struct Bytes {
+  uint8_t item[2 * kLanes];
+};
+
+template <class Function>
+inline Words map_words(Function function) {
+  Words result;
+  for (int i = 0; i < 2 * kLanes; ++i) result.item[i] = (int16_t)function(i);
+  return result;
+}
+inline Words load_words(const int16_t *from) { return map_words([&](int i) { return from[i]; }); }
+inline Words both_words(int pair) { return map_words([&](int i) { return i % 2 ? pair >> 16 : (int16_t)pair; }); }
+inline I add_pairs(I sum, Words a, Words b) {
+  return Lanes::map([&](int i) {
+    return sum.lane[i] + a.item[2 * i] * b.item[2 * i] + a.item[2 * i + 1] * b.item[2 * i + 1];
+  });
+}
+inline F to_float(I x) { return Lanes::map([&](int i) { return (float)x.lane[i]; }); }
+inline void store_words(int16_t *to, F x) {
+  for (int i = 0; i < kLanes; ++i) to[i] = (int16_t)std::nearbyint(x.lane[i]);
+}
+inline void pair_bytes(const uint8_t *even, const uint8_t *odd, Bytes &low, Bytes &high) {
+  for (int i = 0; i < 2 * kLanes; ++i) {
+    low.item[i] = (i % 2 ? odd : even)[i / 2];
+    high.item[i] = (i % 2 ? odd : even)[kLanes + i / 2];
+  }
+}
+inline Words signed_words(Bytes x) { return map_words([&](int i) { return (int8_t)x.item[i]; }); }
+inline Words unsigned_words(Bytes x) { return map_words([&](int i) { return x.item[i]; }); }
+inline Words low_nibbles(Words x) { return map_words([&](int i) { return x.item[i] & 15; }); }
+inline Words high_nibbles(Words x) { return map_words([&](int i) { return x.item[i] >> 4; }); }
+inline void in_order(I &, I &) {}
+#endif
+
+inline auto load_bytes(const uint8_t *from) {
+#if HPU_DUO_LANES == 16
+  return _mm256_loadu_si256((const __m256i *)from);
+#elif HPU_DUO_LANES == 8
+  return _mm_loadu_si128((const __m128i *)from);
+#else
+  Bytes x;
+  std::memcpy(&x, from, sizeof(x));
+  return x;
+#endif
+}
+
+// Sums over the lanes of as many vectors as there are lanes, which come some at a time.
+struct LaneSums {
+#if HPU_DUO_LANES == 16
+  static constexpr int kTogether = 4;
+
+  // Of four vectors: quarters hold what a quarter adds to each of the sums.
+  void put(int i, F a, F b, F c, F d) {
+    const F ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    const F cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    const __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
+    four[i / 4] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+  }
+  F all() const {
+    const F low = _mm512_add_ps(_mm512_shuffle_f32x4(four[0], four[1], 0x88), _mm512_shuffle_f32x4(four[0], four[1], 0xdd));
+    const F high = _mm512_add_ps(_mm512_shuffle_f32x4(four[2], four[3], 0x88), _mm512_shuffle_f32x4(four[2], four[3], 0xdd));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+  }
+
+  F four[4];
+#else
+  static constexpr int kTogether = 2;
+
+  void put(int i, F a, F b) {
+    one[i] = a;
+    one[i + 1] = b;
+  }
+  F all() const { return Lanes::sums(one); }
+
+  F one[kLanes];
+#endif
+
+  template <int G>
+  void put(int i, const F (&sum)[kTogether][G], int g) {
+#if HPU_DUO_LANES == 16
+    put(i, sum[0][g], sum[1][g], sum[2][g], sum[3][g]);
+#else
+    put(i, sum[0][g], sum[1][g]);
+#endif
+  }
+};
+
+constexpr int kWordStep = 2 * kLanes;  // bytes that are widened to words at a time
+
 struct Int8Codes {
   static constexpr int kStep = 2 * kLanes;  // bytes of two vectors
   static constexpr bool kHasZero = false;
@@ -20,6 +160,16 @@ struct Int8Codes {
   static void load(const uint8_t *from, F &a, F &b) {
     a = one(from);
     b = one(from + kLanes);
+  }
+
+  static constexpr int kParts = 1;  // vectors of words, half a vector of keys or values apart if there are two
+  static void words(const uint8_t *from, Words (&to)[kParts]) { to[0] = signed_words(load_bytes(from)); }
+  // Words of two vectors side by side.
+  static void pairs(const uint8_t *even, const uint8_t *odd, Words (&to)[kParts][2]) {
+    decltype(load_bytes(even)) low, high;
+    pair_bytes(even, odd, low, high);
+    to[0][0] = signed_words(low);
+    to[0][1] = signed_words(high);
   }
 
  private:
@@ -55,10 +205,27 @@ struct Int4Codes {
     b = Lanes::map([&](int i) { return (float)(from[i] >> 4); });
 #endif
   }
+
+  static constexpr int kParts = 2;
+  static void words(const uint8_t *from, Words (&to)[kParts]) {
+    const Words both = unsigned_words(load_bytes(from));
+    to[0] = low_nibbles(both);
+    to[1] = high_nibbles(both);
+  }
+  static void pairs(const uint8_t *even, const uint8_t *odd, Words (&to)[kParts][2]) {
+    decltype(load_bytes(even)) bytes[2];
+    pair_bytes(even, odd, bytes[0], bytes[1]);
+    for (int n = 0; n < 2; ++n) {
+      const Words both = unsigned_words(bytes[n]);
+      to[0][n] = low_nibbles(both);
+      to[1][n] = high_nibbles(both);
+    }
+  }
 };
 
 // Their bits are those of a float16 that is 256 times smaller.
 struct Fp8Codes {
+  static constexpr int kParts = 0;  // no words
   static constexpr int kStep = 2 * kLanes;
   static constexpr bool kHasZero = false;
   static constexpr float kUnit = 256;

@@ -3,7 +3,8 @@
 The score of a key of codes c, scale s and zero z is ``s * (q @ c) + z * sum(q)``, and a value of weight p
 adds ``p * s * c + p * z``: each code is widened once for a few query heads, and nothing else is computed for
 it. Sums are float32, and so are queries; keys and values are not rounded to the dtype of the model, where
-decoded ones are.
+decoded ones are. Queries of 16-bit floats meet integers as 16-bit multiples of the 32,767th part of their largest
+element, and so do weights.
 
 Shapes: as in ``kernels_ref.x86.library``.
 """
@@ -27,7 +28,9 @@ _WIDENED = (torch.float32, torch.bfloat16)
 
 def fits(q_NKHD: torch.Tensor, units: KVUnits) -> bool:
     """Whether ``attend_blocks`` reads these units on this machine; a constant for compiled code."""
-    return q_NKHD.device.type == "cpu" and q_NKHD.dtype.itemsize <= 4 and _reads(units)
+    encoding = units.encoding
+    is_possible = q_NKHD.device.type == "cpu" and q_NKHD.dtype.itemsize <= 4
+    return is_possible and encoding.dim == encoding.value_dim and _reads(units)
 
 
 def attend_blocks(
@@ -49,14 +52,27 @@ def attend_blocks(
     return Partial(*operator(q_NKHD, *_pairs(units), owner, tail_block, tail_visible))
 
 
+def attend_rings(q_NKHD: torch.Tensor, units: KVUnits, visible: torch.Tensor) -> Partial:
+    """Scaled queries over the leading slots of a unit each.
+
+    Args:
+        visible: slots of unit ``n`` that each token of row ``n`` sees, int32 ``[N, 1, M]``.
+
+    Raises:
+        ValueError: tensors that do not go together.
+    """
+    number = torch.arange(len(visible), dtype=torch.int32, device=visible.device)
+    return attend_blocks(q_NKHD, units, number[:0], number[:, None], visible)
+
+
 def tile(units: KVUnits, index: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
     """``units.tile(index)``, bit for bit: by one pass over the codes, where this machine has the kernel."""
-    dtype, dim = units.encoding.dtype, units.encoding.dim
+    _, dim, value_dim, dtype = units.encoding
     if isinstance(index, slice) or dtype not in _WIDENED or index.device.type != "cpu" or not _reads(units):
         return units.tile(index)
     operator = torch.ops.hpu_duo_x86_v3.widen_codes.default
     k_codes, k_meta, v_codes, v_meta = _pairs(units)
-    return operator(k_codes, k_meta, index, dim, dtype), operator(v_codes, v_meta, index, dim, dtype)
+    return operator(k_codes, k_meta, index, dim, dtype), operator(v_codes, v_meta, index, value_dim, dtype)
 
 
 def serves(kv_format: KVFormat) -> bool:
@@ -65,8 +81,8 @@ def serves(kv_format: KVFormat) -> bool:
 
 
 def _reads(units: KVUnits) -> bool:
-    dim = units.encoding.dim
-    is_served = serves(units.encoding.format) and dim % _STEP == 0 and dim <= _MAX_DIM
+    dims = units.encoding.dim, units.encoding.value_dim
+    is_served = serves(units.encoding.format) and all(dim % _STEP == 0 and dim <= _MAX_DIM for dim in dims)
     return is_served and is_available(torch.float32)
 
 

@@ -79,8 +79,8 @@ std::tuple<Tensor, Tensor, Tensor> attend_coded_blocks(const Tensor &query, cons
   const int64_t strides[] = {q.stride(0), q.stride(1), q.stride(2)};
   const int sizes[] = {(int)rows, (int)heads, (int)group, (int)dim, (int)k.size(2), (int)tokens};
   kernels_of(instructions)
-      .attend_codes(q.const_data_ptr<float>(), vectors_of(k, k_meta, dim), vectors_of(v, v_meta, dim), plan,
-                    attn.data_ptr<float>(), largest.data_ptr<float>(), total.data_ptr<float>(), strides, sizes,
+      .attend_codes(q.const_data_ptr<float>(), query.scalar_type() != at::kFloat, vectors_of(k, k_meta, dim),
+                    vectors_of(v, v_meta, dim), plan, attn.data_ptr<float>(), largest.data_ptr<float>(), total.data_ptr<float>(), strides, sizes,
                     at::get_num_threads());
   return {std::move(attn), std::move(largest), std::move(total)};
 }

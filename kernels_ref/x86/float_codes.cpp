@@ -2,6 +2,10 @@
 //
 // With a scale s and a zero z of each vector, the score of a key of codes c is s (q c) + z (sum of q), and a value of
 // weight p adds p s c and p z: codes are widened, and nothing else is computed for each of their elements.
+//
+// For queries of 16-bit floats, codes of integers are widened to 16 bits, and multiplied with queries as multiples of
+// 2^-15 of the largest element of a head, and with weights as multiples of 2^-15 of the largest of a run: exact sums of
+// factors that are rounded less than such queries are.
 
 #include <algorithm>
 #include <cstdint>
@@ -57,21 +61,44 @@ struct Codes {
         count(run.count) {}
 };
 
+// Fetches bytes of a vector: short ones to the first level, which has places for a run of them.
+template <class Kind>
+inline __attribute__((always_inline)) void fetch(const uint8_t *from, int count) {
+  for (int d = 0; d < count; d += kLine)
+    if constexpr (Kind::kHasZero)
+      __builtin_prefetch(from + d, 0, 3);
+    else
+      __builtin_prefetch(from + d, 0, 2);
+}
+
+// The keys that are next: each pass over values fetches one line of each, or none.
+template <class Kind>
+struct Ahead {
+  const Codes &of;
+  int bytes;  // of each vector
+  const uint8_t *line = nullptr;
+  int count = 0;
+
+  // The next pass does `done` of `all`, and passes before it have done `before`.
+  void share(int before, int done, int all) {
+    const int lines = (bytes + kLine - 1) / kLine, first = (before * lines + all - 1) / all;
+    line = of.first + first * kLine;
+    count = ((before + done) * lines + all - 1) / all > first ? of.count : 0;
+  }
+
+  __attribute__((always_inline)) void fetch_line(int j) const {
+    if (j < count) fetch<Kind>(line + j * of.slot, 1);
+  }
+};
+
 // scores[g][j] of all keys; lanes behind the last one repeat it and are masked by `soften`. Fetches the values
 // meanwhile.
-template <class Kind, int G>
-void score(Heads &h, int dim, const Codes &k, const Terms &terms, const Codes &v, int value_bytes) {
-  constexpr int kTogether = Lanes::kRegisters == 32 ? 4 : 2;
+template <class Kind, class Value, int G>
+void score(Heads &h, int dim, const Codes &k, const Terms &terms, const Codes &v) {
+  constexpr int kTogether = LaneSums::kTogether;
   const int bytes = Kind::bytes(dim), second = Kind::second(dim);
-  float sums_of_q[G];
-  if (Kind::kHasZero)
-    for (int g = 0; g < G; ++g) {
-      F sum = Lanes::set(0.0f);
-      for (int d = 0; d < dim; d += kLanes) sum = Lanes::add(sum, Lanes::load(h.q + g * dim + d));
-      sums_of_q[g] = Lanes::sum(sum);
-    }
   for (int j = 0; j < k.count; j += kLanes) {
-    F products[G][kLanes];
+    LaneSums products[G];
     for (int i = 0; i < kLanes; i += kTogether) {
       const uint8_t *keys[kTogether];
       F sum[kTogether][G];
@@ -79,7 +106,7 @@ void score(Heads &h, int dim, const Codes &k, const Terms &terms, const Codes &v
       for (int n = 0; n < kTogether; ++n) {
         const int slot = std::min(j + i + n, k.count - 1);
         keys[n] = k.first + slot * k.slot;
-        prefetch(v.first + slot * v.slot, value_bytes);
+        fetch<Value>(v.first + slot * v.slot, Value::bytes(dim));
 #pragma GCC unroll 4
         for (int g = 0; g < G; ++g) sum[n][g] = Lanes::set(0.0f);
       }
@@ -97,14 +124,12 @@ void score(Heads &h, int dim, const Codes &k, const Terms &terms, const Codes &v
         }
       }
 #pragma GCC unroll 4
-      for (int n = 0; n < kTogether; ++n)
-#pragma GCC unroll 4
-        for (int g = 0; g < G; ++g) products[g][i + n] = sum[n][g];
+      for (int g = 0; g < G; ++g) products[g].put(i, sum, g);
     }
 #pragma GCC unroll 4
     for (int g = 0; g < G; ++g) {
-      F x = Lanes::mul(Lanes::sums(products[g]), Lanes::load(terms.scale + j));
-      if (Kind::kHasZero) x = Lanes::fma(Lanes::load(terms.zero + j), Lanes::set(sums_of_q[g]), x);
+      F x = Lanes::mul(products[g].all(), Lanes::load(terms.scale + j));
+      if (Kind::kHasZero) x = Lanes::fma(Lanes::load(terms.zero + j), Lanes::set(h.sum_of_q[g]), x);
       Lanes::store(h.scores + g * kKeys + j, x);
     }
   }
@@ -129,8 +154,8 @@ void weigh_codes(Heads &h, int group, int dim, const Terms &terms, int count) {
 }
 
 // Adds weighted codes to W pairs of vectors of the sums, those of bytes from d on.
-template <class Kind, int G, int W>
-void add_columns(Heads &h, int dim, int d, const Codes &v) {
+template <class Kind, int G, int W, class Next>
+void add_columns(Heads &h, int dim, int d, const Codes &v, const Next &next) {
   const int second = Kind::second(dim);
   const auto at = [&](int g, int w) { return h.attn + g * dim + d + w * Kind::kStep; };
   F sum[G][W][2];
@@ -142,6 +167,7 @@ void add_columns(Heads &h, int dim, int d, const Codes &v) {
       sum[g][w][1] = Lanes::load(at(g, w) + second);
     }
   for (int j = 0; j < v.count; ++j) {
+    next.fetch_line(j);
     F value[W][2];
 #pragma GCC unroll 2
     for (int w = 0; w < W; ++w) Kind::load(v.first + j * v.slot + d + w * Kind::kStep, value[w][0], value[w][1]);
@@ -164,38 +190,187 @@ void add_columns(Heads &h, int dim, int d, const Codes &v) {
     }
 }
 
-// Adds weighted codes to the sums, and fetches keys that are next meanwhile.
-template <class Kind, int G>
-void add_values(Heads &h, int dim, const Codes &v, const Codes &next, int key_bytes) {
-  constexpr int kWide = Lanes::kRegisters == 32 ? 2 : 1;
-  const int bytes = Kind::bytes(dim), passes = bytes / Kind::kStep;
-  int fetched = 0;
-  for (int d = 0; d < bytes;) {
-    const int wide = d + kWide * Kind::kStep <= bytes ? kWide : 1;
-    for (const int end = next.count * (d / Kind::kStep + wide) / passes; fetched < end; ++fetched)
-      prefetch(next.first + fetched * next.slot, key_bytes);
-    if (wide == kWide)
-      add_columns<Kind, G, kWide>(h, dim, d, v);
-    else
-      add_columns<Kind, G, 1>(h, dim, d, v);
-    d += wide * Kind::kStep;
+// Adds weighted codes to the sums.
+template <class Kind, int G, class Next>
+void add_values(Heads &h, int dim, const Codes &v, Next next) {
+  constexpr int kWide = Lanes::kRegisters == 32 ? 2 : 1, kStep = kWide * Kind::kStep;
+  const int bytes = Kind::bytes(dim);
+  int d = 0;
+  for (; d + kStep <= bytes; d += kStep) {
+    next.share(d, kStep, bytes);
+    add_columns<Kind, G, kWide>(h, dim, d, v, next);
   }
+  if (d == bytes) return;
+  next.share(d, bytes - d, bytes);
+  add_columns<Kind, G, 1>(h, dim, d, v, next);
+}
+
+// Numbers as multiples of the unit that is returned, which is NaN if one of them is not finite.
+float round_to_words(const float *from, int count, int16_t *to) {
+  constexpr float kMost = 32767, kLeast = 4e-34f;  // if all are smaller, all are 0
+  F most = Lanes::set(0.0f), nothing = Lanes::set(0.0f);
+  for (int j = 0; j < count; j += kLanes) {
+    const F x = Lanes::load(from + j);
+    most = Lanes::max(most, Lanes::max(x, Lanes::sub(Lanes::set(0.0f), x)));
+    nothing = Lanes::fma(x, Lanes::set(0.0f), nothing);
+  }
+  const float none = Lanes::sum(nothing), largest = none == 0 ? Lanes::most(most) : 0;
+  const F factor = Lanes::set(largest < kLeast ? 0 : kMost / largest);
+  for (int j = 0; j < count; j += kLanes) {
+    const F x = none == 0 ? Lanes::load(from + j) : Lanes::set(0.0f);
+    store_words(to + j, Lanes::mul(factor, x));
+  }
+  return none == 0 ? (largest < kLeast ? 0 : largest / kMost) : none;
+}
+
+// `score` by words.
+template <class Kind, class Value, int G>
+void score_words(Heads &h, int dim, const Codes &k, const Terms &terms, const Codes &v) {
+  constexpr int kTogether = LaneSums::kTogether;
+  const int bytes = Kind::bytes(dim);
+  for (int j = 0; j < k.count; j += kLanes) {
+    LaneSums products[G];
+    for (int i = 0; i < kLanes; i += kTogether) {
+      const uint8_t *keys[kTogether];
+      I sum[kTogether][G];
+#pragma GCC unroll 4
+      for (int n = 0; n < kTogether; ++n) {
+        const int slot = std::min(j + i + n, k.count - 1);
+        keys[n] = k.first + slot * k.slot;
+        fetch<Value>(v.first + slot * v.slot, Value::bytes(dim));
+#pragma GCC unroll 4
+        for (int g = 0; g < G; ++g) sum[n][g] = Lanes::set(0);
+      }
+      for (int d = 0; d < bytes; d += kWordStep) {
+        Words part[kTogether][Kind::kParts];
+#pragma GCC unroll 4
+        for (int n = 0; n < kTogether; ++n) Kind::words(keys[n] + d, part[n]);
+#pragma GCC unroll 4
+        for (int g = 0; g < G; ++g)
+#pragma GCC unroll 2
+          for (int p = 0; p < Kind::kParts; ++p) {
+            const Words q = load_words(h.words + g * dim + p * bytes + d);
+#pragma GCC unroll 4
+            for (int n = 0; n < kTogether; ++n) sum[n][g] = add_pairs(sum[n][g], q, part[n][p]);
+          }
+      }
+      F as_float[kTogether][G];
+#pragma GCC unroll 4
+      for (int n = 0; n < kTogether; ++n)
+#pragma GCC unroll 4
+        for (int g = 0; g < G; ++g) as_float[n][g] = to_float(sum[n][g]);
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g) products[g].put(i, as_float, g);
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) {
+      F x = Lanes::mul(Lanes::mul(products[g].all(), Lanes::load(terms.scale + j)), Lanes::set(h.unit[g]));
+      if (Kind::kHasZero) x = Lanes::fma(Lanes::load(terms.zero + j), Lanes::set(h.sum_of_q[g]), x);
+      Lanes::store(h.scores + g * kKeys + j, x);
+    }
+  }
+}
+
+// `add_columns` of W steps of words; `weights` of heads are multiples of units.
+template <class Kind, int G, int W, class Next>
+void add_word_columns(Heads &h, int dim, int d, const Codes &v, const int16_t *weights, const float *unit,
+                      const Next &next) {
+  I sum[G][W][Kind::kParts][2];
+#pragma GCC unroll 4
+  for (int g = 0; g < G; ++g)
+#pragma GCC unroll 2
+    for (int w = 0; w < W; ++w)
+#pragma GCC unroll 2
+      for (int p = 0; p < Kind::kParts; ++p) sum[g][w][p][0] = sum[g][w][p][1] = Lanes::set(0);
+  for (int j = 0; j < v.count; j += 2) {
+    next.fetch_line(j);
+    next.fetch_line(j + 1);
+    const uint8_t *even = v.first + j * v.slot + d, *odd = j + 1 < v.count ? even + v.slot : even;
+    Words value[W][Kind::kParts][2];
+#pragma GCC unroll 2
+    for (int w = 0; w < W; ++w) Kind::pairs(even + w * kWordStep, odd + w * kWordStep, value[w]);
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) {
+      int pair;
+      std::memcpy(&pair, weights + g * kKeys + j, sizeof(pair));
+      const Words weight = both_words(pair);
+#pragma GCC unroll 2
+      for (int w = 0; w < W; ++w)
+#pragma GCC unroll 2
+        for (int p = 0; p < Kind::kParts; ++p)
+#pragma GCC unroll 2
+          for (int n = 0; n < 2; ++n) sum[g][w][p][n] = add_pairs(sum[g][w][p][n], value[w][p][n], weight);
+    }
+  }
+  for (int g = 0; g < G; ++g)
+    for (int w = 0; w < W; ++w)
+      for (int p = 0; p < Kind::kParts; ++p) {
+        in_order(sum[g][w][p][0], sum[g][w][p][1]);
+        for (int n = 0; n < 2; ++n) {
+          float *at = h.attn + g * dim + p * Kind::bytes(dim) + d + w * kWordStep + n * kLanes;
+          Lanes::store(at, Lanes::fma(Lanes::set(unit[g]), to_float(sum[g][w][p][n]), Lanes::load(at)));
+        }
+      }
+}
+
+// `add_values` by words.
+template <class Kind, int G, class Next>
+void add_words(Heads &h, int dim, const Codes &v, Next next) {
+  constexpr int kWide = Lanes::kRegisters == 32 && Kind::kParts == 1 ? 2 : 1, kStep = kWide * kWordStep;
+  alignas(64) int16_t weights[G * kKeys];
+  float unit[G];
+  const int lanes = (v.count + kLanes - 1) / kLanes * kLanes, bytes = Kind::bytes(dim);
+  for (int g = 0; g < G; ++g) unit[g] = round_to_words(h.scores + g * kKeys, lanes, weights + g * kKeys);
+  int d = 0;
+  for (; d + kStep <= bytes; d += kStep) {
+    next.share(d, kStep, bytes);
+    add_word_columns<Kind, G, kWide>(h, dim, d, v, weights, unit, next);
+  }
+  if (d == bytes) return;
+  next.share(d, bytes - d, bytes);
+  add_word_columns<Kind, G, 1>(h, dim, d, v, weights, unit, next);
 }
 
 template <class KeyKind, class ValueKind>
 struct CodedStores {
   const CodedVectors &k, &v;
+  bool is_rounded;  // whether queries have 16 bits
+
+  void begin(Heads &h, int group, int dim) const {
+    for (int g = 0; g < group; ++g) {
+      const float *q = h.q + g * dim;
+      F sum = Lanes::set(0.0f);
+      for (int d = 0; d < dim; d += kLanes) sum = Lanes::add(sum, Lanes::load(q + d));
+      h.sum_of_q[g] = Lanes::sum(sum);
+      if (is_rounded) h.unit[g] = round_to_words(q, dim, h.words + g * dim);
+    }
+  }
 
   template <int G>
-  void attend_keys(Heads &h, const Sight &sight, int dim, const Run &run, const Run &next) const {
-    const Codes keys = keys_of(run), following = keys_of(next), values(v, run, ValueKind::kHasZero ? 2 : 1);
+  void attend_keys(Heads &h, const Sight &sight, int dim, const Run &run, const Run &after) const {
+    const Codes keys = keys_of(run), following = keys_of(after), values(v, run, ValueKind::kHasZero ? 2 : 1);
+    const Ahead<KeyKind> next{following, KeyKind::bytes(dim)};
     Terms terms;
     terms.read<KeyKind>(keys.meta, run.count);
-    score<KeyKind, G>(h, dim, keys, terms, values, ValueKind::bytes(dim));
+    score_keys<G>(h, dim, keys, terms, values);
     soften(h, sight, G, dim, run.count);
     terms.read<ValueKind>(values.meta, run.count);
     weigh_codes<ValueKind>(h, G, dim, terms, run.count);
-    add_values<ValueKind, G>(h, dim, values, following, KeyKind::bytes(dim));
+    if constexpr (ValueKind::kParts > 0) {
+      // Vectors that are whole steps of words.
+      if (is_rounded && ValueKind::bytes(dim) % kWordStep == 0) return add_words<ValueKind, G>(h, dim, values, next);
+    }
+    add_values<ValueKind, G>(h, dim, values, next);
+  }
+
+ private:
+  template <int G>
+  void score_keys(Heads &h, int dim, const Codes &keys, const Terms &terms, const Codes &values) const {
+    if constexpr (KeyKind::kParts > 0) {
+      if (is_rounded && KeyKind::bytes(dim) % kWordStep == 0)
+        return score_words<KeyKind, ValueKind, G>(h, dim, keys, terms, values);
+    }
+    score<KeyKind, ValueKind, G>(h, dim, keys, terms, values);
   }
 
   Codes keys_of(const Run &run) const { return Codes(k, run, KeyKind::kHasZero ? 2 : 1); }
@@ -233,14 +408,15 @@ void widen_run(const Codes &from, int dim, void *to, Store store) {
 
 }  // namespace
 
-// Query heads of all rows as `attend_rows` of rows.cpp.
-void attend_codes(const float *q, const CodedVectors &k, const CodedVectors &v, const RowPlan &plan, float *attn,
-                  float *largest, float *total, const int64_t *strides, const int *sizes, int num_threads) {
+// As `attend_rows` of rows.cpp; `is_rounded`: whether queries are 16-bit floats, widened.
+void attend_codes(const float *q, bool is_rounded, const CodedVectors &k, const CodedVectors &v, const RowPlan &plan,
+                  float *attn, float *largest, float *total, const int64_t *strides, const int *sizes,
+                  int num_threads) {
   const Job job{q,          plan,     attn,     largest,  total,    strides[0], strides[1],
                 strides[2], sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],   sizes[5]};
   with_codes(k.code, [&](auto keys) {
     with_codes(v.code, [&](auto values) {
-      attend_all(job, CodedStores<decltype(keys), decltype(values)>{k, v}, num_threads);
+      attend_all(job, CodedStores<decltype(keys), decltype(values)>{k, v, is_rounded}, num_threads);
     });
   });
 }

@@ -29,8 +29,9 @@ void int8_linears(const Int8Inputs &in, const Int8Weight *weights, int64_t num_w
 void attend_rows(const float *q, const void *k, const void *v, Store store, const RowPlan &plan, float *attn,
                  float *largest, float *total, const int64_t *strides, const int *sizes, int num_threads);
 
-void attend_codes(const float *q, const CodedVectors &k, const CodedVectors &v, const RowPlan &plan, float *attn,
-                  float *largest, float *total, const int64_t *strides, const int *sizes, int num_threads);
+void attend_codes(const float *q, bool is_rounded, const CodedVectors &k, const CodedVectors &v, const RowPlan &plan,
+                  float *attn, float *largest, float *total, const int64_t *strides, const int *sizes,
+                  int num_threads);
 
 void widen_codes(const CodedVectors &from, const int64_t *unit, int64_t num_units, const int *sizes, void *to,
                  Store store, int num_threads);

@@ -1,7 +1,7 @@
 // Attention of decode rows of float32 query tokens, whatever their keys and values are stored as.
 //
-// A class of stores has `attend_keys<G>(heads, sight, dim, run, next)`, which adds the slots of a run to G query heads,
-// and fetches the keys of the next run meanwhile.
+// A class of stores has `begin(heads, group, dim)`, which prepares queries, and `attend_keys<G>(heads, sight, dim, run,
+// next)`, which adds the slots of a run to G query heads, and may fetch the keys of the next run meanwhile.
 
 #pragma once
 
@@ -53,6 +53,8 @@ struct Heads {
   alignas(64) float q[kMaxGroup * kMaxDim];
   alignas(64) float scores[kMaxGroup * kKeys];
   alignas(64) float attn[kMaxGroup * kMaxDim];
+  alignas(64) int16_t words[kMaxGroup * kMaxDim];    // queries as multiples of a unit, where stores need them
+  float unit[kMaxGroup], sum_of_q[kMaxGroup];
   float largest[kMaxGroup], total[kMaxGroup];
   float *raw = nullptr;  // scores of all slots of a unit, those of each head `raw_head` apart, or null
   int64_t raw_head = 0;
@@ -145,6 +147,7 @@ void attend_heads(const Job &job, const Stores &stores, const std::vector<std::v
     h.total[g] = 0;
   }
   std::fill(h.attn, h.attn + count * dim, 0.0f);
+  stores.begin(h, count, dim);
   static thread_local std::vector<float> raw;
   if (plan.mass) {
     raw.resize(kMaxGroup * (size_t)job.num_slots);

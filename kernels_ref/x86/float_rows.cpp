@@ -27,6 +27,8 @@ struct Stores {
   const typename Stored::Item *k, *v;
   int64_t k_unit, k_head, k_slot, v_unit, v_head, v_slot;  // strides, in items
 
+  void begin(Heads &, int, int) const {}
+
   template <int G>
   void attend_keys(Heads &h, const Sight &sight, int dim, const Run &run, const Run &next) const;
 
