@@ -138,13 +138,8 @@ class Engine(NotPicklable):
             first_plan: number of steps before the first plan.
 
         Raises:
-            ValueError: steps are not padded to a table, or ``speculative_config`` is set.
+            ValueError: steps are not padded to a table.
         """
-        if self.scheduler.limits.draft_lens:
-            raise ValueError(
-                "expected no speculative_config with replan, got both: tables that are planned while serving "
-                "have no buckets for drafts"
-            )
         if not self.runner.executor.uses_table:
             raise ValueError(
                 "replan needs a table of buckets to exchange: expected graphs other than 'eager', or "

@@ -10,8 +10,9 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import takewhile
 from typing import IO, Protocol
 
 from graphs import BatchShape, BucketTable, StepLimits
@@ -76,8 +77,9 @@ class ExchangesBuckets(Protocol):
 class Replanner:
     """Plans the table again for the steps that were served, and exchanges its buckets one by one.
 
-    The number of buckets stays the same, and after each exchange the table holds every reachable shape. All
-    methods are called between steps. An error ends the planning, and the table stays as it is.
+    The number of buckets stays the same, and after each exchange the table holds every reachable shape.
+    Buckets whose rows verify drafts are not exchanged. All methods are called between steps. An error ends
+    the planning, and the table stays as it is.
 
     Args:
         runner: captures buckets, on all ranks.
@@ -166,11 +168,15 @@ class Replanner:
                 self._take(found)
         elif self._sample.num_steps >= self._next_plan and self._capture_s + self._longest_s < self._budget_s:
             self._next_plan = self._sample.num_steps * _NEXT_PLAN
-            self._planning = _Planning(self._runner.table, self._limits, self._sample.counts())
+            self._planning = _Planning(
+                *_without_drafts(self._runner.table, self._limits, self._sample.counts())
+            )
 
     def _take(self, found: Replan) -> None:
         self._num_plans += 1
-        self._waiting.extend(found.exchanges)
+        shortest, row_len = self._limits.prompt_decode_len, self._limits.row_len
+        # Up to a bucket that would be one of longer rows: later exchanges count on it.
+        self._waiting.extend(takewhile(lambda each: row_len(each.added) == shortest, found.exchanges))
         self._padding_before = self._padding = found.padding
         if found.exchanges:
             _log.info(
@@ -191,6 +197,18 @@ class Replanner:
         self._free_at = now + took * (1 / _SHARE - 1)
         self._num_captured += 1
         self._padding = exchange.padding
+
+
+def _without_drafts(
+    table: BucketTable, limits: StepLimits, traffic: dict[BatchShape, int]
+) -> tuple[BucketTable, StepLimits, dict[BatchShape, int]]:
+    """What is planned of an engine with drafts: buckets of longer rows stay as they are."""
+    if not limits.draft_lens:
+        return table, limits, traffic
+    shortest = limits.prompt_decode_len
+    buckets = tuple(bucket for bucket in table if limits.row_len(bucket) == shortest)
+    plain = {shape: num for shape, num in traffic.items() if limits.row_len(shape) == shortest}
+    return replace(table, buckets=buckets, draft_lens=()), limits.without_drafts, plain
 
 
 class _Planning:

@@ -80,6 +80,22 @@ def test_shifted_traffic_leads_to_a_table_that_pads_less_and_to_the_same_tokens(
     assert set(graphs.captured) == set(graphs.table)
 
 
+def test_buckets_of_drafts_stay_where_a_table_is_planned_again(tiny: Tiny) -> None:
+    config = {"num_speculative_tokens": 3}
+    served = tiny.load(graphs="replay", buckets=COARSE, speculative_config=config, **LIMITS)
+    served.warmup()
+    expected, limits = tokens(served), served.engine.scheduler.limits
+    graphs = served.engine.runner.graphs
+    longer = {bucket for bucket in graphs.table if limits.row_len(bucket) > 1}
+    served.engine.replan(60.0, first_plan=served.stats().num_steps + 1)
+    replanned(served)
+    assert (found := served.stats().replanned) is not None
+    assert found.num_captured > 0
+    assert {bucket for bucket in graphs.table if limits.row_len(bucket) > 1} == longer != set()
+    assert tokens(served) == expected
+    assert graphs.counters.misses == 0
+
+
 def test_steps_at_their_exact_shapes_have_no_table_to_plan_again(tiny: Tiny) -> None:
     with pytest.raises(ValueError, match="replan needs a table of buckets to exchange"):
         tiny.load(graphs="eager", replan=1.0)
@@ -118,7 +134,9 @@ def planned(monkeypatch: pytest.MonkeyPatch, budget_s: float) -> tuple[Replanner
     monkeypatch.setattr(replanning, "_Planning", Planned)
     runner, sample = Captured(), ShapeReservoir()
     sample.add(COARSE.buckets[0])
-    made = Replanner(runner, None, sample, budget_s, first_plan=1, clock=lambda: runner.now)  # type: ignore[arg-type]
+    made = Replanner(
+        runner, StepLimits(4, 64, 256, 8, 128), sample, budget_s, first_plan=1, clock=lambda: runner.now
+    )
     for _ in range(2):
         made.advance()
     assert made.stats.num_waiting == 8

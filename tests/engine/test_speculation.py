@@ -204,11 +204,6 @@ def test_what_is_no_configuration_is_refused(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_policy": "h2o", "kv_budget": 8}, "kv_policy='h2o' is served with speculative_config=None only"),
-        (
-            {"attention_rule": "top_blocks"},
-            "attention_rule='top_blocks' is served with speculative_config=None only",
-        ),
         (
             {"block_size": 4},
             "decode_len of at most block_size=4, got num_speculative_tokens \\+ 1 = 6 of speculative_config",
@@ -217,7 +212,6 @@ def test_what_is_no_configuration_is_refused(tiny: Tiny) -> None:
             {"max_num_batched_tokens": 16},
             "integer >= 24, got 16: max_num_seqs=4 times num_speculative_tokens \\+ 1 = 6 of spec",
         ),
-        ({"replan": 0.3}, "no speculative_config with replan, got both"),
     ],
 )
 def test_settings_that_allow_no_drafts_name_the_configuration(
