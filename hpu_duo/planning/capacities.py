@@ -63,6 +63,7 @@ class Serving:
         max_layer_kinds: see ``HeadConfig``; None is no bound.
         attention: kernels, ``hpu`` on the fused operators of Gaudi's software or ``reference``.
         decode_len: most tokens of a request that are decoded together.
+        draft_lens: see ``StepLimits``; speeds are those of the first.
         max_chunk_rows: prompts that may continue with several tokens in the same step.
         kept: what streaming heads store instead of rings, or, with a plan, all heads.
     """
@@ -84,6 +85,7 @@ class Serving:
     max_layer_kinds: int | None = HPU_LAYER_KINDS
     attention: str = Implementation.HPU.value
     decode_len: int = SchedulerConfig.decode_len
+    draft_lens: tuple[int, ...] = ()
     max_chunk_rows: int = SchedulerConfig.max_chunk_rows
     kept: KeptByHeads | None = None
 
@@ -368,7 +370,7 @@ class Deployment:
             kernels_of(serving.attention),
             serving.block_size,
             max_chunk_rows=serving.max_chunk_rows,
-            decode_len=serving.decode_len,
+            decode_len=min(serving.draft_lens, default=serving.decode_len),
             num_devices=serving.num_devices,
             deals_blocks=serving.deals_blocks,
             chunks=serving.chunks,

@@ -240,3 +240,21 @@ def test_devices_may_share_the_tokens_of_retrieval_heads(hpu_duo: Run) -> None:
     refused = hpu_duo("--retrieval-parallel", "tokens")
     assert refused.exit_code == 2
     assert "heads, context, auto, got 'tokens'" in refused.stderr
+
+
+def test_drafts_pay_from_the_tokens_that_a_verifying_step_costs(config_dir: Path) -> None:
+    words = ["capacity", "--model", str(config_dir), "--context", "8192", "--sparsity", "0.5", "--json"]
+    plain, drafting = (
+        json.loads(CliRunner().invoke(app, [*words, *more]).output)
+        for more in ([], ["--speculative-config", '{"num_speculative_tokens": 8}'])
+    )
+    assert "drafts_pay_from" not in plain
+    evens = drafting["drafts_pay_from"]
+    assert [each["num_rows"] for each in evens[:2]] == [1, plain["capacities"][0]["points"][0]["num_running"]]
+    for each in evens:
+        assert 1 <= each["tokens"]["4"] <= each["tokens"]["9"] < 9
+    # Speeds are those of plain decodes; rings have 8 slots more, and tables buckets of longer rows.
+    for one, other in zip(plain["capacities"], drafting["capacities"], strict=True):
+        assert other["points"][0]["tokens_per_s_alone"] == one["points"][0]["tokens_per_s_alone"]
+        assert other["points"][0]["bytes_per_request"] > one["points"][0]["bytes_per_request"]
+        assert other["graph_memory"]["num_graphs"] > one["graph_memory"]["num_graphs"]

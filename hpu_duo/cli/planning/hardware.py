@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -29,6 +29,30 @@ DEFAULT_CONTEXTS = (8_192, 32_768, 131_072, 524_288)
 def default_contexts(max_positions: int) -> list[int]:
     """Return those of ``DEFAULT_CONTEXTS`` that the model serves, or else its number of positions."""
     return [context for context in DEFAULT_CONTEXTS if context <= max_positions] or [max_positions]
+
+
+class BreakEven(NamedTuple):
+    """When drafts pay.
+
+    Attributes:
+        sparsity, kv_format: of the choice.
+        context: tokens of each request in the cache.
+        num_rows: requests that decode.
+        tokens: of each size of a verified row, the mean tokens that a step has to give to be as fast as plain
+            decodes: its predicted time over theirs, without that of the drafter.
+    """
+
+    sparsity: float
+    kv_format: KVFormat
+    context: int
+    num_rows: int
+    tokens: dict[int, float]
+
+    def fields(self) -> dict[str, Any]:
+        """JSON values."""
+        from hpu_duo.planning.kv_formats import name_of
+
+        return {**self._asdict(), "kv_format": name_of(self.kv_format)}
 
 
 def report_fields(model: ModelSize, serving: Serving, found: list[Capacity]) -> dict[str, Any]:
@@ -186,6 +210,7 @@ class HardwareOptions:
             max_layer_kinds=self.max_layer_kinds,
             attention=self.attention,
             decode_len=scheduler.decode_len,
+            draft_lens=scheduler.draft_lens,
             max_chunk_rows=scheduler.max_chunk_rows,
             kept=self._kept(scheduler, block_size, kept or {}),
         )
@@ -226,9 +251,36 @@ class HardwareOptions:
                     found.append(None)
                     continue
                 limits, cost = step_limits(deployment), step_cost(deployment)
-                buckets = BucketTable.exponential(limits, cost=cost).buckets
-                found.append(graph_memory(model, deployment, buckets))
+                table, lens = BucketTable.exponential(limits, cost=cost), serving.draft_lens
+                buckets = table.with_drafts(lens).buckets if lens else table.buckets
+                found.append(graph_memory(model, deployment, buckets, draft_lens=lens))
         return found
+
+    def break_evens(self, size: ModelSize, serving: Serving, found: list[Capacity]) -> list[BreakEven]:
+        """Tokens of a row in a step from which verifying drafts pays, of every choice and context.
+
+        Args:
+            found: what ``compare`` returned.
+        """
+        from hpu_duo.planning import Deployment, Step
+
+        plain, *longer = serving.draft_lens or (1,)
+        evens = []
+        for one in found:
+            for point in one.points:
+                if not point.num_running:
+                    continue
+                deployment = Deployment(size, serving, one.sparsity, one.kv_format, point.context)
+                for rows in dict.fromkeys((1, point.num_running)):
+                    bucket = deployment.shape_of(Step(rows, point.context - 1))
+                    seconds = {}
+                    for each in (plain, *longer):
+                        own = replace(deployment, serving=replace(serving, decode_len=each, draft_lens=()))
+                        shape = replace(bucket, query_len=rows * each)
+                        seconds[each] = own.bucket_seconds(shape).value
+                    tokens = {each: seconds[each] / seconds[plain] for each in longer}
+                    evens.append(BreakEven(one.sparsity, one.kv_format, point.context, rows, tokens))
+        return evens
 
     def deployment(self, size: ModelSize, serving: Serving, max_len: int) -> Deployment:
         """The first choice, for requests of up to ``max_len`` tokens.

@@ -197,6 +197,7 @@ def capacity(
     max_num_batched_tokens: Annotated[
         int, of_setting("max_num_batched_tokens")
     ] = CARD_LIMITS.max_num_batched_tokens,
+    speculative_config: Annotated[str | None, of_setting("speculative_config", panel=LIMITS)] = None,
     png: Annotated[
         Path | None, typer.Option(help="Also draw it; needs matplotlib.", show_default="no picture")
     ] = None,
@@ -211,7 +212,11 @@ def capacity(
             check_drawing(png)
         serving = served.on(
             hardware,
-            SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
+            SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                speculative_config=speculative_config,
+            ),
             block_size,
             kept,
         )
@@ -221,6 +226,7 @@ def capacity(
         size = read_model(model)
         found = served.compare(size, serving)
         memories = served.graph_memories(model, size, serving)
+        evens = served.break_evens(size, serving, found) if serving.draft_lens else []
         if png is not None:
             from hpu_duo.cli.planning.tables import draw
 
@@ -229,11 +235,13 @@ def capacity(
         fields = report_fields(size, serving, found)
         for one, memory in zip(fields["capacities"], memories):
             one["graph_memory"] = None if memory is None else memory._asdict()
+        if evens:
+            fields["drafts_pay_from"] = [each.fields() for each in evens]
         typer.echo(json.dumps(fields, indent=2))
     else:
         from hpu_duo.cli.planning.tables import print_report
 
-        print_report(size, serving, found, memories=memories)
+        print_report(size, serving, found, memories=memories, evens=evens)
 
 
 @grouped

@@ -99,7 +99,12 @@ class Setting:
         serving = served.on(hardware, config.scheduler, config.cache.block_size, kept)
         found = served.compare(size, serving, num_graphs)
         deployment = served.deployment(size, serving, config.scheduler.max_model_len or size.max_positions)
-        limits = replace(step_limits(deployment), decode_len=asked["decode_len"])
+        limits, decode_len = step_limits(deployment), asked["decode_len"]
+        limits = replace(
+            limits,
+            decode_len=decode_len,
+            draft_lens=(1, decode_len) if limits.chunk_grid and decode_len > 1 else (),
+        )
         if num_blocks is not None:
             limits = replace(limits, num_blocks=num_blocks)
         return cls(size, limits, step_cost(deployment), serving, tuple(found), deployment)

@@ -12,6 +12,7 @@ from rich.table import Table
 from hpu_duo.cli.terminal import show_bytes
 
 if TYPE_CHECKING:
+    from hpu_duo.cli.planning.hardware import BreakEven
     from hpu_duo.planning import Capacity, CapacityPoint, Hardware, ModelSize, Serving, WarmUp
     from hpu_duo.planning.model import TableMemory
 
@@ -40,11 +41,13 @@ def print_report(
     console: Console | None = None,
     *,
     memories: Sequence[TableMemory | None] = (),
+    evens: Sequence[BreakEven] = (),
 ) -> None:
     """Print hardware, memory, requests that fit, predicted speeds, warm-up, and how certain they are.
 
     Args:
         memories: of graphs, of each choice; empty = not printed.
+        evens: when drafts pay; empty = not printed.
     """
     console = console or Console()
     _print(console, serving.hardware.title, hardware_table(serving.hardware))
@@ -63,8 +66,21 @@ def print_report(
     if memories:
         title = "Memory of the default table's graphs on each device, if each has intermediates of its own"
         _print(console, title, _graph_memory_table(found, memories))
+    if evens:
+        _print(console, "Tokens a step from which drafts pay, by tokens of a verified row", _evens(evens))
     for line in caveats(serving, found):
         console.print(line, style="dim", highlight=False)
+
+
+def _evens(evens: Sequence[BreakEven]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("streaming", "KV", "context", "requests", *map(str, evens[0].tokens)):
+        table.add_column(name, justify="left" if name in ("streaming", "KV") else "right")
+    for one in evens:
+        name = one.fields()["kv_format"]
+        choice = f"{one.sparsity:.0%}", name, f"{one.context:,}", f"{one.num_rows:,}"
+        table.add_row(*choice, *(f"{tokens:.2f}" for tokens in one.tokens.values()))
+    return table
 
 
 def _memory_table(model: ModelSize, serving: Serving) -> Table:

@@ -63,7 +63,7 @@ class SimulatedServer:
         )
         cost = step_cost(deployment)
         by_len = {
-            each: replace(deployment, serving=replace(deployment.serving, decode_len=each))
+            each: replace(deployment, serving=replace(deployment.serving, decode_len=each, draft_lens=()))
             for each in draft_lens or (1,)
         }
         seconds_of = lru_cache(maxsize=None)(
