@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import settings
@@ -25,13 +25,22 @@ MOST_POLLS = 6
 """A transfer lands after so many polls at the latest."""
 
 
+@dataclass(eq=False)
+class Flight:
+    """A transfer on its way."""
+
+    transfer: Transfer
+    is_load: bool
+    num_polls: int = 0
+
+
 class SlotLink:
     """Moves slots of a simulated device when told to; units of transfers on their way are empty."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self.device = device
         self.records: dict[tuple[int, ...], list[Slot]] = {}
-        self.flying: list[list[object]] = []
+        self.flying: list[Flight] = []
         self.next: list[int] = []
 
     def _units(self, transfer: Transfer) -> list[list[Slot]]:
@@ -43,27 +52,27 @@ class SlotLink:
                 assert all(
                     transfer.unit != other.unit or transfer.is_row != other.is_row for other in self.open
                 )
-                self.flying.append([transfer, is_load, 0])
+                self.flying.append(Flight(transfer, is_load))
                 if is_load:
                     units = self._units(transfer)
                     units[transfer.unit] = [None] * len(units[transfer.unit])
 
     @property
     def open(self) -> list[Transfer]:
-        return [each[0] for each in self.flying]
+        return [each.transfer for each in self.flying]
 
     def poll(self) -> list[Landed]:
         for each in self.flying:
-            each[2] += 1
+            each.num_polls += 1
         wanted = [self.flying[number % len(self.flying)] for number in self.next if self.flying]
         self.next = []
-        return self._land([each for each in self.flying if each in wanted or each[2] > MOST_POLLS])
+        return self._land([each for each in self.flying if each in wanted or each.num_polls > MOST_POLLS])
 
-    def _land(self, landed: list[list[object]]) -> list[Landed]:
+    def _land(self, landed: list[Flight]) -> list[Landed]:
         found = []
         for each in landed:
             self.flying.remove(each)
-            transfer, is_load, _ = each
+            transfer, is_load = each.transfer, each.is_load
             units = self._units(transfer)
             if is_load:
                 units[transfer.unit] = list(self.records[transfer.slots])
@@ -78,10 +87,13 @@ class SlotLink:
 
     def wait_any(self) -> None:
         for each in self.flying[:1]:
-            each[2] = MOST_POLLS
+            each.num_polls = MOST_POLLS
 
     def drain(self) -> None:
         self._land(list(self.flying))
+
+    def warm_up(self) -> None:
+        raise AssertionError("nothing is compiled")
 
 
 class TieredMachine(PrefixMachine):
@@ -164,5 +176,5 @@ TestTieredPrefixes.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 @pytest.mark.slow
-class TestManyTieredPrefixes(TieredMachine.TestCase):
+class TestManyTieredPrefixes(TieredMachine.TestCase):  # type: ignore[misc, name-defined, valid-type]
     settings = settings(max_examples=1_000, stateful_step_count=60)
