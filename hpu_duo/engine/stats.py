@@ -18,7 +18,7 @@ from hpu_duo.modeling.precision import name_of
 from hpu_duo.modeling.quantised.panels import PanelQuantisedLinear, weights_of
 from hpu_duo.parallel import ContextParallelBlocks
 from kernels_ref import Implementation, LayerSpec
-from kernels_ref.native import COMPILERS, compiler
+from kernels_ref.native import COMPILERS
 from kernels_ref.x86 import library as x86
 
 if TYPE_CHECKING:
@@ -486,8 +486,9 @@ def faster_kernels(runner: Runner) -> Iterator[str]:
         return
     if x86.switch() == "0":
         yield f"{x86.SWITCH}=0 switches our kernels off: {_LOSS}"
-    elif x86.lanes() and compiler() is None:
-        yield f"our kernels need a C++ compiler, one of {', '.join(COMPILERS)}: {_LOSS}"
+    elif x86.lanes() and x86.origin() is None:
+        names = ", ".join(COMPILERS)
+        yield f"our kernels need a C++ compiler, one of {names}, or a wheel that has them built: {_LOSS}"
     elif x86.serves(dtype, dtype):
         yield f"our kernels could not be built, and a warning has the reason: {_LOSS}"
     elif x86.serves(dtype, torch.float32):

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from hpu_duo.modeling.loading import resolve_dtype
 from hpu_duo.modeling.packed_linear import PanelLinear, can_pack, is_native
 from hpu_duo.modeling.quantised.panels import Int8PanelLinear, PanelQuantisedLinear
-from kernels_ref.native import compiler
 from kernels_ref.x86 import library
 
 
@@ -55,7 +54,7 @@ class Precision:
         dtype = resolve_dtype(asked, config, device_type)
         if asked != "auto" or device_type != "cpu" or _is_multiplied(dtype):
             return cls.of(dtype)
-        if library.serves(dtype, torch.float32) and compiler() is not None:
+        if library.serves(dtype, torch.float32) and library.origin() is not None:
             return cls(dtype, dtype, torch.float32)
         return cls.of(dtype if can_pack(dtype) else torch.float32)
 

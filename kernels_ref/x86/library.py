@@ -133,10 +133,14 @@ def description(arithmetic: torch.dtype = torch.bfloat16) -> str:
         found = f"{'AVX512' if 16 in lanes() else 'AVX2'}, float32"
     else:
         found = "AVX512-BF16 and AMX" if has_tiles() else "AVX512-BF16"
-    return f"our kernels ({found}{', prebuilt' if origin() == 'prebuilt' else ''})"
+    return f"our kernels ({found}{', prebuilt' if _is_prebuilt(switch()) else ''})"
 
 
 @cache
+def _is_prebuilt(_: str) -> bool:
+    return origin() == "prebuilt"
+
+
 def origin() -> Origin | None:
     """Where the operators are from, or will be from; None if they cannot be had for lack of a compiler."""
     return sources().origin()

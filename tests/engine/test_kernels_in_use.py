@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpu_duo.engine import stats
 from kernels_ref.x86 import library
 from tests.engine.tiny import Tiny, make_tiny
 
@@ -28,7 +27,7 @@ def test_a_switch_that_costs_speed_is_a_note(tiny: Tiny, monkeypatch: pytest.Mon
 def test_a_missing_compiler_is_a_note(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "is_available", lambda *_: False)
     monkeypatch.setattr(library, "lanes", lambda: (8,))
-    monkeypatch.setattr(stats, "compiler", lambda: None)
+    monkeypatch.setattr(library, "origin", lambda: None)
     assert any(
         "need a C++ compiler, one of g++" in note for note in tiny.load(dtype="bfloat16").stats().notes
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
@@ -15,7 +16,7 @@ import torch
 
 import kernels_ref
 from kernels_ref import native
-from kernels_ref.native import BuildError, Unit, build
+from kernels_ref.native import BuildError, Sources, Unit, build
 from kernels_ref.x86 import library, linear
 
 pytestmark = pytest.mark.instruction_set
@@ -99,7 +100,7 @@ def test_threads_that_need_the_same_library_compile_it_once(
 def forget() -> None:
     """Load the operators anew."""
     library._load.cache_clear()
-    library.origin.cache_clear()
+    library._is_prebuilt.cache_clear()
     library._load_operators.cache_clear()
 
 
@@ -164,3 +165,72 @@ def test_a_variable_switches_our_kernels_off_or_to_fewer_instructions(
     monkeypatch.setenv(library.SWITCH, "off")
     with pytest.raises(ValueError, match="HPU_DUO_X86_KERNELS: expected 0, 1, avx2 or avx512, got 'off'"):
         library.is_supported()
+
+
+@pytest.mark.usefixtures("_own_folder")
+def test_a_prebuilt_library_of_the_same_sources_comes_before_a_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seven = tmp_path / "seven.cpp"
+    seven.write_text('extern "C" int seven() { return VALUE; }\n')
+    mine, all_machines = (Unit(seven, ("-msse2", f"-DVALUE={value}")) for value in (6, 7))
+    sources = Sources("seven", (mine,), (all_machines,))
+    monkeypatch.setattr(native, "PREBUILT", tmp_path / "prebuilt")
+    assert sources.origin() == "built"
+    prebuilt = sources.prebuild(native.PREBUILT)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert sources.provide() == (prebuilt, "prebuilt")
+    assert ctypes.CDLL(str(prebuilt)).seven() == 7
+    assert Sources("seven", (mine,)).origin() is None, "other machines"
+    seven.write_text('extern "C" int seven() { return 1 + VALUE; }\n')
+    assert sources.origin() is None, "other sources"
+
+
+def test_the_prebuilt_library_is_not_for_cpus_that_lack_some_of_its_instructions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags = frozenset(("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"))
+    monkeypatch.setenv(library.SWITCH, "1")
+    for more, has_pairs, fits in (((), False, True), ((), True, False), (("avx512vbmi",), True, True)):
+        monkeypatch.setattr(library, "cpu_flags", lambda more=more: flags.union(more))
+        monkeypatch.setattr(library, "is_supported", lambda has_pairs=has_pairs: has_pairs)
+        assert bool(library.sources().portable) == fits
+    monkeypatch.setattr(library, "cpu_flags", frozenset)
+    monkeypatch.setattr(library, "is_supported", lambda: False)
+    assert not library.sources().portable
+
+
+@pytest.mark.slow
+def test_a_wheel_with_prebuilt_kernels_serves_without_a_compiler(tmp_path: Path) -> None:
+    if shutil.which("g++") is None or not library.lanes():
+        pytest.skip("needs g++, and a CPU with AVX2")
+    root = Path(kernels_ref.__file__).parents[1]
+    for name in ("bias_builders", "kernels_ref"):
+        ignored = shutil.ignore_patterns("prebuilt", "__pycache__")
+        shutil.copytree(root / name, tmp_path / name, ignore=ignored)
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import torch, kernels_ref.native as native\n"
+        "from dataclasses import replace\n"
+        "from kernels_ref import rowwise\n"
+        "from kernels_ref.x86 import library\n"
+        "for module in (library, rowwise):\n"
+        "    replace(module.sources(), portable=module.portable_units()).prebuild(native.PREBUILT)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
+    check = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import torch\n"
+        "from kernels_ref import rowwise\n"
+        "from kernels_ref.x86 import library, linear\n"
+        "assert rowwise.is_available() and library.is_available(torch.float32)\n"
+        "assert library.origin() == rowwise.sources().origin() == 'prebuilt'\n"
+        "x, w = torch.randn(3, 64), torch.randn(32, 64)\n"
+        "for name in library.variants(torch.float32):\n"
+        "    torch.testing.assert_close(linear.multiply(x, linear.pack(w), None, 32, None, name), x @ w.T)\n"
+    )
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for switch in ("avx2", "avx512", "1"):
+        environment = {**os.environ, "PATH": str(empty), "HOME": str(empty), library.SWITCH: switch}
+        subprocess.run([sys.executable, "-c", check, str(tmp_path)], env=environment, check=True)

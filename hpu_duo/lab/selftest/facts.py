@@ -84,23 +84,28 @@ def _cpu() -> Iterator[Fact]:
         yield Fact("cpu", "packed weights", False, str(error))
 
 
+_ORIGINS = {"prebuilt": "", "cached": ", which are built", "built": ", which will be built at first use"}
+"""What ``doctor`` says of kernels by their origin; that of prebuilt ones is in their description."""
+
+
 def _packed() -> Fact:
     """The code that packs the weights of 16-bit checkpoints, and what this machine lacks for better code."""
     import torch
 
     from hpu_duo.modeling.packed_linear import can_pack
-    from kernels_ref import native
     from kernels_ref.x86 import library
 
     dtypes, ours = "bfloat16", library.description() if library.is_supported() else None
     if ours is None and library.lanes():
         dtypes, ours = "bfloat16 and float16", library.description(torch.float32)
-    if ours is not None and native.compiler():
-        return Fact("cpu", "packed weights", True, f"{dtypes} weights are laid out once for {ours}")
+    origin = None if ours is None else library.origin()
+    if origin is not None:
+        detail = f"{dtypes} weights are laid out once for {ours}{_ORIGINS[origin]}"
+        return Fact("cpu", "packed weights", True, detail)
     packs = can_pack(torch.bfloat16)
     detail = "bfloat16 weights are laid out once for oneDNN" if packs else "oneDNN has no bfloat16 here"
     if ours is not None:
-        detail += f": {ours} need a C++ compiler, and none is on the path"
+        detail += f": {ours} need a C++ compiler or a wheel that has them built, and there is neither"
     elif library.switch() == "0":
         detail += f": {library.SWITCH}=0 switches our kernels off"
     return Fact("cpu", "packed weights", packs, detail)
