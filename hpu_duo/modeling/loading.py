@@ -199,7 +199,8 @@ def stored_codes(
         tensors: by the names of the model.
         whole: the model on ``meta``.
     """
-    if execution == DEQUANTISED:
+    # Older versions want all plain tensors at once: theirs are dequantised one after the other as codes are.
+    if execution == DEQUANTISED and _IS_5:
         return {}
     head, text_config = whole.get_output_embeddings(), whole.config.get_text_config()
     linears = linears_of(whole, head, bool(getattr(text_config, "tie_word_embeddings", False)))

@@ -230,6 +230,8 @@ class ModelSize:
             empty: all are equal.
         matrix_outputs: outputs of the matrices of ``matrix_params``, which have scales if weights are fp8 or
             int8; those of experts are not counted.
+        stored_bytes: of all weights of a quantised checkpoint, as its files store them; None for plain ones,
+            or without files.
     """
 
     name: str
@@ -242,6 +244,7 @@ class ModelSize:
     experts: Experts = Experts()
     structures: tuple[int, ...] = ()
     matrix_outputs: int = 0
+    stored_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -266,8 +269,10 @@ class ModelSize:
         """Bytes of all weights when layers are stored in ``weights`` and the rest in bf16.
 
         Output head, embedding table, norms and biases stay in bf16, as quantised checkpoints have them.
-        Scales are counted.
+        Scales are counted. A quantised checkpoint has its own bytes where ``weights`` is bf16.
         """
+        if weights is Format.BF16 and self.stored_bytes is not None:
+            return self.stored_bytes
         in_layers = self.matrix_params + self.experts.num_params
         scales = self.matrix_outputs * weights.bytes_per_output
         rest = (self.head_params + self.other_params) * Format.BF16.num_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,11 @@ from hpu_duo.modeling.config_checks import (
     refusal,
     refuse_adapter,
 )
-from hpu_duo.modeling.quantised.config import find_quantisation, without_quantisation
+from hpu_duo.modeling.quantised.config import (
+    find_quantisation,
+    stored_weight_bytes,
+    without_quantisation,
+)
 from hpu_duo.planning.model import PLAIN_FAMILIES, AttentionSize, ModelSize, plain_model
 
 _NUMBER = (int, float)
@@ -130,7 +135,7 @@ def read_model(path: str | Path) -> ModelSize:
     to import.
 
     Args:
-        path: the file, or its directory. No weights are read.
+        path: the file, or its directory. Of weights, only headers of quantised ones are read.
 
     Raises:
         ValueError: the file is missing, cannot be read, is that of weights quantised in a way that is not
@@ -144,11 +149,31 @@ def read_model(path: str | Path) -> ModelSize:
         raise ValueError(f"expected config.json or a directory with it, got {str(path)!r}")
     name = (given if given.is_dir() else given.parent).resolve().name
     text = read_plain(file)
-    if text is None:
-        return _by_transformers(name, file)
-    plain = plain_model(name, text, _layers(text), positions_served(text))
-    assert plain is not None, "its layers are alike"
-    return plain
+    size = (
+        _by_transformers(name, file)
+        if text is None
+        else plain_model(name, text, _layers(text), positions_served(text))
+    )
+    assert size is not None, "its layers are alike"
+    return replace(size, stored_bytes=stored_bytes(file))
+
+
+def stored_bytes(file: Path) -> int | None:
+    """Return the bytes of a quantised checkpoint's weights as they are stored.
+
+    Args:
+        file: its config.json, which can be read.
+
+    Returns:
+        None for plain weights, or without files of weights.
+
+    Raises:
+        ValueError: a file of weights cannot be read.
+    """
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    if find_quantisation(file, fields) is None:
+        return None
+    return stored_weight_bytes(file.parent) or None
 
 
 def _by_transformers(name: str, file: Path) -> ModelSize:

@@ -173,6 +173,7 @@ struct Part {
 template <int MR, int NV>
 void pass(const Job &job, const Part &part, int64_t row) {
   I sum[MR][NV];
+  const bool is_first_pass = row == part.first;
   const bool is_first = !part.input, is_last = part.input + part.count == job.inputs;
   int *held = part.sums + (row - part.first) * part.stride;
 #pragma GCC unroll 6
@@ -192,7 +193,7 @@ void pass(const Job &job, const Part &part, int64_t row) {
 #pragma GCC unroll 8
     for (int n = 0; n < NV; ++n) {
       right[n] = Dot::weight(from[n]);
-      if (Dot::kBytes == 64 || n % (64 / Dot::kBytes) == 0) __builtin_prefetch(from[n] + 4096, 0, 2);
+      if (is_first_pass && n % (64 / Dot::kBytes) == 0) __builtin_prefetch(from[n] + 4096, 0, 2);
       from[n] += kStepBytes;
     }
 #pragma GCC unroll 6
@@ -202,16 +203,21 @@ void pass(const Job &job, const Part &part, int64_t row) {
       for (int n = 0; n < NV; ++n) sum[m][n] = Dot::add(sum[m][n], right[n], left);
     }
   }
-  for (int m = 0; m < MR; ++m) {
-    if (!is_last) {
+  if (!is_last) {
+#pragma GCC unroll 6
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
       for (int n = 0; n < NV; ++n) Lanes::store(held + m * part.stride + n * kLanes, sum[m][n]);
-      continue;
-    }
+    return;
+  }
+#pragma GCC unroll 6
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
     for (int n = 0; n < NV; n += kVectorsOfOutputs) {
       const int column = (part.vector + n) / kVectorsOfOutputs * kLanes;
-      job.store(row + m, part.panel + column / kPanel, column % kPanel, Dot::outputs(sum[m] + n));
+      const I both[2] = {sum[m][n], sum[m][n + kVectorsOfOutputs - 1]};
+      job.store(row + m, part.panel + column / kPanel, column % kPanel, Dot::outputs(both));
     }
-  }
 }
 
 template <int NV>

@@ -126,14 +126,18 @@ inline __attribute__((always_inline)) void few(const Job &job, int64_t row, int6
 #pragma GCC unroll 8
       for (int n = 0; n < NV; ++n) from[n] += kStepBytes;
     }
+#pragma GCC unroll 4
     for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
       for (int n = 0; n < NV / 2; ++n) {
         const int column = (vector / 2 + n) * kLanes;
         total[m][n] = job.scaled(row + m, panel + column / kPanel, group, column % kPanel,
                                  Lanes::sum_of_pairs(sum[m][2 * n], sum[m][2 * n + 1]), total[m][n]);
       }
   }
+#pragma GCC unroll 4
   for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
     for (int n = 0; n < NV / 2; ++n) {
       const int column = (vector / 2 + n) * kLanes;
       job.store(row + m, panel + column / kPanel, column % kPanel, total[m][n]);
@@ -251,7 +255,9 @@ void pass(const Job &job, const Part &part, int64_t row, int vector, const Held 
           Lanes::store(held.pairs + m * kPairItems + (vector + n) * kLanes, sum[m][n]);
       continue;
     }
+#pragma GCC unroll 6
     for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 2
       for (int n = 0; n < kPassVectors / 2; ++n) {
         const int column = (vector / 2 + n) * kLanes;
         float *total = held.groups + m * kPanel + column;

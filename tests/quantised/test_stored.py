@@ -8,13 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from hpu_duo.config.engine import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from hpu_duo.device import run_processes
+from hpu_duo.lab.audit import build_structure
 from hpu_duo.modeling.loading import load_model, read_config
+from hpu_duo.modeling.quantised.checkpoint import QuantisedTensor
 from hpu_duo.modeling.quantised.panels import KERNEL
 from hpu_duo.modeling.quantised.rounding import FORMATS, rounded
 from hpu_duo.modeling.quantised.state import quantised_layers
 from hpu_duo.modeling.quantised.weight import QuantisedWeight
+from hpu_duo.planning import GAUDI2
+from hpu_duo.planning.model import Format
+from hpu_duo.planning.read_model import read_model
 from kernels_ref.x86.library import is_available
 from tests.engine.tiny import PATTERN
 from tests.modeling.families import make_config, save_random
@@ -32,6 +39,35 @@ def test_tokens_are_those_of_dequantised_weights(name: str, tmp_path: Path) -> N
         served = load(path, quantization_execution="stored", pattern=pattern)
         assert tokens(served) == tokens(load(path, quantization_execution="dequantise", pattern=pattern))
         assert any("stay codes" in note for note in served.stats().notes)
+
+
+def test_plain_weights_are_not_served_from_codes(tmp_path: Path) -> None:
+    plain, _ = twins(tmp_path, "LlamaConfig", KINDS["int8"])
+    with pytest.raises(ValueError, match=r"stored needs quantised weights, .* got plain weights in"):
+        load(plain, quantization_execution="stored")
+
+
+def test_bytes_of_a_checkpoint_are_those_of_its_files(tmp_path: Path) -> None:
+    plain, path = twins(tmp_path, "LlamaConfig", KINDS["gptq mixed"])
+    stored = sum(each.nbytes for each in load_file(path / "model.safetensors").values())
+    assert read_model(path).weight_bytes(Format.BF16) == stored
+    assert read_model(plain).stored_bytes is None
+    limits = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64)
+    cache = CacheConfig(block_size=16, num_blocks=64)
+    config = EngineConfig(model=ModelConfig(path=path), cache=cache, scheduler=limits)
+    assert build_structure(config, GAUDI2).weight_bytes == stored
+
+
+def test_older_transformers_get_no_dequantised_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, path = twins(tmp_path, "LlamaConfig", KINDS["packed"])
+    expected = load_model(path, read_config(path), torch.float32, torch.device("cpu")).state_dict()
+    monkeypatch.setattr("hpu_duo.modeling.loading._IS_5", False)
+    monkeypatch.setattr(QuantisedTensor, "source", lambda self: pytest.fail("a whole state of plain weights"))
+    got = load_model(path, read_config(path), torch.float32, torch.device("cpu")).state_dict()
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(got[name], each) for name, each in expected.items())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

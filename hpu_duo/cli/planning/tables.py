@@ -85,10 +85,11 @@ def _evens(evens: Sequence[BreakEven]) -> Table:
 
 def _memory_table(model: ModelSize, serving: Serving) -> Table:
     table = _facts()
+    stored = model.stored_bytes is not None and serving.weights.value == "bf16" and "as stored"
     table.add_row(
         "weights",
         f"{model.num_params / 1e9:.2f}G parameters, {show_bytes(model.weight_bytes(serving.weights))} "
-        f"({serving.weights.value})",
+        f"({stored or serving.weights.value})",
     )
     table.add_row("KV cache", show_bytes(serving.kv_budget_bytes(model)))
     kept = f"keep {serving.sink} first and {serving.recent} newest tokens of each request"

@@ -23,6 +23,7 @@ from hpu_duo.modeling.loading import build_without_weights, read_config, resolve
 from hpu_duo.modeling.probe import read_layers
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.planning import Hardware
+from hpu_duo.planning.read_model import CONFIG_FILE, stored_bytes
 from hpu_duo.startup.blueprint import Blueprint, ChosenKernels, fix_served_len, request_len
 from hpu_duo.startup.heads import check_pattern
 from kernels_ref import FusedOperators, Implementation, Softmax
@@ -42,6 +43,7 @@ class Structure:
         geometry, limits, memory: as the engine has them.
         table: the buckets.
         vocab_size, max_len: of the model, and of a request in tokens.
+        stored_bytes: of all weights, if the checkpoint's are quantised.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Structure:
     table: BucketTable
     vocab_size: int
     max_len: int
+    stored_bytes: int | None = None
 
     @property
     def held(self) -> list[torch.Tensor]:
@@ -66,7 +69,9 @@ class Structure:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the parameters."""
+        """Bytes of the parameters, or of a quantised checkpoint's weights as they are stored."""
+        if self.stored_bytes is not None:
+            return self.stored_bytes
         return sum(parameter.nbytes for parameter in set(self.model.model.parameters()))
 
     def inputs(self, bucket: BatchShape) -> dict[str, torch.Tensor]:
@@ -105,7 +110,8 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
         layers = read_layers(model)
     kernels = _kernels(config.model, hardware)
     blueprint = Blueprint.draw(model, layers, config, HPU, kernels, memory_bytes=hardware.memory_bytes)
-    cache, budget = _cache(config.cache, model, hardware)
+    stored = stored_bytes(path / CONFIG_FILE)
+    cache, budget = _cache(config.cache, model, hardware, stored)
     memory = blueprint.memory(budget, cache)
     tables = blueprint.tables(EagerBackend(), is_padding=True)
     limits, table = tables.limits(memory), tables.table(memory)
@@ -122,6 +128,7 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
         table=table,
         vocab_size=blueprint.text_config.vocab_size,
         max_len=limits.max_model_len,
+        stored_bytes=stored,
     )
 
 
@@ -147,13 +154,13 @@ def _kernels(model: ModelConfig, hardware: Hardware) -> ChosenKernels:
 
 
 def _cache(
-    cache: CacheConfig, model: PreTrainedModel, hardware: Hardware
+    cache: CacheConfig, model: PreTrainedModel, hardware: Hardware, stored: int | None
 ) -> tuple[CacheConfig, DeviceBudget]:
     total, utilization = hardware.memory_bytes, cache.device_memory_utilization
     if cache.num_blocks is not None or cache.kv_cache_bytes is not None:
         # A size that was named is taken, weights or no weights, if the device is as large.
         return cache, DeviceBudget.of_own_device(total, 0, utilization)
-    weight_bytes = sum(parameter.nbytes for parameter in set(model.parameters()))
+    weight_bytes = stored or sum(parameter.nbytes for parameter in set(model.parameters()))
     if weight_bytes >= total:
         raise ValueError(
             f"the weights take {weight_bytes} bytes, and {hardware.title} has {hardware.memory_bytes}: "

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hpu_duo.modeling.quantised.config import Group, Quantisation, find_quantisation
+from hpu_duo.modeling.quantised.config import Group, Quantisation, find_quantisation, weight_files
 from hpu_duo.modeling.quantised.format import FLOATS, Activations, Header, LinearFormat, Weight
 from hpu_duo.modeling.quantised.int4 import AWQInt, GPTQInt
 
@@ -192,7 +192,7 @@ def headers_of(path: Path) -> dict[str, Header]:
         ValueError: a file cannot be read, or a tensor is in several.
     """
     headers: dict[str, Header] = {}
-    for file in _files(path):
+    for file in weight_files(path):
         try:
             tensors = safe_open(file, framework="pt")
             for name in list(tensors.keys()):
@@ -206,20 +206,6 @@ def headers_of(path: Path) -> dict[str, Header]:
         except OSError as error:
             raise ValueError(f"expected to read {file}, got: {error}") from error
     return headers
-
-
-def _files(path: Path) -> list[Path]:
-    """The files that transformers reads; all, where it would find none."""
-    whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    if whole.is_file():
-        return [whole]
-    if not index.is_file():
-        return sorted(path.glob("*.safetensors"))
-    try:
-        names = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-        return [path / name for name in sorted(names)]
-    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"expected a weight_map of names of files in {index}, got: {error}") from error
 
 
 def _is_code(header: Header) -> bool:

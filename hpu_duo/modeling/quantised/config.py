@@ -169,6 +169,50 @@ def _read(file: Path) -> object:
         raise ValueError(f"cannot read {file}: {error}") from error
 
 
+def weight_files(path: Path) -> list[Path]:
+    """Return the files of weights that transformers reads; all, where it would find none.
+
+    Args:
+        path: directory of the checkpoint.
+
+    Raises:
+        ValueError: its index cannot be read.
+    """
+    whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if not index.is_file():
+        return sorted(path.glob("*.safetensors"))
+    try:
+        names = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        return [path / name for name in sorted(names)]
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"expected a weight_map of names of files in {index}, got: {error}") from error
+
+
+def stored_weight_bytes(path: Path) -> int:
+    """Return the bytes of all tensors in the files of a checkpoint, by their headers; 0 without files.
+
+    Scales, zero points and indices of groups are counted.
+
+    Args:
+        path: directory of the checkpoint.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    total = 0
+    for file in weight_files(path):
+        try:
+            with file.open("rb") as opened:
+                header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+            parts = (each["data_offsets"] for name, each in header.items() if name != "__metadata__")
+            total += sum(end - begin for begin, end in parts)
+        except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"expected a safetensors file, got {file}: {error}") from error
+    return total
+
+
 @dataclass(frozen=True)
 class _Fields:
     """Fields of a configuration, with checks of their types."""

@@ -49,7 +49,8 @@ def choose_execution(model: ModelConfig, dtype: torch.dtype, device: torch.devic
         device: where it runs.
 
     Raises:
-        ValueError: weights are plain, of another producer, or already quantised; or see ``quantisation_of``.
+        ValueError: weights are plain, of another producer, or already quantised; they are plain and have to
+            be served from codes; or see ``quantisation_of``.
     """
     execution, rounding = model.quantization_execution, rounding_of(model.path, model.quantization)
     found = quantisation_of(model.path)
@@ -60,6 +61,11 @@ def choose_execution(model: ModelConfig, dtype: torch.dtype, device: torch.devic
         and any(group.activations is not None for group in found.groups)
     )
     plain = WeightExecution(rounding=rounding, scales=scales, rounds_inputs=rounds)
+    if execution == STORED and found is None and rounding is None:
+        raise ValueError(
+            "quantization_execution=stored needs quantised weights, or a format to quantise them to in "
+            f"quantization, got plain weights in {model.path}"
+        )
     if execution == DEQUANTISE or (found is None and rounding is None):
         return plain
     if execution == STORED:
