@@ -8,18 +8,20 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from math import isfinite
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
-METHODS = ("suffix", "ngram", "duo")
+METHODS = ("suffix", "ngram", "duo", "draft_model")
 MOST_DRAFTS = 31
 _OF_METHOD = {
     "prompt_lookup_": ("ngram",),
     "suffix_decoding_": ("suffix", "duo"),
     "draft_sink": ("duo",),
     "draft_recent": ("duo",),
+    "model": ("draft_model",),
 }
 """Methods of a key, by how it begins."""
-_OTHERS = ("draft_model", "eagle", "eagle3", "medusa", "mtp", "mlp_speculator")
+_OTHERS = ("eagle", "eagle3", "medusa", "mtp", "mlp_speculator")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +30,10 @@ class SpeculativeConfig:
 
     Args:
         method: "suffix" (the likeliest continuation of the last tokens, in the request's text and in earlier
-            outputs), "ngram" (what followed the last tokens when they occurred first) or "duo" (the model
-            itself, which reads the first and the newest tokens only; drafts of "suffix" where it has some).
+            outputs), "ngram" (what followed the last tokens when they occurred first), "duo" (the model
+            itself, which reads the first and the newest tokens only; drafts of "suffix" where it has some)
+            or "draft_model" (another model).
+        model: checkpoint of the model that drafts, for "draft_model", with the same vocabulary.
         num_speculative_tokens: most drafts of a request in a step, 1 to 31.
         prompt_lookup_max, prompt_lookup_min: tokens of an n-gram; one is the default of the other, 5 of both.
         suffix_decoding_max_tree_depth: most tokens of a match.
@@ -48,6 +52,7 @@ class SpeculativeConfig:
     """
 
     method: str = "suffix"
+    model: str | None = None
     num_speculative_tokens: int = 8
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
@@ -71,6 +76,7 @@ class SpeculativeConfig:
                         f"speculative_config: {each.name}={value!r} needs method {needed}, "
                         f"got {self.method!r}"
                     )
+        self._check_model()
         self._check_integers()
         factor, least = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
         if not _is_real(factor) or factor <= 0:
@@ -79,6 +85,12 @@ class SpeculativeConfig:
             raise _error("suffix_decoding_min_token_prob", "a number from 0 to 1", least)
         self._check_lens()
         self._check_batch_sizes()
+
+    def _check_model(self) -> None:
+        if isinstance(self.model, Path):
+            object.__setattr__(self, "model", str(self.model))
+        if self.method == "draft_model" and not (isinstance(self.model, str) and self.model):
+            raise _error("model", "a checkpoint's directory or name, for method 'draft_model'", self.model)
 
     def _check_integers(self) -> None:
         _check_int("num_speculative_tokens", self.num_speculative_tokens, 1, MOST_DRAFTS)
@@ -185,7 +197,7 @@ def _error(key: str, expected: str, value: object) -> ValueError:
 
 def _check_method(method: object) -> None:
     if method not in METHODS:
-        known = ", which need no other model" if method in _OTHERS else ""
+        known = ", which are served" if method in _OTHERS else ""
         raise _error("method", f"{' or '.join(METHODS)}{known}", method)
 
 

@@ -25,9 +25,12 @@ from hpu_duo.engine.step_input import (
     RunsDrafts,
     StepBuilder,
     StepInput,
+    apart,
     extra_places,
     message_fields,
     most_copies,
+    packed,
+    unpacked,
 )
 from hpu_duo.kv.pool import copy_sizes
 from hpu_duo.kv.store import KVStore
@@ -274,7 +277,7 @@ class Executor(NotPicklable):
                 with self.runtime.results():
                     table = tokens.cpu()
                     on_host = None if logits is None else logits.cpu()
-                table, drafted = (table, None) if not message.num_drafts else _apart(table, message)
+                table, drafted = (table, None) if not message.num_drafts else apart(table, message)
                 token_ids, logprobs = (table, None) if table.ndim == 1 else unpacked(table, message.sampled)
                 output = StepOutput(token_ids.numpy()[message.sampled], logprobs, on_host, drafted)
             if compiled is not None:
@@ -355,7 +358,10 @@ class Executor(NotPicklable):
 
     def copy_units(self, inputs: Mapping[str, torch.Tensor], num_blocks: int, num_rows: int) -> None:
         """Execute the copies of a message, which come first in its integers."""
-        self.store.carry_out(inputs[BLOCK_COPIES][:, :num_blocks], inputs[ROW_COPIES][:, :num_rows])
+        copies = inputs[BLOCK_COPIES][:, :num_blocks], inputs[ROW_COPIES][:, :num_rows]
+        self.store.carry_out(*copies)
+        if self.drafts is not None:
+            self.drafts.carry_out(*copies)
 
     @torch.inference_mode()
     def carry_out(self, message: StepInput) -> None:
@@ -383,7 +389,10 @@ class Executor(NotPicklable):
         if self._exchanges is not None:
             self.exchanged = self.exchanged.plus(self._exchanges.of(message.bucket))
         self.model.live.set(message.shape, message.bucket, self.geometry.row_len(message.bucket))
-        logits = self.graphs.run(message.bucket, self.step_of(message.bucket), self.step_inputs(inputs))
+        fields = self.step_inputs(inputs)
+        if self.drafts is not None:
+            self.drafts.follow(message.shape, message.bucket, fields)
+        logits = self.graphs.run(message.bucket, self.step_of(message.bucket), fields)
         return logits, floats, drafted
 
     def _take_sampled(
@@ -397,7 +406,7 @@ class Executor(NotPicklable):
             if message.sampling is not None and message.sampling.floats.size:
                 floats = torch.from_numpy(message.sampling.floats).to(self.device)
             drafted = self.drafts.run(
-                *(buffer[end : len(message.ints)], bucket.num_logits, message.num_drafts),
+                *(buffer[end : len(message.ints)], bucket, message.num_drafts),
                 *(message.sampling, floats, self.sample),
             )
             self._sampled = drafted
@@ -483,16 +492,6 @@ def bucket_step(
     return step
 
 
-def _apart(table: torch.Tensor, message: StepInput) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
-    """Return the sampled tokens, or what ``packed`` returned, and the drafts that were appended to it."""
-    assert message.sampling is not None, "tokens were read"
-    num_drafted = message.num_drafts * message.bucket.num_logits
-    sampled, drafted = table[:-num_drafted], table[-num_drafted:].to(torch.int32)
-    if message.sampling.route.num_logprobs >= 0:
-        sampled = sampled.view(message.sampling.route.num_rows, -1)
-    return sampled, drafted.numpy().reshape(message.num_drafts, -1)
-
-
 class StepWarmUp:
     """Runs padding through steps.
 
@@ -529,8 +528,10 @@ class StepWarmUp:
         # As in a step: a lazy device compiles its collected operators here.
         with executor.leading(Capture(bucket)), executor.runtime.step(), padding:
             is_new = executor.graphs.warm_up(bucket, executor.step_of, self._padding)
-            if is_new and executor.drafts is not None and executor.geometry.row_len(bucket) > 1:
-                self._run_drafts(bucket)
+            if is_new and executor.drafts is not None:
+                executor.drafts.warm_up(bucket, self._padding(bucket))
+                if executor.geometry.row_len(bucket) > 1:
+                    self._run_drafts(bucket)
         return is_new
 
     @torch.inference_mode()
@@ -565,7 +566,7 @@ class StepWarmUp:
                 self._run_operators(tuple(num_logits.values()))
             executor.graphs.seal()
             if executor.drafts is not None:
-                executor.drafts.graphs.seal()
+                executor.drafts.seal()
 
     def _run_operators(self, buckets: tuple[BatchShape, ...]) -> None:
         executor = self._executor

@@ -83,7 +83,7 @@ WITHOUT_EFFECT = frozenset(
         "transformers_version",
         "use_cache",
         FROM_MODEL_CONFIG,
-        # Options of beam search, assisted or contrastive search, which are unsupported.
+        # Options of beam search or contrastive search, which are unsupported, and of how drafts are made.
         "assistant_confidence_threshold",
         "assistant_ensemble_weight",
         "assistant_lookbehind",
@@ -92,7 +92,6 @@ WITHOUT_EFFECT = frozenset(
         "length_penalty",
         "low_memory",
         "max_matching_ngram_size",
-        "num_assistant_tokens",
         "num_assistant_tokens_schedule",
         "target_lookbehind",
     }
@@ -104,7 +103,10 @@ OURS = frozenset(
 )
 """Arguments that transformers does not have."""
 
-ACCEPTED = SAMPLED | WITHOUT_EFFECT | ((PROCESSED | WARPED) & frozenset(vars(GenerationConfig())))
+DRAFTED = frozenset({"num_assistant_tokens", "prompt_lookup_num_tokens"})
+"""Fields with the most drafts of a step, which change no token."""
+
+ACCEPTED = SAMPLED | WITHOUT_EFFECT | DRAFTED | ((PROCESSED | WARPED) & frozenset(vars(GenerationConfig())))
 """All accepted fields; those of processors only if the installed transformers has them."""
 
 _NEUTRAL: dict[str, Any] = {
@@ -187,6 +189,25 @@ class GenerationRequest:
         """Whether some field is not the device sampler's, so that transformers' processors are needed."""
         names = PROCESSED | WARPED if self.draws else PROCESSED
         return any(not asks_for_nothing(name, getattr(self.config, name, None)) for name in names)
+
+    def speculate(self, *, is_assisted: bool) -> bool | int:
+        """Return ``SamplingParams.speculate``: the most drafts of a step; True = as the engine is set up.
+
+        Args:
+            is_assisted: whether the call has an assistant.
+
+        Raises:
+            ValueError: a number of drafts is none, or there are an assistant and a lookup.
+        """
+        lookup = self.config.prompt_lookup_num_tokens
+        if lookup:
+            if is_assisted:
+                raise ValueError("expected assistant_model or prompt_lookup_num_tokens, got both")
+            return _check_count("prompt_lookup_num_tokens", lookup, 1)
+        most = self.config.num_assistant_tokens
+        if not is_assisted or most is None:
+            return True
+        return _check_count("num_assistant_tokens", most, 1)
 
     def params_for(self, input_len: int) -> SamplingParams:
         """Sampling parameters of a prompt of ``input_len`` tokens, left padding included.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from hpu_duo.engine.outputs import Completion, RequestOutput
     from hpu_duo.request import PrefixHold
 
+
+_log = logging.getLogger(__name__)
 
 TokenLists: TypeAlias = Sequence[Sequence[int]]
 
@@ -389,6 +393,38 @@ class GenerativeModel:
         _check_place(self, wanted, named)
         return self
 
+    def _speculate(
+        self, asked: GenerationRequest, assistant: GenerativeModel | str | Path | None
+    ) -> bool | int:
+        """Return the most drafts of a step, after a check of the assistant.
+
+        Raises:
+            ValueError: another model than the assistant drafts here.
+        """
+        is_assisted = assistant is not None and assistant is not False
+        if is_assisted:
+            speculation = self.engine_config.scheduler.speculation
+            own = None if speculation is None else speculation.model
+            path = assistant.config.name_or_path if isinstance(assistant, GenerativeModel) else assistant
+            is_own = (
+                own is not None
+                and isinstance(path, str | Path)
+                and Path(path).resolve() == Path(own).resolve()
+            )
+            if not is_own:
+                raise ValueError(
+                    f"assistant_model: expected {'' if own is None else f'{own} or '}None, got {path!r:.80}; "
+                    "the model that drafts is loaded with this one, by speculative_config={'method': "
+                    "'draft_model', 'model': DIR} of from_pretrained"
+                )
+        speculate = asked.speculate(is_assisted=is_assisted)
+        if speculate is not True and self.engine.drafter is None:
+            _log.warning(
+                "prompt_lookup_num_tokens: tokens are decoded one by one, since the model was loaded without "
+                "speculative_config"
+            )
+        return speculate
+
     def generate(
         self,
         inputs: torch.Tensor | TokenLists | str | Sequence[str] | None = None,
@@ -397,7 +433,7 @@ class GenerativeModel:
         stopping_criteria: Sequence[Callable[..., Any]] | None = None,
         prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
         synced_gpus: bool | None = None,
-        assistant_model: None = None,
+        assistant_model: GenerativeModel | str | Path | None = None,
         streamer: BaseStreamer | None = None,
         *,
         input_ids: torch.Tensor | TokenLists | None = None,
@@ -417,7 +453,8 @@ class GenerativeModel:
             logits_processor, stopping_criteria: called with one row, ``[1, L]``; what they raise ends the
                 call. If a step fails, a processor is called again for the same token.
             prefix_allowed_tokens_fn: as for transformers.
-            synced_gpus, assistant_model: False or None.
+            synced_gpus: False or None.
+            assistant_model: the model that drafts here, or its directory: that of ``speculative_config``.
             streamer: called with the prompt once its first token is sampled, and then with each token; for
                 one sequence only. Its ``end`` is called even if the call fails, so that no reader waits for
                 more.
@@ -441,7 +478,7 @@ class GenerativeModel:
             ValueError: an argument that is unknown, unsupported or out of range, or inputs that
                 cannot be served. Nothing has been generated then.
         """
-        given = {"synced_gpus": synced_gpus, "assistant_model": assistant_model, **generation_kwargs}
+        given = {"synced_gpus": synced_gpus, **generation_kwargs}
         if streamer is not None and not all(
             callable(getattr(streamer, name, None)) for name in ("put", "end")
         ):
@@ -453,6 +490,7 @@ class GenerativeModel:
             asked = read_generation(
                 self.generation_config, generation_config, given, self.config.get_text_config().vocab_size
             )
+            speculate = self._speculate(asked, assistant_model)
             if (inputs is None) is (input_ids is None):
                 raise ValueError(
                     f"expected inputs or input_ids, got {'neither' if inputs is None else 'both'}"
@@ -462,6 +500,7 @@ class GenerativeModel:
             given_inputs = input_ids if inputs is None else inputs
             questions = Questions.read(given_inputs, attention_mask, asked, context)
             whole = WholeModel(self.config)
+            asked = replace(asked, ours={**asked.ours, "speculate": speculate})
             return GenerateCall(whole, asked, questions, hooks, streamer).run(self.engine)
         finally:
             if streamer is not None:

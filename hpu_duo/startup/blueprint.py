@@ -433,6 +433,19 @@ class Blueprint:
         sizes = (cache, self.config.scheduler, self.max_len, self.dtype)
         return plan_memory(self.layers, self.heads, *sizes, budget=budget, graph_bytes=graph_bytes)
 
+    def memory_of(self, num_blocks: int, num_snapshots: int) -> MemoryPlan:
+        """Plan stores of so many blocks and snapshots, whether they fit or not."""
+        scheduler = self.config.scheduler
+        return MemoryPlan(
+            kv_layers(self.layers, self.heads),
+            num_blocks=num_blocks,
+            dtype_bytes=self.dtype.itemsize,
+            block_size=self.config.block_size,
+            max_num_seqs=scheduler.max_num_seqs,
+            num_snapshots=num_snapshots,
+            max_chunk_rows=scheduler.max_chunk_rows,
+        )
+
     def tables(self, backend: CaptureBackend, *, is_padding: bool) -> StepTables:
         """Limits and buckets, as a function of the memory plan."""
         sizes = (self.text_config, self.max_len)

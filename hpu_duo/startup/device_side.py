@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from graphs import CaptureBackend, GraphCache, MissPolicy, StepLimits, make_backend
+from graphs import BucketTable, CaptureBackend, GraphCache, MissPolicy, StepLimits, make_backend
 from graphs.backends import CHOSEN_LATER, chosen_name
 from graphs.backends.replay import ReplayBackend
+from graphs.buffers import pack
 from hpu_duo.config.engine import EngineConfig
 from hpu_duo.config.limits import DeviceBudget
 from hpu_duo.device import DeviceRuntime, own_device, resolve_device, runtime_for
 from hpu_duo.device.ranks import Membership, WorkerRanks
 from hpu_duo.engine.executor import Executor
-from hpu_duo.engine.model_drafts.steps import DraftSteps, draft_table
+from hpu_duo.engine.model_drafts.steps import DraftSteps, OwnStores
 from hpu_duo.engine.model_drafts.tables import DraftTables, DraftWindow
+from hpu_duo.engine.step_input import message_fields
 from hpu_duo.engine.stepper import Runner
 from hpu_duo.heads import permute_heads
 from hpu_duo.kv.plan import MemoryPlan
@@ -34,6 +37,7 @@ from hpu_duo.modeling.row_fusion import arrange
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.parallel import ContextParallelBlocks, SpreadLogits, StepExchanges, Sums, connect
 from hpu_duo.startup.blueprint import Blueprint, choose_kernels
+from hpu_duo.startup.draft_model import DraftModel, within
 from hpu_duo.startup.heads import ChosenHeads
 from hpu_duo.startup.offloading import host_link
 from hpu_duo.startup.tables import StepTables, plan_with_graphs
@@ -183,14 +187,19 @@ class DeviceSide:
         blueprint = Blueprint.draw(
             model, layers, config, device, kernels, chosen, runtime.total_bytes(), precision
         )
-        budget = _budget(config, runtime, 0 if place.first_device == device else _weight_bytes(model))
+        draft = None
+        if (speculation := config.scheduler.speculation) is not None and speculation.method == "draft_model":
+            draft = DraftModel.load(config, blueprint, precision, place)
+        coming = [model] if draft is None else [model, draft.model]
+        num_coming = 0 if place.first_device == device else sum(map(_weight_bytes, coming))
+        budget = _budget(config, runtime, num_coming)
         tables = blueprint.tables(place.backend, is_padding=runtime.compiles_operators)
         if config.scheduler.trim_chunks and not tables.uses_table:  # refused before weights are packed
             raise ValueError(
                 "trim_chunks needs a table of buckets to trim to: expected graphs other than 'eager', or "
                 "buckets"
             )
-        memory = _plan_memory(blueprint, budget, tables)
+        memory = _plan_memory(blueprint, budget, tables, 1.0 if draft is None else draft.share_of(blueprint))
         if shared is not None:
             memory = _agreed(memory, blueprint, tables, shared)
         if chosen is None:
@@ -209,10 +218,13 @@ class DeviceSide:
             connect(model, layers, shared.sums, shared.membership.ranks, shared.membership.group)
         _pack(config, model, layers, place, live, precision)
         runtime.place(model)
+        if draft is not None:
+            draft.model.to(dtype=precision.arithmetic)  # type: ignore[call-arg]
+            runtime.place(draft.model)
         _try_formats(blueprint)
         store, step_model = blueprint.build(model, memory, live)
         limits = tables.limits(memory)
-        drafts = _drafts(config, step_model, tables, memory, place, limits)
+        drafts = _drafts(config, step_model, tables, memory, place, draft)
         executor = _make_executor(config, step_model, store, tables, runtime, shared, drafts)
         hf_config = model.config if shared is None else shared.hf_config
         runner = Runner(executor, hf_config.get_text_config().vocab_size, limits.max_model_len)
@@ -261,14 +273,24 @@ def _agreed(memory: MemoryPlan, blueprint: Blueprint, tables: StepTables, shared
     return memory
 
 
-def _plan_memory(blueprint: Blueprint, budget: DeviceBudget, tables: StepTables) -> MemoryPlan:
-    """Plan the stores after reserving memory for graphs, which is configured or estimated."""
-    asked = blueprint.config.graph.memory_bytes
+def _plan_memory(
+    blueprint: Blueprint, budget: DeviceBudget, tables: StepTables, share: float = 1.0
+) -> MemoryPlan:
+    """Plan the stores after reserving memory for graphs, which is configured or estimated.
+
+    Args:
+        share: of the memory of blocks; the rest is that of another model.
+    """
+    asked, cache = blueprint.config.graph.memory_bytes, blueprint.config.cache
+    if share < 1:
+        budget = within(budget, share)
+        if cache.kv_cache_bytes is not None:
+            cache = replace(cache, kv_cache_bytes=int(share * cache.kv_cache_bytes))
     if asked is not None:
-        return blueprint.memory(budget, graph_bytes=asked)
+        return blueprint.memory(budget, cache, graph_bytes=asked)
     bound, dtype_bytes = budget.graph_bytes(), blueprint.dtype.itemsize
     plan = plan_with_graphs(
-        lambda graph_bytes: blueprint.memory(budget, graph_bytes=graph_bytes),
+        lambda graph_bytes: blueprint.memory(budget, cache, graph_bytes=graph_bytes),
         lambda plan: min(bound, tables.graph_bytes(plan, dtype_bytes)),
     )
     needed = tables.graph_bytes(plan, dtype_bytes)
@@ -376,16 +398,44 @@ def _drafts(
     tables: StepTables,
     memory: MemoryPlan,
     place: Place,
-    limits: StepLimits,
+    draft: DraftModel | None,
 ) -> DraftSteps | None:
-    """Return what runs drafts of the model itself; None without them.
+    """Return what runs drafts of a model; None without them.
+
+    Args:
+        model: that is served.
+        draft: one that drafts for it over its own stores.
 
     Raises:
-        ValueError: it has states that a draft would change.
+        ValueError: ``model`` drafts, and has states that a draft would change.
     """
     speculation = config.scheduler.speculation
-    if speculation is None or speculation.method != "duo":
+    if speculation is None or speculation.method not in ("duo", "draft_model"):
         return None
+    geometry, table = tables.geometry(memory), tables.table(memory)
+    policy = config.graph.on_miss if tables.uses_table else MissPolicy.EAGER
+
+    def graphs_of(buckets: BucketTable) -> GraphCache:
+        # Each has a backend of its own, since buckets of drafts may be equal to those of steps.
+        backend = _backend(config, place.device, place.runtime)
+        return GraphCache(backend, buckets, policy, config.graph.max_captured_tokens)
+
+    window, own = None, None
+    if draft is None:
+        _check_stores(model)
+        window = DraftWindow(speculation.draft_sink, speculation.draft_recent)
+    else:
+        store, model = draft.build(memory)
+        shapes_of = partial(message_fields, geometry)
+        own = OwnStores(store, graphs_of(table), geometry, lambda bucket: pack(shapes_of(bucket)))
+    fields = DraftTables(geometry, window, memory.uses_blocks)
+    graphs = graphs_of(fields.table(table, geometry.row_len))
+    stages = place.runtime.compiles_operators
+    return DraftSteps(model, fields, graphs, place.device, own, stages=stages)
+
+
+def _check_stores(model: StepModel) -> None:
+    """Raise ValueError for a model with states that a draft would change."""
     served = Blocks | ChosenBlocks | Rings | ContextParallelBlocks
     kinds = [group.kind for spec in model.specs for group in spec.groups]
     others = {kind.describe() or kind.name for kind in kinds if not isinstance(kind, served)}
@@ -395,15 +445,6 @@ def _drafts(
             "speculative_config with method 'duo' drafts over the stores of the model: expected heads that "
             f"store all tokens or a window, got {', '.join(sorted(others))}"
         )
-    geometry, table = tables.geometry(memory), tables.table(memory)
-    window = DraftWindow(speculation.draft_sink, speculation.draft_recent)
-    fields = DraftTables(geometry, window, limits.uses_blocks)
-    # Another backend, since its buckets may be equal to those of plain steps.
-    backend = _backend(config, place.device, place.runtime)
-    policy = config.graph.on_miss if tables.uses_table else MissPolicy.EAGER
-    graphs = GraphCache(backend, draft_table(table, geometry.row_len), policy)
-    stages = place.runtime.compiles_operators
-    return DraftSteps(model, fields, graphs, place.device, stages=stages)
 
 
 def _budget(config: EngineConfig, runtime: DeviceRuntime, num_coming: int) -> DeviceBudget:

@@ -77,6 +77,7 @@ VALUES: dict[str, Any] = {
     "cache_implementation": "static",
     "watermarking_config": None,
     "compile_config": None,
+    "assistant_model": None,
     "streamer": None,
     "early_stopping": True,
     "do_sample": True,

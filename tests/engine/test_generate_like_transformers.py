@@ -253,7 +253,7 @@ def test_the_reader_of_a_text_iterator_is_let_go_when_the_prompt_is_refused(
         {"stop_token_ids": [VOCAB]},
         {"bad_words_ids": 4},
         {"sequence_bias": {4: 1.0}},
-        {"prompt_lookup_num_tokens": 3},
+        {"prompt_lookup_num_tokens": -1},
         {"nonsense": 1},
     ],
     ids=lambda kwargs: next(iter(kwargs)),

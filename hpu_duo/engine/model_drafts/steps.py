@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from graphs import BatchShape, BucketTable, GraphCache, MissPolicy
+from graphs import BatchShape, BucketTable, GraphCache, Layout, MissPolicy
+from hpu_duo.engine.batch import StepGeometry
 from hpu_duo.engine.executor import STAGED, StepFunctions, make_step
 from hpu_duo.engine.model_drafts.tables import DraftTables
+from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.not_picklable import NotPicklable
 from hpu_duo.sampling import SampledTokens, SamplingBatch, SamplingRoute
@@ -18,18 +20,39 @@ from hpu_duo.sampling import SampledTokens, SamplingBatch, SamplingRoute
 Sample = Callable[[torch.Tensor, SamplingBatch, torch.Tensor], SampledTokens]
 
 
+@dataclass(frozen=True)
+class OwnStores:
+    """The stores of a model that drafts for another one, in which every step is computed too.
+
+    They have the blocks of the other model's stores, so that block tables, cached prefixes, forks and what is
+    rolled back are the same in both.
+
+    Attributes:
+        store: the stores.
+        graphs: captured steps, with the buckets of the other model.
+        geometry: of the other model's steps.
+        layout_of: places of the fields of a step in the buffer of the other model's steps.
+    """
+
+    store: KVStore
+    graphs: GraphCache
+    geometry: StepGeometry
+    layout_of: Callable[[BatchShape], Layout]
+
+
 class DraftSteps(NotPicklable):
     """Runs the drafts of a message; nothing of them is read back before the step that verifies them.
 
     Args:
-        model: drafts over its own stores.
+        model: drafts.
         tables: of the fields of drafts.
         graphs: captured drafts.
         device: of the steps.
+        own: of a model with its own stores; None where it drafts over those that the steps use.
         stages: whether a step reads its fields from one buffer, see ``DeviceRuntime.compiles_operators``.
 
     Attributes:
-        graphs: captured drafts, by number of rows.
+        graphs: captured drafts.
     """
 
     def __init__(
@@ -38,33 +61,75 @@ class DraftSteps(NotPicklable):
         tables: DraftTables,
         graphs: GraphCache,
         device: torch.device,
+        own: OwnStores | None = None,
         *,
         stages: bool,
     ) -> None:
         self._model, self._tables, self._stages = model, tables, stages
-        self._device = device
-        self._inputs: dict[int, dict[str, torch.Tensor]] = {}
-        self._capture_in(graphs)
+        self._device, self._own = device, own
+        self._inputs: dict[BatchShape, dict[str, torch.Tensor]] = {}
+        self._capture_in(graphs, None if own is None else own.graphs)
 
     @property
     def tables(self) -> DraftTables:
         """Tables of the fields of drafts."""
         return self._tables
 
-    def _capture_in(self, graphs: GraphCache) -> None:
+    @property
+    def model(self) -> StepModel:
+        """The model that drafts."""
+        return self._model
+
+    def _capture_in(self, graphs: GraphCache, of_steps: GraphCache | None) -> None:
         self.graphs = graphs
-        layout_of = self.tables.layout_of if self._stages else None
-        make = partial(make_step, self._model, self.tables.geometry, graphs, layout_of)
-        self._step_of = StepFunctions(make, lambda shape: shape in graphs.table).__getitem__
+        self._step_of = self._functions(graphs, self.tables.geometry, self.tables.layout_of)
+        self._steps, self._whole_step_of = of_steps, None
+        if of_steps is not None:
+            assert self._own is not None, "steps are computed in stores of its own"
+            self._whole_step_of = self._functions(of_steps, self._own.geometry, self._own.layout_of)
+
+    def _functions(
+        self, graphs: GraphCache, geometry: StepGeometry, layout_of: Callable[[BatchShape], Layout]
+    ) -> Callable[[BatchShape], Callable[[Mapping[str, torch.Tensor]], torch.Tensor]]:
+        make = partial(make_step, self._model, geometry, graphs, layout_of if self._stages else None)
+        return StepFunctions(make, lambda shape: shape in graphs.table).__getitem__
 
     def set_table(self, table: BucketTable, row_len: Callable[[BatchShape], int], policy: MissPolicy) -> None:
         """Replace the buckets by those of drafts for a table of steps, before anything is captured."""
-        self._capture_in(self.graphs.with_table(draft_table(table, row_len), policy))
+        drafted = self.graphs.with_table(self.tables.table(table, row_len), policy)
+        self._capture_in(drafted, None if self._steps is None else self._steps.with_table(table, policy))
+
+    def follow(self, shape: BatchShape, bucket: BatchShape, fields: Mapping[str, torch.Tensor]) -> None:
+        """Compute a step in the model's own stores, if it has any."""
+        if self._steps is not None:
+            assert self._own is not None, "it has stores"
+            assert self._whole_step_of is not None, "it has stores"
+            self._model.live.set(shape, bucket, self._own.geometry.row_len(bucket))
+            self._steps.run(bucket, self._whole_step_of(bucket), fields)
+
+    def carry_out(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
+        """Carry out copies of blocks in the model's own stores, if it has any; it has no rows."""
+        if self._own is not None:
+            self._own.store.carry_out(blocks, rows[:, :0])
+
+    def warm_up(self, bucket: BatchShape, fields: Mapping[str, torch.Tensor]) -> None:
+        """Capture the steps of a bucket in the model's own stores, if it has any, by padding."""
+        if self._steps is not None:
+            assert self._own is not None, "it has stores"
+            assert self._whole_step_of is not None, "it has stores"
+            with self._model.live.none_of(bucket, self._own.geometry.row_len(bucket)):
+                self._steps.warm_up(bucket, self._whole_step_of, lambda _: fields)
+
+    def seal(self) -> None:
+        """End the warm-up."""
+        self.graphs.seal()
+        if self._steps is not None:
+            self._steps.seal()
 
     def run(
         self,
         drafts: torch.Tensor,
-        num_rows: int,
+        step: BatchShape,
         num_drafts: int,
         sampling: SamplingBatch | None,
         floats: torch.Tensor | None,
@@ -74,19 +139,18 @@ class DraftSteps(NotPicklable):
 
         Args:
             drafts: fields of all drafts, as ``DraftTables`` has written them, int32.
-            num_rows, num_drafts: N and g.
-            sampling, floats: of the step that verifies them; each draft is drawn with the number of the row
-                that verifies it. None = the likeliest tokens.
+            step: bucket of the step that verifies them.
+            num_drafts: g.
+            sampling, floats: of that step; each draft is drawn with the number of the row that verifies it.
             sample: from the logits of a step.
         """
-        bucket = self.tables.bucket(num_rows)
-        source, inputs = drafts.view(num_drafts, -1), self._inputs_of(num_rows)
+        bucket, num_rows = self.tables.bucket(step), step.num_logits
+        source, inputs = drafts.view(num_drafts, -1), self._inputs_of(bucket)
         fields = {STAGED: inputs[STAGED]} if self._stages else inputs
         self._model.live.set(bucket, bucket, 1)
-        batch = _of_drafts(sampling, num_rows)
-        values = None
-        if floats is not None and batch.route.has_row_values:
-            values = floats[: sampling.route.num_row_floats].view(-1, num_rows, num_drafts + 1)  # type: ignore[union-attr]
+        batch, values = _of_drafts(sampling, num_rows), None
+        if sampling is not None and floats is not None and batch.route.has_row_values:
+            values = floats[: sampling.route.num_row_floats].view(-1, num_rows, num_drafts + 1)
         found: list[torch.Tensor] = []
         for number in range(num_drafts):
             items = source[number]
@@ -95,25 +159,23 @@ class DraftSteps(NotPicklable):
                 items = torch.cat([found[-1], items[num_rows:]])
             inputs[STAGED].copy_(items)
             logits = self.graphs.run(bucket, self._step_of(bucket), fields)
+            if self._own is not None:
+                # Columns of padding may be more or fewer than those of the other model.
+                logits = logits[:, : batch.route.vocab_size]
+                batch = replace(batch, route=replace(batch.route, vocab_size=logits.shape[1]))
             own = torch.empty(0) if values is None else values[:, :, number].reshape(-1)
             found.append(sample(logits, batch, own).token_ids)
         return torch.cat(found)
 
-    def _inputs_of(self, num_rows: int) -> dict[str, torch.Tensor]:
+    def _inputs_of(self, bucket: BatchShape) -> dict[str, torch.Tensor]:
         """The fields of a draft at fixed addresses, and the buffer that they are views of."""
-        if num_rows not in self._inputs:
-            num_items = self.tables.num_items(num_rows)
+        if bucket not in self._inputs:
+            num_items = self.tables.num_items(bucket)
             buffer = torch.zeros(num_items, dtype=torch.int32, device=self._device)
-            slots = self.tables.layout(num_rows).slots.items()
+            slots = self.tables.layout_of(bucket).slots.items()
             views = {name: buffer[slot.offset : slot.stop].view(slot.shape) for name, slot in slots}
-            self._inputs[num_rows] = {**views, STAGED: buffer}
-        return self._inputs[num_rows]
-
-
-def draft_table(table: BucketTable, row_len: Callable[[BatchShape], int]) -> BucketTable:
-    """The buckets of drafts: one for each number of rows of the steps that verify them."""
-    rows = {bucket.num_logits for bucket in table if row_len(bucket) > 1}
-    return BucketTable(tuple(map(DraftTables.bucket, sorted(rows))))
+            self._inputs[bucket] = {**views, STAGED: buffer}
+        return self._inputs[bucket]
 
 
 def _of_drafts(sampling: SamplingBatch | None, num_rows: int) -> SamplingBatch:

@@ -1,26 +1,28 @@
 """The host's part of model drafts: the fields of each draft, in the message of the step that verifies them.
 
-A draft is a decode of one token in each row over the stores of the model, in a bucket without whole blocks:
-heads in blocks read those with a row's sinks and recent tokens as its tails, and rings are read as ever. It
-writes keys of drafted tokens to the slots that the verifying step writes, and each step reads only what was
-verified or drafted before it.
+A draft is a decode of one token in each row. Over the stores of the model that verifies, its bucket has no
+whole blocks: heads in blocks read those with a row's sinks and recent tokens as its tails, and rings are read
+as ever. A model with its own stores reads all blocks of a row, whole ones and tails as they are in the step
+that verifies. A draft writes keys of drafted tokens to the slots that this step writes, and reads only what
+was verified or drafted before it.
 
 Shapes: g drafts, N rows, R rows that draft, T tails.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from bias_builders import NOWHERE
-from graphs import BatchShape, Layout, Phase
+from bias_builders import NOWHERE, tails_per_row
+from graphs import BatchShape, BucketTable, Layout, Phase
 from graphs.buffers import pack
 from hpu_duo.engine.batch import StepGeometry
-from hpu_duo.engine.step_input import StepInput, extra_places, with_sources
+from hpu_duo.engine.step_input import StepInput, extra_places, message_fields, with_sources
 from hpu_duo.engine.step_plan import FROM_DEVICE, ScheduledRow, StepPlan
 
 
@@ -49,40 +51,43 @@ class DraftTables:
 
     Args:
         geometry: of the engine's steps.
-        window: what drafts see.
+        window: what drafts see; None = all.
         uses_blocks: False for a model whose heads are all streaming.
 
     Attributes:
         geometry: of drafts.
     """
 
-    def __init__(self, geometry: StepGeometry, window: DraftWindow, uses_blocks: bool = True) -> None:
-        self._window, self._uses_blocks = window, uses_blocks
-        num_tails = window.num_tails(geometry.block_size) if uses_blocks else 1
+    def __init__(self, geometry: StepGeometry, window: DraftWindow | None, uses_blocks: bool = True) -> None:
+        self._window, self._uses_blocks, self._steps = window, uses_blocks, geometry
+        num_tails = tails_per_row(geometry.decode_len)
+        if window is not None:
+            num_tails = window.num_tails(geometry.block_size) if uses_blocks else 1
         self.geometry = replace(geometry, decode_len=1, draft_lens=(), num_tails=num_tails)
-        self.layout = lru_cache(1024)(self._layout)
+        self.layout_of = lru_cache(1024)(self._layout)
 
-    @staticmethod
-    def bucket(num_rows: int) -> BatchShape:
-        """The bucket of drafts of so many rows, whatever their contexts."""
-        return BatchShape(Phase(unique=True), num_rows, 0, 0, num_rows)
+    def bucket(self, step: BatchShape) -> BatchShape:
+        """The bucket of drafts for a step; with a window it depends on the number of rows only."""
+        if self._window is None:
+            return replace(step, query_len=step.num_logits)
+        return BatchShape(Phase(unique=True), step.num_logits, 0, 0, step.num_logits)
 
-    def _layout(self, num_rows: int) -> Layout:
-        """Places of the fields of a draft."""
-        return pack(self.geometry.field_shapes(self.bucket(num_rows)))
+    def table(self, table: BucketTable, row_len: Callable[[BatchShape], int]) -> BucketTable:
+        """The buckets of drafts for a table of steps."""
+        return BucketTable(tuple({self.bucket(step) for step in table if row_len(step) > 1}))
 
-    def layout_of(self, bucket: BatchShape) -> Layout:
-        """Places of the fields of a draft in a bucket."""
-        return self.layout(bucket.num_logits)
+    def _layout(self, bucket: BatchShape) -> Layout:
+        """Places of the fields of a draft in its bucket."""
+        return pack(self.geometry.field_shapes(bucket))
 
-    def num_items(self, num_rows: int) -> int:
+    def num_items(self, bucket: BatchShape) -> int:
         """Items of a draft in a message, at a multiple of 64 bytes."""
-        num_items = self.layout(num_rows).num_items
+        num_items = self.layout_of(bucket).num_items
         return num_items + -num_items % 16
 
     def num_extra(self, largest: BatchShape, decode_len: int) -> int:
         """Most items that drafts add to a message."""
-        drafted = (decode_len - 1) * self.num_items(largest.num_logits)
+        drafted = (decode_len - 1) * self.num_items(self.bucket(largest))
         return extra_places(0, largest, drafted)[-1] + 16
 
     def add_to(
@@ -95,25 +100,32 @@ class DraftTables:
             decode_len: tokens of a row in the bucket of the message.
         """
         rows = [row for row in plan.rows if drafts_of(row)]
-        items = self._padding(message.bucket.num_logits, decode_len - 1)
-        self._fill(items, message.bucket.num_logits, rows)
+        items = self._padding(message.bucket, decode_len - 1)
+        fields = self._fields(items, message.bucket)
+        self._fill(fields, message.bucket.num_logits, rows)
+        if self._window is None:
+            slots = pack(message_fields(self._steps, message.bucket)).slots
+            for name in _OF_STEPS:
+                slot = slots[name]
+                fields[name][:] = message.ints[slot.offset : slot.stop].reshape(slot.shape)
         return with_sources(message, _sources(plan, token_ids, message.bucket.num_logits), items)
 
     def add_padding(self, message: StepInput, decode_len: int) -> StepInput:
         """Return a message of padding with drafts of padding."""
-        items = self._padding(message.bucket.num_logits, decode_len - 1)
+        items = self._padding(message.bucket, decode_len - 1)
         return with_sources(message, np.zeros(0, np.int32), items)
 
-    def _fields(self, items: npt.NDArray[np.int32], num_rows: int) -> dict[str, npt.NDArray[np.int32]]:
-        slots = self.layout(num_rows).slots.items()
+    def _fields(self, items: npt.NDArray[np.int32], step: BatchShape) -> dict[str, npt.NDArray[np.int32]]:
+        slots = self.layout_of(self.bucket(step)).slots.items()
         return {
             name: items[:, slot.offset : slot.stop].reshape(len(items), *slot.shape) for name, slot in slots
         }
 
-    def _padding(self, num_rows: int, num_drafts: int) -> npt.NDArray[np.int32]:
+    def _padding(self, step: BatchShape, num_drafts: int) -> npt.NDArray[np.int32]:
         """Drafts that read and write null units only, int32 ``[g, items]``."""
-        items = np.zeros((num_drafts, self.num_items(num_rows)), np.int32)
-        fields, geometry = self._fields(items, num_rows), self.geometry
+        items = np.zeros((num_drafts, self.num_items(self.bucket(step))), np.int32)
+        fields, geometry, num_rows = self._fields(items, step), self.geometry, step.num_logits
+        fields["shared_block"][:], fields["owner"][:] = geometry.null_block, num_rows
         fields["row"][:] = fields["causal_row"][:] = num_rows
         fields["row_query_start"][:] = fields["logit_index"][:] = np.arange(num_rows)
         fields["write_block"][:] = fields["tail_block"][:] = geometry.null_block
@@ -121,12 +133,14 @@ class DraftTables:
         fields["chunk_row"][:] = geometry.null_row
         return items
 
-    def _fill(self, items: npt.NDArray[np.int32], num_rows: int, rows: list[ScheduledRow]) -> None:
+    def _fill(
+        self, fields: dict[str, npt.NDArray[np.int32]], num_rows: int, rows: list[ScheduledRow]
+    ) -> None:
         """Write the rows that draft."""
-        fields, block_size = self._fields(items, num_rows), self.geometry.block_size
+        block_size, num_drafts = self.geometry.block_size, len(fields["row"])
         at = np.array([row.ring_row for row in rows])
         start = np.array([row.start for row in rows], np.int32)
-        number = np.arange(len(items), dtype=np.int32)[:, None]
+        number = np.arange(num_drafts, dtype=np.int32)[:, None]
         is_live = number < np.array([drafts_of(row) for row in rows], np.int32)
         position = np.where(is_live, start + number, 0)
         fields["token_ids"][0, at] = [row.request.tokens[row.start] for row in rows]
@@ -142,6 +156,8 @@ class DraftTables:
         each, last = np.arange(len(rows)), position // block_size
         fields["write_block"][:, at] = np.where(is_live, tables[each, last], self.geometry.null_block)
         window = self._window
+        if window is None:
+            return
         num_sinks, num_tails = window.num_sinks(block_size), fields["tail_block"].shape[2]
         recent = np.maximum(np.maximum(position - window.recent + 1, 0) // block_size, num_sinks)
         tail = np.arange(num_tails, dtype=np.int32)
@@ -152,6 +168,13 @@ class DraftTables:
         block = np.where(is_read, tables[each[:, None], place], self.geometry.null_block)
         fields["tail_block"][:, at] = block
         fields["tail_start"][:, at] = np.where(is_read, place * block_size, NOWHERE)
+
+
+_OF_STEPS = (
+    *("tail_block", "tail_start", "shared_block", "shared_start", "shared_reads"),
+    *("owner", "owner_start"),
+)
+"""Fields that drafts of a model with its own stores have as the step that verifies them."""
 
 
 def drafts_of(row: ScheduledRow) -> int:
