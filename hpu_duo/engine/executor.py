@@ -29,8 +29,6 @@ from hpu_duo.engine.step_input import (
     extra_places,
     message_fields,
     most_copies,
-    packed,
-    unpacked,
 )
 from hpu_duo.kv.pool import copy_sizes
 from hpu_duo.kv.store import KVStore

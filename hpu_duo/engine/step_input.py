@@ -181,18 +181,6 @@ class StepResult:
         return self.message.bucket
 
 
-def packed(token_ids: torch.Tensor, logprobs: TokenLogprobs) -> torch.Tensor:
-    """Bring sampled tokens and log-probabilities into one tensor, to be read in one copy.
-
-    Returns:
-        float32 ``[N * M, 3 + 2 * L]`` for L likeliest tokens.
-    """
-    sampled, rank, top_ids, top = logprobs
-    # Token ids and ranks are exact in float32: both are at most the vocabulary's size.
-    columns = (token_ids[:, None], rank[:, None], sampled[:, None], top_ids, top)
-    return torch.cat([column.float() for column in columns], dim=1)
-
-
 def apart(table: torch.Tensor, message: StepInput) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
     """Return the sampled tokens, or what ``packed`` returned, and the drafts that were appended to it."""
     assert message.sampling is not None, "tokens were read"
@@ -201,16 +189,6 @@ def apart(table: torch.Tensor, message: StepInput) -> tuple[torch.Tensor, npt.ND
     if message.sampling.route.num_logprobs >= 0:
         sampled = sampled.view(message.sampling.route.num_rows, -1)
     return sampled, drafted.numpy().reshape(message.num_drafts, -1)
-
-
-def unpacked(table: torch.Tensor, rows: npt.NDArray[np.int32]) -> tuple[torch.Tensor, TokenLogprobs]:
-    """Return the tokens that ``packed`` has brought together, ``[N * M]``, and log-probabilities of rows."""
-    num_top = (table.shape[1] - 3) // 2
-    ids, rank, top_ids = (
-        part.to(torch.int32) for part in (table[:, 0], table[:, 1], table[:, 3 : 3 + num_top])
-    )
-    logprobs = (table[:, 2], rank, top_ids, table[:, 3 + num_top :])
-    return ids, TokenLogprobs(*(each[rows] for each in logprobs))
 
 
 class AddsDrafts(Protocol):

@@ -106,15 +106,17 @@ def test_a_simulated_hpu_compiles_nothing_and_reads_once_a_step(tiny: Tiny, shal
 def test_generate_takes_the_assistant_that_drafts_and_the_most_drafts(
     tiny: Tiny, shallow: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = tiny.load().generate(PROMPTS[:1], max_new_tokens=12, do_sample=False)
+    call: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    expected: Any = tiny.load().generate(PROMPTS[:1], **call)
     drafting = load_drafting(tiny, shallow)
-    for given, most in (
+    cases: tuple[tuple[dict[str, Any], int], ...] = (
         ({"assistant_model": shallow, "num_assistant_tokens": 2, "assistant_confidence_threshold": 0.4}, 2),
         ({"assistant_model": HPUDuoModel.from_pretrained(shallow, max_model_len=64)}, 3),
         ({"prompt_lookup_num_tokens": 1, "max_matching_ngram_size": 2}, 1),
-    ):
+    )
+    for given, most in cases:
         before = drafting.stats().speculation
-        assert drafting.generate(PROMPTS[:1], max_new_tokens=12, do_sample=False, **given).equal(expected)
+        assert expected.equal(drafting.generate(PROMPTS[:1], **call, **given))
         after = drafting.stats().speculation
         assert before is not None
         assert after is not None
@@ -124,9 +126,5 @@ def test_generate_takes_the_assistant_that_drafts_and_the_most_drafts(
         drafting.generate(PROMPTS[:1], assistant_model="other")
     with pytest.raises(ValueError, match="expected assistant_model or prompt_lookup_num_tokens, got both"):
         drafting.generate(PROMPTS[:1], assistant_model=shallow, prompt_lookup_num_tokens=3)
-    assert (
-        tiny.load()
-        .generate(PROMPTS[:1], max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3)
-        .equal(expected)
-    )
+    assert expected.equal(tiny.load().generate(PROMPTS[:1], **call, prompt_lookup_num_tokens=3))
     assert "tokens are decoded one by one" in caplog.text
