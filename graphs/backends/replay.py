@@ -6,8 +6,9 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from types import NoneType
-from typing import Any, Generic, TypeAlias, cast
+from typing import Any, Generic, NamedTuple, TypeAlias, cast
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -22,9 +23,10 @@ from graphs.backends.base import (
     tensors_of,
     writes,
 )
-from graphs.backends.trace import Call, Value, function_of, simplify
+from graphs.backends.recipes import Arguments, Recipe
+from graphs.backends.trace import Call, Value, function_of, replaced, simplify, values_in
 from graphs.interrupts import interrupts_deferred
-from graphs.shape import BatchShape
+from graphs.shape import BatchShape, Phase
 
 _ATEN = torch.ops.aten
 _GONE = object()
@@ -120,19 +122,29 @@ class _Tracer(DispatchMode):
         self._num_variables = 0
         # References to other tensors are weak, so that temporary ones are freed at the end.
         self._constants: dict[str, Callable[[], Any]] = {}
-        self._made_of_numbers: list[torch.Tensor] = []
+        self._made_of_numbers: dict[Hashable, torch.Tensor] = {}
         self._is_complete = len(self._value_of) == len(inputs)
+        # Recipes of regions by their keys, and tensors that regions share.
+        self._recipes: dict[Hashable, Recipe | None] = {}
+        self._alive: dict[Value, Callable[[], Any]] = {
+            self._value_of[tensor]: weakref.ref(tensor) for tensor in inputs.values()
+        }
+        self._is_in_region = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._is_complete &= not _reads_numbers(func, args)
         if func is _ATEN.lift_fresh.default:
             # A tensor created from Python numbers, which the step may write to: each run creates its own.
-            func, args = _ATEN.clone.default, (args[0].clone(),)
-            self._made_of_numbers += args
+            func, args = _ATEN.clone.default, (self._made_of(args[0]),)
         result = func(*args, **kwargs)
         self._append(func, args, kwargs, result)
         return result
+
+    def _made_of(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a tensor made of numbers, the same one for equal numbers."""
+        key = numbers.dtype, numbers.shape, repr(numbers.tolist())  # 0.0 and -0.0 are equal and not the same
+        return self._made_of_numbers.setdefault(key, numbers.clone())
 
     def run_compiled(self, code: Callable[[list[Any]], Any], args: tuple[Any, ...]) -> Any:
         """Call ``code`` as one operator, whatever operators it runs."""
@@ -140,6 +152,70 @@ class _Tracer(DispatchMode):
             results = code(list(args))
         self._append(code, (list(args),), {}, results)
         return results
+
+    def run_region(
+        self, key: Hashable, fn: Callable[..., Any], trials: _Trials, args: Any, kwargs: Any
+    ) -> Any:
+        """Call ``fn``, or the operators that it ran for another region of this key."""
+        arguments = None if self._is_in_region or key in trials.failed else Arguments.of(args, kwargs)
+        if arguments is None:
+            return fn(*args, **kwargs)
+        recipe = self._recipes.get(key)
+        found = None if recipe is None else recipe.start(arguments)
+        if recipe is not None and found is not None and key in trials.passed:
+            return self._repeat(recipe, found)
+        begin, num_constants = len(self._calls), len(self._constants)
+        values = {value: self._named(tensor) for value, tensor in (found or {}).items()}
+        places = {self._value_of.get(tensor): place for place, tensor in enumerate(arguments.tensors)}
+        self._is_in_region = True
+        try:
+            outputs = fn(*args, **kwargs)
+        finally:
+            self._is_in_region = False
+        calls = self._calls[begin:]
+        if not self._is_complete or not _is_of_tensors(outputs):
+            return outputs
+        named = self._named(outputs)
+        if recipe is None:
+            constants = {id(tensor): place for place, tensor in enumerate(arguments.tensors)}
+
+            def place_of(value: Value) -> int | None:
+                constant = self._constants.get(value.name)
+                return places.get(value) if constant is None else constants.get(id(constant()))
+
+            find = partial(self._shared, num_constants)
+            self._recipes[key] = Recipe.of(arguments, calls, named, place_of, find)
+        elif found is not None:
+            (trials.passed if recipe.is_of(calls, named, values) else trials.failed).add(key)
+        return outputs
+
+    def _shared(self, num_constants: int, value: Value) -> Callable[[], Any] | None:
+        """Find the tensor of a value that is older than the ``num_constants``-th constant, or of numbers."""
+        constant = self._constants.get(value.name)
+        if constant is None:
+            return self._alive.get(value)
+        is_older = int(value.name[1:]) < num_constants
+        return constant if is_older or any(constant() is x for x in self._made_of_numbers.values()) else None
+
+    def _repeat(self, recipe: Recipe, tensors: dict[Value, torch.Tensor]) -> Any:
+        values = {value: self._named(tensor) for value, tensor in tensors.items()}
+        with self._away():
+            for call, ended in zip(recipe.calls, recipe.ends):
+                kwargs = {name: replaced(item, tensors) for name, item in call.kwargs.items()}
+                result = call.func(*replaced(call.args, tensors), **kwargs)
+                results = (result,) if call.is_one and call.results else result or ()
+                for old, tensor in zip(call.results, results):
+                    base = None if old.base is None else values[old.base]
+                    values[old] = Value.of(f"x{self._num_variables}", tensor, base, is_variable=True)
+                    self._num_variables += 1
+                    tensors[old] = tensor
+                self._calls.append(call.with_values(values))
+                for value in ended:
+                    del tensors[value]
+        outputs = replaced(recipe.outputs, tensors)
+        for tensor, value in zip(tensors_of(outputs), values_in(replaced([recipe.outputs], values))):
+            self._value_of[tensor] = value
+        return outputs
 
     @contextmanager
     def given_up(self) -> Iterator[None]:
@@ -188,6 +264,8 @@ class _Tracer(DispatchMode):
         value = Value.of(f"x{self._num_variables}", tensor, base, is_variable=True)
         self._num_variables += 1
         self._value_of[tensor] = value
+        if not self._is_in_region:
+            self._alive[value] = weakref.ref(tensor)
         return value
 
     def _named(self, item: Any) -> Any:
@@ -256,6 +334,7 @@ class ReplayBackend:
 
     def __init__(self, arrange: Arrange | None = None) -> None:
         self.arrange = arrange
+        self._trials: dict[Phase, _Trials] = {}
 
     def problem(self, device: torch.device) -> str | None:
         """Return why steps on ``device`` are not replayed; None if they are."""
@@ -266,5 +345,25 @@ class ReplayBackend:
         return TracedStep(fn, self.arrange)
 
     def region(self, shape: BatchShape, key: Hashable, fn: Region) -> Region:
-        """Return ``fn``: steps are traced whole."""
-        return fn
+        """Return ``fn``, which is traced once for all its calls in a step that are alike."""
+        return cast(Region, _Region(key, fn, self._trials.setdefault(shape.phase, _Trials(set(), set()))))
+
+
+class _Trials(NamedTuple):
+    """Keys of regions whose second call was what their recipes say, and of those where it was not."""
+
+    passed: set[Hashable]
+    failed: set[Hashable]
+
+
+class _Region:
+    """A region of steps that are replayed."""
+
+    def __init__(self, key: Hashable, fn: Callable[..., Any], trials: _Trials) -> None:
+        self._key, self._fn, self._trials = key, fn, trials
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tracer = _current.get()
+        if tracer is None:
+            return self._fn(*args, **kwargs)
+        return tracer.run_region(self._key, self._fn, self._trials, args, kwargs)

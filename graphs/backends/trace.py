@@ -62,6 +62,7 @@ class Call:
         keeps: an object that must stay alive for the call.
         read: every value that the call reads, as often as it is read.
         is_view: the results are views of an argument.
+        writes: whether it writes to an argument; None for compiled code, which may.
     """
 
     func: Callable[..., Any]
@@ -72,16 +73,25 @@ class Call:
     keeps: Any = None
     read: tuple[Value, ...] = field(init=False, repr=False, compare=False)
     is_view: bool = field(init=False, repr=False, compare=False)
+    writes: bool | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         is_view = bool(self.results) and all(result.base is not None for result in self.results)
         object.__setattr__(self, "read", values_in((self.args, *self.kwargs.values())))
         object.__setattr__(self, "is_view", is_view)
+        object.__setattr__(self, "writes", writes(self.func))
 
-    @property
-    def writes(self) -> bool | None:
-        """Whether it writes to an argument; None for compiled code, which may."""
-        return writes(self.func)
+    def with_values(self, values: Mapping[Value, Value]) -> Call:
+        """Return the same call of other values, one for each that this one has."""
+        call = object.__new__(Call)
+        call.__dict__.update(
+            vars(self),
+            args=replaced(self.args, values),
+            kwargs={name: replaced(item, values) for name, item in self.kwargs.items()},
+            results=tuple([values[result] for result in self.results]),
+            read=tuple([values[value] for value in self.read]),
+        )
+        return call
 
 
 def values_in(item: Any) -> tuple[Value, ...]:
@@ -226,6 +236,14 @@ def _with_values(call: Call, renamed: Mapping[Value, Value]) -> Call:
         x if x.base is None else replace(x, base=renamed.get(x.base, x.base)) for x in call.results
     )
     return replace(call, args=args, kwargs=kwargs, results=results)
+
+
+def replaced(item: Any, values: Mapping[Value, Any]) -> Any:
+    """Return a nest of tuples and lists with something else in place of each value."""
+    kind = type(item)
+    if kind is Value:
+        return values[item]
+    return kind([replaced(part, values) for part in item]) if kind in _NESTS else item
 
 
 def _renamed(item: Any, renamed: Mapping[Value, Value]) -> Any:

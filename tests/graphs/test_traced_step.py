@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphs.backends.replay import TracedStep, call_compiled
-from tests.graphs.small_step import SIZE, Inputs, inputs_of
+from graphs.backends.replay import ReplayBackend, TracedStep, call_compiled
+from tests.graphs.small_step import SHAPE, SIZE, Inputs, inputs_of
 
 
 @pytest.fixture(autouse=True)
@@ -235,3 +235,43 @@ def test_intermediates_are_freed_as_soon_as_they_are_read_for_the_last_time() ->
         assert torch.equal(step({"x": x}), 8 * x + 14)
         made.clear()
     assert step.is_replayed
+
+
+class Layer(torch.nn.Module):
+    """A layer with a weight, a store that it writes to, and a number that Python code branches on."""
+
+    def __init__(self, number: int, is_odd: bool = False) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((SIZE,), 1.0 + number))
+        self.register_buffer("store", torch.zeros(SIZE))
+        self.is_odd, self.num_calls = is_odd, 0
+
+
+def run_layer(layer: Layer, x: Tensor, waves: tuple[Tensor, Tensor]) -> Tensor:
+    layer.num_calls += 1
+    layer.store.add_(x)
+    y = x * layer.weight - (0.5 if layer.is_odd else torch.tensor([2.0, 1.0, 1.0, 2.0]))
+    return y.view(2, 2).t().reshape(-1) * waves[0] + layer.store
+
+
+@pytest.mark.parametrize("odd", [None, 1, 3])
+def test_a_region_is_traced_once_for_all_layers_unless_the_second_one_differs(odd: int | None) -> None:
+    layers = [Layer(number, number == odd) for number in range(5)]
+    plain = copy.deepcopy(layers)
+    backend = ReplayBackend()
+    regions = [backend.region(SHAPE, layer.is_odd if odd == 3 else "layer", run_layer) for layer in layers]
+
+    def step(inputs: Inputs, layers: list[Layer], regions: list[Any]) -> Tensor:
+        x, waves = inputs["x"], (inputs["x"].cos(), inputs["x"].sin())
+        for layer, region in zip(layers, regions):
+            x = region(layer, x, waves)
+        return x
+
+    traced = backend.capture(lambda inputs: step(inputs, layers, regions), SHAPE)
+    for seed in range(3):
+        inputs = inputs_of(seed)
+        assert torch.equal(traced(inputs), step(inputs, plain, [run_layer] * 5))
+        assert all(torch.equal(ours.store, theirs.store) for ours, theirs in zip(layers, plain))
+    num_traced = {None: [1, 1, 0, 0, 0], 1: [1] * 5, 3: [1, 1, 0, 1, 0]}[odd]
+    assert [layer.num_calls for layer in layers] == num_traced
+    assert traced.is_replayed
