@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, auto
 from functools import cache
@@ -330,7 +330,24 @@ class Builder:
         self._outputs.append(_Output(tuple(shape), tuple(strides), rows))
 
     def build(self) -> RowProgram:
-        """The program."""
+        """The program; equal instructions, as of all layers of a kind, share one."""
+        number: dict[Register, int] = {}
+        instructions = []
+        for each in (*self._prologue, *self._body):
+            places = [
+                number.setdefault(x, len(number)) if isinstance(x, Register) else x
+                for x in (each.to, *each.sources)
+            ]
+            instructions.append((each.code, each.rounds, *places))
+        registers = tuple([(each.width, each.is_rounded, each.is_half) for each in number])
+        rows = *self._inputs, *self._outputs
+        key = self.sizes, rows, tuple(self._constants), registers, len(self._prologue), tuple(instructions)
+        program = _by_instructions.get(key)
+        if program is None:
+            program = _by_instructions[key] = self._built()
+        return program
+
+    def _built(self) -> RowProgram:
         self._body = store_at_once(square_at_once(round_at_once(self._body)))
         layouts = [rows for _, rows in self._inputs] + [output.rows for output in self._outputs]
         indexed = {rows.index.dim for rows in layouts if rows.index is not None}
@@ -377,6 +394,7 @@ class Builder:
         return slots, forms
 
 
+_by_instructions: WeakValueDictionary[tuple[Hashable, ...], RowProgram] = WeakValueDictionary()
 _programs: WeakValueDictionary[tuple[tuple[int, ...], tuple[str, ...]], RowProgram] = WeakValueDictionary()
 
 
