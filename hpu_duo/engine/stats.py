@@ -457,10 +457,6 @@ class EngineStats:
         return self.num_padded_tokens / max(1, self.num_query_tokens)
 
 
-_LOSS = "decodes of a small model take 1.6 to 2.5 times as long with torch's operators in AVX2"
-"""Of a Llama of 110M: 32 rows and one row in float32, see ``docs/cpu.md``."""
-
-
 def weight_dtype(runner: Runner) -> torch.dtype:
     """The dtype of linear layers in memory."""
     model = runner.model.model
@@ -485,11 +481,11 @@ def faster_kernels(runner: Runner) -> Iterator[str]:
     if runner.device.type != "cpu" or x86.is_available(dtype):
         return
     if x86.switch() == "0":
-        yield f"{x86.SWITCH}=0 switches our kernels off: {_LOSS}"
+        yield f"{x86.SWITCH}=0 switches our kernels off: {x86.LOSS}"
     elif x86.lanes() and x86.origin() is None:
         names = ", ".join(COMPILERS)
-        yield f"our kernels need a C++ compiler, one of {names}, or a wheel that has them built: {_LOSS}"
+        yield f"our kernels need a C++ compiler, one of {names}, or a wheel that has them built: {x86.LOSS}"
     elif x86.serves(dtype, dtype):
-        yield f"our kernels could not be built, and a warning has the reason: {_LOSS}"
+        yield f"our kernels could not be built, and a warning has the reason: {x86.LOSS}"
     elif x86.serves(dtype, torch.float32):
-        yield f"dtype='auto' computes in float32 on the same 16-bit weights, by our kernels: {_LOSS}"
+        yield f"dtype='auto' computes in float32 on the same 16-bit weights, by our kernels: {x86.LOSS}"

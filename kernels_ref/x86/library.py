@@ -102,6 +102,10 @@ def serves(store: torch.dtype, arithmetic: torch.dtype) -> bool:
     return arithmetic == store == torch.bfloat16 and is_supported()
 
 
+LOSS = "decodes of a small model take 1.6 to 2.5 times as long with torch's operators in AVX2"
+"""What these kernels gain: of a Llama of 110M, 32 rows and one row in float32, see ``docs/cpu.md``."""
+
+
 @cache
 def cpu_flags() -> frozenset[str]:
     """The instruction sets of the first CPU as Linux names them; empty elsewhere."""

@@ -73,7 +73,9 @@ def test_without_a_compiler_only_the_compile_backend_is_lost(
     assert not findings["graphs", "compile"]["is_usable"]
     assert "no C++ compiler" in findings["graphs", "compile"]["detail"]
     if library.lanes():
-        assert "need a C++ compiler or a wheel" in findings["cpu", "packed weights"]["detail"]
+        detail = findings["cpu", "packed weights"]["detail"]
+        assert "need a C++ compiler or a wheel" in detail
+        assert library.LOSS in detail
 
 
 @pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C")
@@ -87,7 +89,7 @@ def test_weights_are_packed_for_our_kernels_on_a_cpu_with_avx2_only(
         found[value] = next(one["detail"] for one in lines if one["name"] == "packed weights")
     expected = "bfloat16 and float16 weights are laid out once for our kernels (AVX2, float32"
     assert found["avx2"].startswith(expected)
-    assert found["0"].endswith(f"{library.SWITCH}=0 switches our kernels off")
+    assert found["0"].endswith(f"{library.SWITCH}=0 switches our kernels off, and {library.LOSS}")
     assert "expected 0, 1, avx2 or avx512, got 'off'" in found["off"]
 
 
