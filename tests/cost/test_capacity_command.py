@@ -255,6 +255,7 @@ def test_drafts_pay_from_the_tokens_that_a_verifying_step_costs(config_dir: Path
         assert 1 <= each["tokens"]["4"] <= each["tokens"]["9"] < 9
     # Speeds are those of plain decodes; rings have 8 slots more, and tables buckets of longer rows.
     for one, other in zip(plain["capacities"], drafting["capacities"], strict=True):
-        assert other["points"][0]["tokens_per_s_alone"] == one["points"][0]["tokens_per_s_alone"]
+        alone = one["points"][0]["tokens_per_s_alone"]
+        assert other["points"][0]["tokens_per_s_alone"] == pytest.approx(alone, rel=1e-4)
         assert other["points"][0]["bytes_per_request"] > one["points"][0]["bytes_per_request"]
         assert other["graph_memory"]["num_graphs"] > one["graph_memory"]["num_graphs"]

@@ -107,6 +107,12 @@ def test_a_budget_that_is_no_number_of_seconds_is_refused(tiny: Tiny, value: Any
         tiny.load(graphs="replay", replan=value)
 
 
+def _limits() -> StepLimits:
+    return StepLimits(
+        max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256, block_size=8, num_blocks=128
+    )
+
+
 class Captured:
     """A runner whose captures take a second of a clock."""
 
@@ -134,9 +140,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, budget_s: float) -> tuple[Replanner
     monkeypatch.setattr(replanning, "_Planning", Planned)
     runner, sample = Captured(), ShapeReservoir()
     sample.add(COARSE.buckets[0])
-    made = Replanner(
-        runner, StepLimits(4, 64, 256, 8, 128), sample, budget_s, first_plan=1, clock=lambda: runner.now
-    )
+    made = Replanner(runner, _limits(), sample, budget_s, first_plan=1, clock=lambda: runner.now)
     for _ in range(2):
         made.advance()
     assert made.stats.num_waiting == 8
