@@ -1,0 +1,149 @@
+"""The prefix cache's tier in host memory on a random model of the 110M class: with it and without, in turn.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.offload --out benchmarks/results/offload.md
+
+Both engines have equally many blocks for requests, too few for what comes back. Every number is a ratio of
+CPU time, without over with, so that above 1 the tier is faster; CPU time has that of its threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import tempfile
+from collections.abc import Callable
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+
+from benchmarks.cpu_systems import make_checkpoint, seconds
+from benchmarks.prefix_cache import NUM_KV_HEADS, Tokens, run
+from hpu_duo import HeadPattern, HPUDuoModel
+from hpu_duo.modeling.loading import read_config
+
+BLOCK, SEQS, STEP = 128, 16, 2048
+FREE = 96
+"""Blocks for requests: 12,288 tokens."""
+NUM_CHATS, NUM_TURNS = 16, 4
+
+Work = Callable[[HPUDuoModel, Tokens], list[float]]
+
+
+def documents(model: HPUDuoModel, tokens: Tokens) -> list[float]:
+    """Seconds to the first token of documents of 8,192 tokens, two in turn, when they come back."""
+    texts = [tokens.draw(8192) for _ in range(2)]
+    times = [seconds(partial(run, model, [[*text, *tokens.draw(16)]], 1)) for text in texts * 2]
+    return times[len(texts) :]
+
+
+def chats(model: HPUDuoModel, tokens: Tokens) -> list[float]:
+    """Seconds of each turn of 512 tokens and 16 sampled ones, of chats in turn, from the second turn on."""
+    texts: list[list[int]] = [[] for _ in range(NUM_CHATS)]
+    found = []
+    for turn in range(NUM_TURNS):
+        for text in texts:
+            text += tokens.draw(512)
+            answer: list[int] = []
+
+            def serve(text: list[int] = text, answer: list[int] = answer) -> None:
+                answer += run(model, [text], 16)[0]
+
+            taken = seconds(serve)
+            text += answer
+            if turn:
+                found.append(taken)
+    return found
+
+
+def mixed(model: HPUDuoModel, tokens: Tokens) -> list[float]:
+    """Seconds of 32 requests of 64 to 1,024 tokens that share nothing."""
+    prompts = [tokens.draw(64 + 31 * number) for number in range(32)]
+    return [seconds(lambda: run(model, prompts, 32))]
+
+
+WORKS: dict[str, Work] = {
+    "a document of 8,192 tokens comes back, to its first token": documents,
+    f"{NUM_CHATS} chats of {NUM_TURNS} turns, room for 6, a turn": chats,
+    "32 mixed requests that share nothing": mixed,
+}
+
+
+def main() -> None:
+    """Run the workloads, and print a page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--sparsity", type=float, default=0.0)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        page = measure(make_checkpoint(Path(directory), NUM_KV_HEADS), given.rounds, given.sparsity)
+    print(page)
+    if given.out is not None:
+        given.out.write_text(page)
+
+
+def measure(path: Path, rounds: int, sparsity: float) -> str:
+    """Serve each workload by both engines in turn; returns the page."""
+    layers = read_config(path).num_hidden_layers
+    pattern = HeadPattern.random(layers, NUM_KV_HEADS, 0, sink=64, recent=256) if sparsity else None
+    heads = {"pattern": pattern, "sparsity": sparsity} if sparsity else {}
+    common = {
+        "max_num_seqs": SEQS,
+        "max_model_len": 12_000,
+        "max_num_batched_tokens": STEP,
+        "graphs": "replay",
+    }
+    plain = HPUDuoModel.from_pretrained(
+        path, num_blocks=FREE, **({"num_prefix_snapshots": 16} if heads else {}), **common
+    )
+    # Of 128 blocks, and of 20 snapshots, 32 and 4 are reserved.
+    tiered = HPUDuoModel.from_pretrained(
+        path,
+        num_blocks=FREE + 32,
+        kv_offloading_size=4.0,
+        **({"num_prefix_snapshots": 20} if heads else {}),
+        **common,
+    )
+    lines = []
+    for name, work in WORKS.items():
+        ratios: list[float] = []
+        for number in range(rounds + 1):
+            with_tier = work(tiered, Tokens(name, number))
+            without = work(plain, Tokens(name, number))
+            if number:
+                ratios += [one / other for one, other in zip(without, with_tier)]
+        middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
+        lines.append(f"| {name} | {middle:.2f} | {low:.2f}-{high:.2f} |")
+        print(lines[-1], tiered.stats().offload, flush=True)
+    offload = tiered.stats().offload
+    assert offload is not None
+    rates = offload.stored_bytes / offload.stored_s / 1e9, offload.loaded_bytes / offload.loaded_s / 1e9
+    return "\n".join(
+        (
+            "# The tier of the prefix cache in host memory, on a CPU",
+            "",
+            f"`python -m benchmarks.offload --rounds {rounds} --sparsity {sparsity:g}`, {date.today()}; "
+            f"{platform.machine()}, torch {torch.__version__}, transformers {transformers.__version__}, "
+            f"{torch.get_num_threads()} thread.",
+            "",
+            f"Llama of the 110M class, random weights in bfloat16, {sparsity:.0%} of the heads streaming. "
+            f"Both engines have {FREE} blocks of {BLOCK} tokens for requests. Ratios of CPU time, without "
+            "over with the tier: median, and range.",
+            "",
+            "| work | without : with | range |",
+            "| --- | --- | --- |",
+            *lines,
+            "",
+            f"{offload.num_stored:,} records were stored at {rates[0]:.1f} GB/s, and {offload.num_loaded:,} "
+            f"loaded at {rates[1]:.1f} GB/s, beside steps; {offload.num_busy:,} were lost.",
+            "",
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
