@@ -60,7 +60,7 @@ class PrefixNode:
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[bytes, PrefixNode] = {}
         self.partial_children: tuple[PrefixNode, ...] = ()
-        self.digest = key if parent is None else digest_of(parent.digest, key)
+        self.digest: bytes = key if parent is None else digest_of(parent.digest, key)
         self.last_used = 0
         self.is_shared = False
 

@@ -61,7 +61,8 @@ class ScaleCalibration:
             OSError: they cannot be written.
         """
         scales = torch.where(self.largest > 0, self.largest * (HEADROOM / LARGEST), torch.ones(()))
-        tensors, layers = {}, []
+        tensors: dict[str, Tensor] = {}
+        layers = []
         for number, (of_layer, largest) in enumerate(zip(scales, self.largest.tolist(), strict=True)):
             name = f"model.layers.{number}.self_attn"
             tensors |= {
