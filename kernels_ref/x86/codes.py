@@ -3,8 +3,8 @@
 The score of a key of codes c, scale s and zero z is ``s * (q @ c) + z * sum(q)``, and a value of weight p
 adds ``p * s * c + p * z``: each code is widened once for a few query heads, and nothing else is computed for
 it. Sums are float32, and so are queries; keys and values are not rounded to the dtype of the model, where
-decoded ones are. Queries of 16-bit floats meet integers as 16-bit multiples of the 32,767th part of their
-largest element, and so do weights.
+decoded ones are. With queries of 16-bit floats, integers are multiplied as 16-bit words, with
+queries in parts of 1 / 32,767 of their largest element, and weights of that of 128 neighbours.
 
 Shapes: as in ``kernels_ref.x86.library``.
 """

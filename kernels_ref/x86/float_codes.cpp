@@ -18,6 +18,8 @@ namespace hpu_duo {
 namespace HPU_DUO_VARIANT {
 namespace {
 
+constexpr int kWholeWords = 32;  // bytes of a vector are a multiple where it is multiplied as words
+
 // Scales and zeros of the vectors of a run; those of lanes behind the last one are 0.
 struct Terms {
   alignas(64) float scale[kKeys], zero[kKeys];
@@ -72,7 +74,6 @@ inline __attribute__((always_inline)) void fetch(const uint8_t *from, int count)
 }
 
 // The keys that are next: each pass over values fetches one line of each, or none.
-template <class Kind>
 struct Ahead {
   const Codes &of;
   int bytes;  // of each vector
@@ -86,15 +87,17 @@ struct Ahead {
     count = ((before + done) * lines + all - 1) / all > first ? of.count : 0;
   }
 
-  __attribute__((always_inline)) void fetch_line(int j) const {
+  template <class Kind>
+  inline __attribute__((always_inline)) void fetch_line(int j) const {
     if (j < count) fetch<Kind>(line + j * of.slot, 1);
   }
 };
 
 // scores[g][j] of all keys; lanes behind the last one repeat it and are masked by `soften`. Fetches the values
 // meanwhile.
-template <class Kind, class Value, int G>
-void score(Heads &h, int dim, const Codes &k, const Terms &terms, const Codes &v) {
+template <class Kind, int G>
+__attribute__((noinline)) void score(Heads &h, int dim, const Codes &k, const Terms &terms, const Codes &v,
+                                     int value_bytes) {
   constexpr int kTogether = LaneSums::kTogether;
   const int bytes = Kind::bytes(dim), second = Kind::second(dim);
   for (int j = 0; j < k.count; j += kLanes) {
@@ -106,7 +109,7 @@ void score(Heads &h, int dim, const Codes &k, const Terms &terms, const Codes &v
       for (int n = 0; n < kTogether; ++n) {
         const int slot = std::min(j + i + n, k.count - 1);
         keys[n] = k.first + slot * k.slot;
-        fetch<Value>(v.first + slot * v.slot, Value::bytes(dim));
+        fetch<Kind>(v.first + slot * v.slot, value_bytes);
 #pragma GCC unroll 4
         for (int g = 0; g < G; ++g) sum[n][g] = Lanes::set(0.0f);
       }
@@ -154,8 +157,8 @@ void weigh_codes(Heads &h, int group, int dim, const Terms &terms, int count) {
 }
 
 // Adds weighted codes to W pairs of vectors of the sums, those of bytes from d on.
-template <class Kind, int G, int W, class Next>
-void add_columns(Heads &h, int dim, int d, const Codes &v, const Next &next) {
+template <class Kind, int G, int W>
+void add_columns(Heads &h, int dim, int d, const Codes &v, const Ahead &next) {
   const int second = Kind::second(dim);
   const auto at = [&](int g, int w) { return h.attn + g * dim + d + w * Kind::kStep; };
   F sum[G][W][2];
@@ -167,7 +170,7 @@ void add_columns(Heads &h, int dim, int d, const Codes &v, const Next &next) {
       sum[g][w][1] = Lanes::load(at(g, w) + second);
     }
   for (int j = 0; j < v.count; ++j) {
-    next.fetch_line(j);
+    next.fetch_line<Kind>(j);
     F value[W][2];
 #pragma GCC unroll 2
     for (int w = 0; w < W; ++w) Kind::load(v.first + j * v.slot + d + w * Kind::kStep, value[w][0], value[w][1]);
@@ -191,8 +194,8 @@ void add_columns(Heads &h, int dim, int d, const Codes &v, const Next &next) {
 }
 
 // Adds weighted codes to the sums.
-template <class Kind, int G, class Next>
-void add_values(Heads &h, int dim, const Codes &v, Next next) {
+template <class Kind, int G>
+__attribute__((noinline)) void add_values(Heads &h, int dim, const Codes &v, Ahead next) {
   constexpr int kWide = Lanes::kRegisters == 32 ? 2 : 1, kStep = kWide * Kind::kStep;
   const int bytes = Kind::bytes(dim);
   int d = 0;
@@ -224,8 +227,9 @@ float round_to_words(const float *from, int count, int16_t *to) {
 }
 
 // `score` by words.
-template <class Kind, class Value, int G>
-void score_words(Heads &h, int dim, const Codes &k, const Terms &terms, const Codes &v) {
+template <class Kind, int G>
+__attribute__((noinline)) void score_words(Heads &h, int dim, const Codes &k, const Terms &terms, const Codes &v,
+                                           int value_bytes) {
   constexpr int kTogether = LaneSums::kTogether;
   const int bytes = Kind::bytes(dim);
   for (int j = 0; j < k.count; j += kLanes) {
@@ -237,7 +241,7 @@ void score_words(Heads &h, int dim, const Codes &k, const Terms &terms, const Co
       for (int n = 0; n < kTogether; ++n) {
         const int slot = std::min(j + i + n, k.count - 1);
         keys[n] = k.first + slot * k.slot;
-        fetch<Value>(v.first + slot * v.slot, Value::bytes(dim));
+        fetch<Kind>(v.first + slot * v.slot, value_bytes);
 #pragma GCC unroll 4
         for (int g = 0; g < G; ++g) sum[n][g] = Lanes::set(0);
       }
@@ -272,9 +276,9 @@ void score_words(Heads &h, int dim, const Codes &k, const Terms &terms, const Co
 }
 
 // `add_columns` of W steps of words; `weights` of heads are multiples of units.
-template <class Kind, int G, int W, class Next>
+template <class Kind, int G, int W>
 void add_word_columns(Heads &h, int dim, int d, const Codes &v, const int16_t *weights, const float *unit,
-                      const Next &next) {
+                      const Ahead &next) {
   I sum[G][W][Kind::kParts][2];
 #pragma GCC unroll 4
   for (int g = 0; g < G; ++g)
@@ -283,8 +287,8 @@ void add_word_columns(Heads &h, int dim, int d, const Codes &v, const int16_t *w
 #pragma GCC unroll 2
       for (int p = 0; p < Kind::kParts; ++p) sum[g][w][p][0] = sum[g][w][p][1] = Lanes::set(0);
   for (int j = 0; j < v.count; j += 2) {
-    next.fetch_line(j);
-    next.fetch_line(j + 1);
+    next.fetch_line<Kind>(j);
+    next.fetch_line<Kind>(j + 1);
     const uint8_t *even = v.first + j * v.slot + d, *odd = j + 1 < v.count ? even + v.slot : even;
     Words value[W][Kind::kParts][2];
 #pragma GCC unroll 2
@@ -314,8 +318,8 @@ void add_word_columns(Heads &h, int dim, int d, const Codes &v, const int16_t *w
 }
 
 // `add_values` by words.
-template <class Kind, int G, class Next>
-void add_words(Heads &h, int dim, const Codes &v, Next next) {
+template <class Kind, int G>
+__attribute__((noinline)) void add_words(Heads &h, int dim, const Codes &v, Ahead next) {
   constexpr int kWide = Lanes::kRegisters == 32 && Kind::kParts == 1 ? 2 : 1, kStep = kWide * kWordStep;
   alignas(64) int16_t weights[G * kKeys];
   float unit[G];
@@ -349,7 +353,7 @@ struct CodedStores {
   template <int G>
   void attend_keys(Heads &h, const Sight &sight, int dim, const Run &run, const Run &after) const {
     const Codes keys = keys_of(run), following = keys_of(after), values(v, run, ValueKind::kHasZero ? 2 : 1);
-    const Ahead<KeyKind> next{following, KeyKind::bytes(dim)};
+    const Ahead next{following, KeyKind::bytes(dim)};
     Terms terms;
     terms.read<KeyKind>(keys.meta, run.count);
     score_keys<G>(h, dim, keys, terms, values);
@@ -357,8 +361,7 @@ struct CodedStores {
     terms.read<ValueKind>(values.meta, run.count);
     weigh_codes<ValueKind>(h, G, dim, terms, run.count);
     if constexpr (ValueKind::kParts > 0) {
-      // Vectors that are whole steps of words.
-      if (is_rounded && ValueKind::bytes(dim) % kWordStep == 0) return add_words<ValueKind, G>(h, dim, values, next);
+      if (is_rounded && ValueKind::bytes(dim) % kWholeWords == 0) return add_words<ValueKind, G>(h, dim, values, next);
     }
     add_values<ValueKind, G>(h, dim, values, next);
   }
@@ -367,10 +370,10 @@ struct CodedStores {
   template <int G>
   void score_keys(Heads &h, int dim, const Codes &keys, const Terms &terms, const Codes &values) const {
     if constexpr (KeyKind::kParts > 0) {
-      if (is_rounded && KeyKind::bytes(dim) % kWordStep == 0)
-        return score_words<KeyKind, ValueKind, G>(h, dim, keys, terms, values);
+      if (is_rounded && KeyKind::bytes(dim) % kWholeWords == 0)
+        return score_words<KeyKind, G>(h, dim, keys, terms, values, ValueKind::bytes(dim));
     }
-    score<KeyKind, ValueKind, G>(h, dim, keys, terms, values);
+    score<KeyKind, G>(h, dim, keys, terms, values, ValueKind::bytes(dim));
   }
 
   Codes keys_of(const Run &run) const { return Codes(k, run, KeyKind::kHasZero ? 2 : 1); }

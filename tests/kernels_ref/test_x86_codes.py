@@ -39,7 +39,7 @@ def stored(kv_format: KVFormat, kv: torch.Tensor, dtype: torch.dtype) -> KVUnits
             flat = torch.full((num_units, layout.unit_stride, part.shape[-1]), 255).to(part.dtype)
             flat[:, 3:] = part.reshape(num_units, -1, part.shape[-1])
             tensors.append(flat.flatten(0, 1))
-    return units_of(tuple(tensors), layout, Encoding(kv_format, dim, dtype))
+    return units_of(tuple(tensors), layout, Encoding(kv_format, dim, dim, dtype))
 
 
 def poison(units: KVUnits, unit: int, first: int) -> None:
