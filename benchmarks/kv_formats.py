@@ -49,12 +49,14 @@ class Case:
         path: of the checkpoint.
         text_len: tokens of a text, of which all but the first are scored.
         half: settings with which half of the KV heads stream.
+        num_combined: texts of the tables after the first one.
     """
 
     name: str
     path: Path
     text_len: int
     half: Mapping[str, Any]
+    num_combined: int
 
     @property
     def is_builtin(self) -> bool:
@@ -103,8 +105,8 @@ def _page(stories: Path, num_tokens: int) -> Iterator[str]:
         np.zeros((5, 4), np.float32), sink=4, recent=60, retrieval=np.tile([True, False], (5, 2))
     )
     cases = (
-        Case("built-in", MODEL_DIR, 1025, {"pattern": PATTERN_DIR, "sparsity": 0.5}),
-        Case("stories260K", stories, 505, {"pattern": half}),
+        Case("built-in", MODEL_DIR, 1025, {"pattern": PATTERN_DIR, "sparsity": 0.5}, 64),
+        Case("stories260K", stories, 505, {"pattern": half}, 32),
     )
     texts = {case.name: case.texts(num_tokens) for case in cases}
     counts = " and ".join(f"{len(texts[case.name])} of {case.text_len - 1:,} ({case.name})" for case in cases)
@@ -119,7 +121,8 @@ def _page(stories: Path, num_tokens: int) -> Iterator[str]:
         "distribution from that of the first row of its group, in nats, with a 95 % interval over texts",
         f"(bootstrap). *Passkeys* are exact answers of {answers}, in documents of {PASSKEYS.num_tokens:,}",
         "tokens, with a 95 % interval (Wilson). *Bytes of a token* are those of one more token in blocks;",
-        "*bytes of a row*, of the rings or budgets of one request.",
+        "*bytes of a row*, of the rings or budgets of one request. Tables after the first have the first "
+        f"{cases[0].num_combined} and {cases[1].num_combined} texts.",
     )
     yield from _title("One format", "format")
     for case in cases:
@@ -128,8 +131,8 @@ def _page(stories: Path, num_tokens: int) -> Iterator[str]:
             yield from _rows(case, texts[case.name], rows)
     yield from _title("Combined", "weights, keys and values, rings or budgets")
     for case in cases:
-        yield from _rows(case, texts[case.name], list(_combined(case)))
-    yield from _bound(cases[1], texts["stories260K"])
+        yield from _rows(case, texts[case.name][: case.num_combined], list(_combined(case)))
+    yield from _bound(cases[1], texts["stories260K"][: cases[1].num_combined])
     yield from _fitting(cases[0])
 
 
