@@ -259,3 +259,17 @@ def test_drafts_pay_from_the_tokens_that_a_verifying_step_costs(config_dir: Path
         assert other["points"][0]["tokens_per_s_alone"] == pytest.approx(alone, rel=1e-4)
         assert other["points"][0]["bytes_per_request"] > one["points"][0]["bytes_per_request"]
         assert other["graph_memory"]["num_graphs"] > one["graph_memory"]["num_graphs"]
+
+
+def test_drafts_of_the_model_itself_pay_where_keys_outweigh_weights(config_dir: Path) -> None:
+    given = '{"method": "duo", "num_speculative_tokens": 4, "draft_lens": [1, 5]}'
+    words = ["capacity", "--model", str(config_dir), "--sparsity", "0", "--speculative-config", given]
+    contexts = ["--context", "4096", "--context", "65536"]
+    found = json.loads(CliRunner().invoke(app, [*words, *contexts, "--json"]).output)["drafts_pay_from"]
+    needed = {(each["context"], each["num_rows"]): each["tokens"]["5"] for each in found}
+    assert needed[65536, 1] < needed[4096, 1]
+    printed = " ".join(CliRunner().invoke(app, [*words, *contexts]).output.split())
+    loses = needed[4096, 1] > sum(0.8**number for number in range(5))
+    assert (
+        "with 1 requests of 4,096 tokens and 0% streaming, drafts are predicted to lose" in printed
+    ) is loses

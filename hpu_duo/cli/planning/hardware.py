@@ -31,6 +31,10 @@ def default_contexts(max_positions: int) -> list[int]:
     return [context for context in DEFAULT_CONTEXTS if context <= max_positions] or [max_positions]
 
 
+ACCEPTANCE = 0.8
+"""Share of drafts that are accepted behind an accepted one, for the warning that drafts lose."""
+
+
 class BreakEven(NamedTuple):
     """When drafts pay.
 
@@ -39,7 +43,8 @@ class BreakEven(NamedTuple):
         context: tokens of each request in the cache.
         num_rows: requests that decode.
         tokens: of each size of a verified row, the mean tokens that a step has to give to be as fast as plain
-            decodes: its predicted time over theirs, without that of the drafter.
+            decodes: its predicted time over theirs. With drafts of the model itself, that of the drafts is in
+            it; other drafters take none here.
     """
 
     sparsity: float
@@ -47,6 +52,11 @@ class BreakEven(NamedTuple):
     context: int
     num_rows: int
     tokens: dict[int, float]
+
+    def loses(self, acceptance: float = ACCEPTANCE) -> bool:
+        """Whether drafts of every size lose where each is accepted so often behind an accepted one."""
+        expected = {size: (1 - acceptance**size) / (1 - acceptance) for size in self.tokens}
+        return all(needed > expected[size] for size, needed in self.tokens.items())
 
     def fields(self) -> dict[str, Any]:
         """JSON values."""
@@ -256,11 +266,14 @@ class HardwareOptions:
                 found.append(graph_memory(model, deployment, buckets, draft_lens=lens))
         return found
 
-    def break_evens(self, size: ModelSize, serving: Serving, found: list[Capacity]) -> list[BreakEven]:
+    def break_evens(
+        self, size: ModelSize, serving: Serving, found: list[Capacity], window: int | None = None
+    ) -> list[BreakEven]:
         """Tokens of a row in a step from which verifying drafts pays, of every choice and context.
 
         Args:
             found: what ``compare`` returned.
+            window: tokens that drafts of the model itself read of a text; None = other drafts.
         """
         from hpu_duo.planning import Deployment, Step
 
@@ -278,7 +291,11 @@ class HardwareOptions:
                         own = replace(deployment, serving=replace(serving, decode_len=each, draft_lens=()))
                         shape = replace(bucket, query_len=rows * each)
                         seconds[each] = own.bucket_seconds(shape).value
-                    tokens = {each: seconds[each] / seconds[plain] for each in longer}
+                    draft = 0.0
+                    if window is not None:
+                        short = deployment.shape_of(Step(rows, min(window, point.context - 1)))
+                        draft = deployment.bucket_seconds(short).value
+                    tokens = {each: (seconds[each] + (each - 1) * draft) / seconds[plain] for each in longer}
                     evens.append(BreakEven(one.sparsity, one.kv_format, point.context, rows, tokens))
         return evens
 

@@ -226,7 +226,10 @@ def capacity(
         size = read_model(model)
         found = served.compare(size, serving)
         memories = served.graph_memories(model, size, serving)
-        evens = served.break_evens(size, serving, found) if serving.draft_lens else []
+        window, speculation = None, SchedulerConfig(speculative_config=speculative_config).speculation
+        if speculation is not None and speculation.method == "duo":
+            window = speculation.draft_sink + speculation.draft_recent
+        evens = served.break_evens(size, serving, found, window) if serving.draft_lens else []
         if png is not None:
             from hpu_duo.cli.planning.tables import draw
 

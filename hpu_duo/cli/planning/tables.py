@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from hpu_duo.cli.planning.hardware import ACCEPTANCE, BreakEven
 from hpu_duo.cli.terminal import show_bytes
 
 if TYPE_CHECKING:
-    from hpu_duo.cli.planning.hardware import BreakEven
     from hpu_duo.planning import Capacity, CapacityPoint, Hardware, ModelSize, Serving, WarmUp
     from hpu_duo.planning.model import TableMemory
 
@@ -68,6 +68,12 @@ def print_report(
         _print(console, title, _graph_memory_table(found, memories))
     if evens:
         _print(console, "Tokens a step from which drafts pay, by tokens of a verified row", _evens(evens))
+        for one in filter(BreakEven.loses, evens):
+            console.print(
+                f"warning: with {one.num_rows:,} requests of {one.context:,} tokens and {one.sparsity:.0%} "
+                f"streaming, drafts are predicted to lose if {ACCEPTANCE:.0%} of them are accepted",
+                highlight=False,
+            )
     for line in caveats(serving, found):
         console.print(line, style="dim", highlight=False)
 
