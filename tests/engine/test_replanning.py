@@ -108,9 +108,8 @@ def test_a_budget_that_is_no_number_of_seconds_is_refused(tiny: Tiny, value: Any
 
 
 def _limits() -> StepLimits:
-    return StepLimits(
-        max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256, block_size=8, num_blocks=128
-    )
+    sizes = {name: LIMITS[name] for name in LIMITS if name != "attention"}
+    return StepLimits(**sizes, max_chunk_rows=1, decode_len=1)
 
 
 class Captured:

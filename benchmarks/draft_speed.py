@@ -1,0 +1,151 @@
+"""Measure decodes with drafts against plain ones where a given text plays the output, on one core.
+
+The model does its work in full, a random Llama of 108M parameters in float32; the tokens that it samples
+are replaced by those of a text at the sampler, in both engines. Texts are those of ``draft_acceptance``. Runs
+of both engines alternate; times are CPU time of steps behind the prompts. Greedy loops of random weights are
+no evidence of speed, so there are none.
+
+    python -m benchmarks.draft_speed [--rounds 2] [--tokens 160] [--prompt 512] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.draft_acceptance import VOCAB_SIZE, texts, tokenizer
+from hpu_duo import HPUDuoModel
+from hpu_duo.engine.stepper import StepHandle, StepResult
+from hpu_duo.sampling import SamplingParams
+
+Pair: TypeAlias = tuple[list[int], list[int]]
+"""Tokens of a prompt and of the output behind it."""
+
+
+def make_checkpoint(directory: Path) -> Path:
+    """Save the model."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=768,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        intermediate_size=2048,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=8192,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(directory)
+    return directory
+
+
+class Played:
+    """An engine whose samples are the tokens of given texts."""
+
+    def __init__(self, path: Path, max_len: int, num_rows: int, config: dict[str, Any] | None) -> None:
+        self.served = HPUDuoModel.from_pretrained(
+            path,
+            dtype="float32",
+            graphs="replay",
+            max_num_seqs=num_rows,
+            max_num_batched_tokens=512,
+            max_model_len=max_len,
+            enable_prefix_caching=False,
+            speculative_config=config,
+        )
+        self._texts: dict[str, list[int]] = {}
+        runner = self.served.engine.runner
+        finish = runner.finish
+
+        def replaced(handle: StepHandle) -> StepResult:
+            result, ids = finish(handle), []
+            for row in handle.plan.sampled_rows:
+                output = self._texts[row.request.request_id.split("#")[0]]
+                first = row.end - row.num_samples + 1 - row.request.num_prompt_tokens
+                ids += [output[min(first + place, len(output) - 1)] for place in range(row.num_samples)]
+            return result._replace(token_ids=np.array(ids, np.int32))
+
+        runner.finish = replaced  # type: ignore[method-assign]
+
+    def run(self, pairs: Sequence[Pair]) -> tuple[float, int]:
+        """Serve texts together; CPU seconds of the steps behind their prompts, and the number of these."""
+        engine, waiting = self.served.engine, set()
+        for number, (prompt, output) in enumerate(pairs):
+            name = str(number)
+            self._texts[name] = output
+            params = SamplingParams(temperature=0, max_tokens=len(output), ignore_eos=True)
+            engine.add_request(prompt, params, request_id=name)
+            waiting.add(name)
+        while waiting:
+            waiting -= {each.request_id for each in engine.step()}
+        began, num_steps = time.process_time(), engine.stats.num_steps
+        while engine.has_unfinished:
+            engine.step()
+        return time.process_time() - began, engine.stats.num_steps - num_steps
+
+
+def main() -> None:
+    """Print a row for each kind of text and number of rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--drafts", type=int, default=8)
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    encoder, found = tokenizer(), texts("HEAD")
+    kinds: dict[str, list[Pair]] = {}
+    for kind in ("edits", "prose"):
+        pairs = [(encoder.encode(prompt).ids, encoder.encode(text).ids) for prompt, text in found[kind]]
+        if kind == "prose":
+            # Eight pieces of the pages.
+            own = [token for prompt, text in pairs for token in (*prompt, *text)]
+            size = asked.prompt + asked.tokens
+            pairs = [
+                (own[place : place + asked.prompt], own[place + asked.prompt : place + size])
+                for place in range(0, len(own) - size, max(1, (len(own) - size) // 8))
+            ]
+        # An edit is found in the file before it: as much of the output as of the prompt.
+        kinds[kind] = [(prompt[: asked.prompt], text[: asked.tokens]) for prompt, text in pairs][:8]
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        path = make_checkpoint(Path(directory))
+        for num_rows in asked.rows:
+            max_len = asked.prompt + asked.tokens + 16
+            plain = Played(path, max_len, num_rows, None)
+            drafting = Played(path, max_len, num_rows, {"num_speculative_tokens": asked.drafts})
+            for kind, pairs in kinds.items():
+                ratios, steps = [], (0, 0)
+                for number in range(asked.rounds + 1):
+                    some = pairs[number % len(pairs) :][:1] if num_rows == 1 else pairs
+                    (before, num_plain), (after, num_drafted) = plain.run(some), drafting.run(some)
+                    if number:  # the first round captures graphs and measures steps
+                        ratios.append(before / after)
+                        steps = steps[0] + num_plain, steps[1] + num_drafted
+                rows.append(
+                    {
+                        "texts": kind,
+                        "rows": num_rows,
+                        "times as fast": round(statistics.median(ratios), 3),
+                        "of rounds": [round(each, 3) for each in ratios],
+                        "steps": steps,
+                    }
+                )
+                print(json.dumps(rows[-1]) if asked.json else rows[-1], flush=True)
+
+
+if __name__ == "__main__":
+    main()
