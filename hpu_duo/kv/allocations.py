@@ -125,7 +125,7 @@ class KVAllocations:
     def restore_prefixes(self) -> None:
         """Take records into the prefix cache that have landed on the device since the last step."""
         if self.tiers is not None:
-            self.tiers.advance(self._restored)
+            self.tiers.advance(self._restored, lambda: self.blocks.num_free > 0)
 
     def _restored(self, piece: Piece) -> PrefixNode | None:
         assert self.prefixes is not None, "expected a prefix cache"

@@ -309,12 +309,16 @@ class PrefixTiers:
         landed, self._landed = self._landed, []
         return Transfers(tuple(stores), tuple(loads), tuple(landed)) if stores or loads or landed else None
 
-    def advance(self, place: Callable[[Piece], PrefixNode | None]) -> None:
+    def advance(
+        self, place: Callable[[Piece], PrefixNode | None], has_free_block: Callable[[], bool]
+    ) -> None:
         """Take in what has landed.
 
         Args:
             place: brings a piece of its load into the tree, with a copy from its unit; returns the prefix
                 that it ends, None if there is no room.
+            has_free_block: whether nothing is evicted for a block. Otherwise pieces wait for a unit that
+                what is evicted can be copied to.
         """
         for landed in self.link.poll():
             self._landed.append(landed.transfer)
@@ -328,10 +332,17 @@ class PrefixTiers:
             if piece.load.is_abandoned:
                 self._release(piece)
         for load in list(self._loads.values()):
-            self._place(load, place)
+            self._place(load, place, has_free_block)
 
-    def _place(self, load: Load, place: Callable[[Piece], PrefixNode | None]) -> None:
+    def _place(
+        self,
+        load: Load,
+        place: Callable[[Piece], PrefixNode | None],
+        has_free_block: Callable[[], bool],
+    ) -> None:
         while load.pieces and load.pieces[0].has_landed:
+            if not (load.pieces[0].is_row or self._free[False, False] or has_free_block()):
+                return
             node = place(load.pieces[0])
             if node is None:
                 self.counters.num_abandoned += 1
