@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from hpu_duo.modeling.loading import build_without_weights, load_state, stored_c
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.quantised.checkpoint import StoredTensor, stored_tensors
 from hpu_duo.modeling.quantised.linear import DEQUANTISED, WeightExecution
+from hpu_duo.modeling.quantised.state import StoredCodes
 from hpu_duo.parallel.config import ExpertShare, RankHeads, check_plan, narrowed_config
 from hpu_duo.parallel.cuts import Cut, Cutter, Fit, head_sizes
 from hpu_duo.parallel.modules import token_tables
@@ -58,9 +59,18 @@ def load_share(
     fit = Fit.of(cutter, whole, layers, build_without_weights(path, narrow, dtype))
     state = read_share(path, whole, cutter, ranks, dtype)
     cut = {name: piece for name, piece in state.items() if not piece.is_padded}
-    found = stored_codes({name: piece.stored for name, piece in cut.items()}, whole, execution, dtype)
+    found = stored_codes(_stored(cut), whole, execution, dtype)
     codes = {name: replace(each, part=cut[name].part) for name, each in found.items()}
+    # A vocabulary may be padded, which codes are not: an output head of measured scales is rounded and plain.
+    padded = {name: piece for name, piece in state.items() if piece.is_padded}
+    for name, each in stored_codes(_stored(padded), whole, execution, dtype).items():
+        if each.rounding is not None:
+            state[name] = replace(state[name], stored=each)
     return load_state(path, narrow, dtype, state, fit.apply, codes, execution)
+
+
+def _stored(pieces: Mapping[str, Piece]) -> dict[str, StoredTensor]:
+    return {name: piece.stored for name, piece in pieces.items() if not isinstance(piece.stored, StoredCodes)}
 
 
 def make_cutter(
@@ -115,7 +125,7 @@ class Piece:
         is_zero: whether another rank has its values.
     """
 
-    stored: StoredTensor
+    stored: StoredTensor | StoredCodes
     cut: Cut | None
     is_zero: bool
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,6 +61,13 @@ class StoredCodes:
             except ValueError as error:
                 raise ValueError(f"{error} in {self.stored.name} of {self.stored.file}") from error
         return weight if self.part is None else weight.select(*self.part)
+
+    def source(self) -> torch.Tensor:
+        """Return the plain weight of the codes."""
+        return self.read().dequantised(self.dtype)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.source()[index]
 
 
 def linears_of(model: nn.Module, head: nn.Module | None, is_tied: bool) -> dict[str, nn.Linear]:
