@@ -240,6 +240,8 @@ def test_intermediates_are_freed_as_soon_as_they_are_read_for_the_last_time() ->
 class Layer(torch.nn.Module):
     """A layer with a weight, a store that it writes to, and a number that Python code branches on."""
 
+    store: Tensor
+
     def __init__(self, number: int, is_odd: bool = False) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.full((SIZE,), 1.0 + number))
