@@ -3,8 +3,8 @@
 One thread; every round runs all formats one after the other, and CPU time is counted. Reported are the best
 time of each, and the median over rounds of bfloat16's time divided by its own.
 
-    python benchmarks/kv_codes.py
-    HPU_DUO_X86_KERNELS=avx2 python benchmarks/kv_codes.py
+    python -m benchmarks.kv_codes
+    HPU_DUO_X86_KERNELS=avx2 python -m benchmarks.kv_codes
 """
 
 from __future__ import annotations
