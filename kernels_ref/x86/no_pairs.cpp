@@ -26,6 +26,8 @@ void attend_rows(const bf16 *, const bf16 *, const bf16 *, const RowPlan &, floa
   refuse();
 }
 
+void eviction_victims(const float *, const int *, const bool *, int *, int64_t, int, int) { refuse(); }
+
 void place_of_largest(const bf16 *, int *, int64_t, int64_t, int) { refuse(); }
 
 void column_sums(const bf16 *, const bf16 *, const float *, float *, const int64_t *, const int *, Instructions, int) {
