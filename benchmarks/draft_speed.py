@@ -69,7 +69,7 @@ class Played:
         finish = runner.finish
 
         def replaced(handle: StepHandle) -> StepResult:
-            result, ids = finish(handle), []
+            result, ids = finish(handle), list[int]()
             for row in handle.plan.sampled_rows:
                 output = self._texts[row.request.request_id.split("#")[0]]
                 first = row.end - row.num_samples + 1 - row.request.num_prompt_tokens
@@ -80,7 +80,7 @@ class Played:
 
     def run(self, pairs: Sequence[Pair]) -> tuple[float, int]:
         """Serve texts together; CPU seconds of the steps behind their prompts, and the number of these."""
-        engine, waiting = self.served.engine, set()
+        engine, waiting = self.served.engine, set[str]()
         for number, (prompt, output) in enumerate(pairs):
             name = str(number)
             self._texts[name] = output
@@ -128,7 +128,7 @@ def main() -> None:
             plain = Played(path, max_len, num_rows, None)
             drafting = Played(path, max_len, num_rows, {"num_speculative_tokens": asked.drafts})
             for kind, pairs in kinds.items():
-                ratios, steps = [], (0, 0)
+                ratios, steps = list[float](), (0, 0)
                 for number in range(asked.rounds + 1):
                     some = pairs[number % len(pairs) :][:1] if num_rows == 1 else pairs
                     (before, num_plain), (after, num_drafted) = plain.run(some), drafting.run(some)
