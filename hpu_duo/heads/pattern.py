@@ -203,6 +203,16 @@ class HeadPattern:
 
     # --- Derived patterns ---
 
+    def of_layers(self, numbers: Sequence[int]) -> HeadPattern:
+        """Return the pattern whose layer ``i`` is the layer ``numbers[i]`` of this one."""
+        rows = np.array(numbers)
+        return replace(
+            self,
+            scores=self.scores[rows],
+            retrieval=None if self.retrieval is None else self.retrieval[rows],
+            promoted=None if self.promoted is None else self.promoted[rows],
+        )
+
     def binarise(
         self,
         *,

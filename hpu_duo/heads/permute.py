@@ -124,7 +124,8 @@ def permute_heads(
 
     Understood are separate ``q_proj``, ``k_proj``, ``v_proj`` or one fused projection, an output projection,
     their biases, norms of q and k over one head (left alone) or over the whole projection, and ``sinks``, an
-    attention-sink logit for each query head.
+    attention-sink logit for each query head. A layer that reads the keys and values of an earlier one has
+    queries and outputs only; the caller gives both layers the same layout.
 
     Args:
         attentions: the self-attention modules, one per layer, on any device but ``meta``.
@@ -224,6 +225,8 @@ def _row_orders(module: nn.Module, orders: _Orders, fused_rows: FusedRows | None
     present = {name for name, _ in module.named_children()}
     fused = present & {FUSED_KNOWN, *FUSED_UNKNOWN}
     separate = present & set(SEPARATE)
+    if getattr(module, "is_kv_shared_layer", False) and separate == {"q_proj"} and not fused:
+        return {"q_proj": orders.query_channels}
     if separate == set(SEPARATE) and not fused:
         return dict(zip(SEPARATE, (orders.query_channels, orders.key_channels, orders.value_channels)))
     if len(fused) != 1 or separate:
@@ -320,11 +323,6 @@ def _move(module: nn.Module, name: str, tensor: Tensor, dim: int, order: Tensor)
 
 def _check_not_shared(attentions: Sequence[nn.Module]) -> None:
     """Raise ValueError for a tensor with two users, which would be permuted twice."""
-    for module in attentions:
-        if getattr(module, "is_kv_shared_layer", False):
-            raise ValueError(
-                f"expected every layer to compute its own keys and values, got shared ones in {_name(module)}"
-            )
     parameters = [
         (module, *pair) for module in attentions for pair in module.named_parameters(remove_duplicate=False)
     ]

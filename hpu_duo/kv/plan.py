@@ -144,6 +144,8 @@ class LayerKV:
                 f"head_dim and value_head_dim must be 1 or more, "
                 f"got {self.head_dim} and {self.value_head_dim}"
             )
+        if self.value_head_dim == self.head_dim:
+            object.__setattr__(self, "value_head_dim", None)
 
     @property
     def own_groups(self) -> tuple[HeadGroup, ...]:

@@ -8,6 +8,7 @@ the mask, layers that mix neighbouring tokens.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -114,7 +115,7 @@ def try_flat_batch(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> No
         apart = model(input_ids=texts, attention_mask=torch.ones_like(texts), use_cache=False).logits
     model.set_attn_implementation(NAME)
     _check_finite(model, apart)
-    _compare(type(model).__name__, flat.float(), apart.flatten(0, 1).float())
+    _compare(model, flat.float(), apart.flatten(0, 1).float())
 
 
 def _representatives(model: nn.Module, calls: Sequence[AttentionCall]) -> list[nn.Module]:
@@ -226,15 +227,16 @@ def _check_finite(model: PreTrainedModel, apart: torch.Tensor) -> None:
     )
 
 
-def _compare(name: str, flat: torch.Tensor, apart: torch.Tensor) -> None:
+def _compare(model: nn.Module, flat: torch.Tensor, apart: torch.Tensor) -> None:
     error = (flat - apart).abs().amax(dim=-1) / apart.abs().amax(dim=-1).clamp(min=1e-6)
     # A NaN is an error too.
     share_wrong = 1 - (error <= TOLERANCE).float().mean().item()
     if share_wrong > _MAX_ROUNDED_SHARE:
         raise ValueError(
-            f"{name} cannot be served: texts in one flat batch get other results than transformers gives "
-            f"each alone (relative error up to {error.max().item():.2g}); something beside its attention "
-            "calls reads masks, counts positions or mixes neighbouring tokens"
+            f"{type(model).__name__} cannot be served: texts in one flat batch get other results than "
+            f"transformers gives each alone (relative error up to {error.max().item():.2g}); something "
+            "beside its attention calls reads masks, counts positions or mixes neighbouring "
+            f"tokens{_missing_parts(model)}"
         )
 
 
@@ -350,6 +352,17 @@ class DecoderLayer:
     rows: tuple[RowKind, ...] = ()
 
 
+def pattern_rows(layers: Sequence[DecoderLayer]) -> tuple[int, ...]:
+    """Return the row of each layer in a head pattern, which has rows for layers with keys of their own only.
+
+    A retrieval head of a layer that reads an earlier one's keys and values is one of that layer too.
+    """
+    stored = [number for number, layer in enumerate(layers) if layer.call.source is None]
+    row_of = {number: row for row, number in enumerate(stored)}
+    sources = ((number, layer.call.source) for number, layer in enumerate(layers))
+    return tuple(row_of[number if source is None else source] for number, source in sources)
+
+
 def probe(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
     """Return the decoder layers of a model in order, with the attention call of each.
 
@@ -377,9 +390,11 @@ def read_layers(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
     num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     num_modules = len({id(call.module) for call in calls})
     if len(calls) != num_layers or num_modules != num_layers:
-        raise ValueError(f"{name} cannot be served: {_count_text(len(calls), num_modules, num_layers)}")
+        count = _count_text(len(calls), num_modules, num_layers)
+        raise ValueError(f"{name} cannot be served: {count}{_missing_parts(model)}")
     for index, call in enumerate(calls):
-        _check_call(f"{name}, layer {index}", call)
+        _check_call(f"{name}, layer {index}", call, model)
+    _check_shared(model, calls)
     calls = [_with_window(model, index, call) for index, call in enumerate(calls)]
     paths = {id(module): path for path, module in model.named_modules()}
     parents = [model.get_submodule(paths[id(call.module)].rpartition(".")[0]) for call in calls]
@@ -388,6 +403,22 @@ def read_layers(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
         DecoderLayer(parent, call.module, call, row_kinds(config, index))
         for index, (parent, call) in enumerate(zip(parents, calls))
     )
+
+
+_STATES = re.compile(
+    r"(Delta(Net|Attention)|(Linear|Lightning)Attention|Mixer|MambaLayer|ShortConv(olution)?|RecurrentBlock)$"
+)
+_CHOICES = re.compile(r"Indexer$")
+
+
+def _missing_parts(model: nn.Module) -> str:
+    """Name the modules that a refused model has and that are not served, for the end of a message."""
+    names = sorted({type(module).__name__ for module in model.modules()})
+    found = (
+        ("states of recurrences and convolutions", [name for name in names if _STATES.search(name)]),
+        ("keys that a model chooses", [name for name in names if _CHOICES.search(name)]),
+    )
+    return "".join(f"; {what} are not supported: {', '.join(of)}" for what, of in found if of)
 
 
 def _count_text(num_calls: int, num_modules: int, num_layers: int | None) -> str:
@@ -405,10 +436,7 @@ def _count_text(num_calls: int, num_modules: int, num_layers: int | None) -> str
         )
     if num_layers is not None and num_calls > num_layers:
         return f"{expected} {num_calls} calls: some layers attend twice, to another text for example"
-    return (
-        f"{expected} {num_calls} calls; layers without attention, or that share keys and values, "
-        "are missing here"
-    )
+    return f"{expected} {num_calls} calls; layers without attention are missing here"
 
 
 @torch.inference_mode()
@@ -428,13 +456,27 @@ def _record_calls(model: PreTrainedModel) -> list[AttentionCall]:
     return recorder.calls
 
 
-def _check_call(where: str, call: AttentionCall) -> None:
+def _check_call(where: str, call: AttentionCall, model: nn.Module) -> None:
     if call.unknown:
-        raise ValueError(f"{where} cannot be served: unknown attention arguments {', '.join(call.unknown)}")
+        unknown = ", ".join(call.unknown)
+        raise ValueError(
+            f"{where} cannot be served: unknown attention arguments {unknown}{_missing_parts(model)}"
+        )
     if call.num_heads % call.num_kv_heads:
         raise ValueError(
             f"{where} cannot be served: {call.num_heads} query heads do not divide into "
             f"{call.num_kv_heads} key/value heads"
+        )
+
+
+def _check_shared(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> None:
+    """Raise ValueError unless layers that share keys and values pass on the tensors of an earlier layer."""
+    wanted = getattr(model.config.get_text_config(), "num_kv_shared_layers", None) or 0
+    found = sum(call.source is not None for call in calls)
+    if found < wanted:
+        raise ValueError(
+            f"{type(model).__name__} cannot be served: expected {wanted} layers (num_kv_shared_layers) that "
+            f"attend to the keys and values of earlier ones, got {found}; the others attend to copies"
         )
 
 
@@ -446,7 +488,7 @@ def _with_window(model: PreTrainedModel, index: int, call: AttentionCall) -> Att
     if types is not None and types[index] not in _SERVED_LAYER_TYPES:
         raise ValueError(
             f"{where} cannot be served: layer type {types[index]!r}, "
-            f"expected one of {', '.join(sorted(_SERVED_LAYER_TYPES))}"
+            f"expected one of {', '.join(sorted(_SERVED_LAYER_TYPES))}{_missing_parts(model)}"
         )
     seen = read_window(call.mask)
     if seen is None:

@@ -277,8 +277,10 @@ class Deployment:
         if pattern is None:
             return self.model.spread(self.sparsity)
         for layer in self.model.layers:
-            pattern.check_shape(len(self.model.layers), layer.num_kv_heads)
-        return tuple(kept for kept, _ in pattern.binarise(sparsity=self.sparsity).head_counts)
+            pattern.check_shape(len(set(self.model.sources)), layer.num_kv_heads)
+        row_of = {number: row for row, number in enumerate(sorted(set(self.model.sources)))}
+        counts = pattern.binarise(sparsity=self.sparsity).head_counts
+        return tuple(counts[row_of[number]][0] for number in self.model.sources)
 
     @cached_property
     def _counts(self) -> tuple[int, ...]:

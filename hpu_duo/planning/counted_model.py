@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from hpu_duo.modeling.attention import LayerKind
 from hpu_duo.modeling.experts import EXPERTS_PER_TOKEN, NUM_EXPERTS
+from hpu_duo.modeling.loading import build_without_weights
+from hpu_duo.modeling.probe import read_layers
 from hpu_duo.modeling.transformers_internals import causal_model_class
 from hpu_duo.planning.model import AttentionSize, Experts, ModelSize
 
@@ -25,6 +28,30 @@ def check_causal(config: Any) -> None:
             f"model_type {config.model_type!r} has no causal language model in transformers "
             f"{transformers.__version__}"
         )
+
+
+def attention_sizes(file: Path, config: Any) -> tuple[AttentionSize, ...]:
+    """Read the sizes of the attention of each layer from calls of a model without storage.
+
+    For families whose configurations do not say them alike: values of another size than keys, and layers that
+    attend to the keys and values of earlier ones.
+
+    Args:
+        file: of the configuration, for messages.
+        config: of the text part.
+
+    Raises:
+        ValueError: the model cannot be served.
+    """
+    calls = [layer.call for layer in read_layers(build_without_weights(file, config, torch.float32))]
+    return tuple(
+        AttentionSize(
+            *(call.num_heads, call.num_kv_heads, call.head_dim, call.sliding_window),
+            value_head_dim=None if call.value_head_dim == call.head_dim else call.value_head_dim,
+            source=call.source,
+        )
+        for call in calls
+    )
 
 
 def counted_model(name: str, config: Any, layers: tuple[AttentionSize, ...], max_positions: int) -> ModelSize:

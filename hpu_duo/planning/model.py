@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -156,6 +156,7 @@ class AttentionSize:
         head_dim: elements of a key.
         window: of a layer with a sliding window.
         value_head_dim: elements of a value; None = ``head_dim``.
+        source: number of the layer whose keys and values it attends to; None = its own.
     """
 
     num_heads: int
@@ -163,6 +164,7 @@ class AttentionSize:
     head_dim: int
     window: int | None = None
     value_head_dim: int | None = None
+    source: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -280,8 +282,9 @@ class ModelSize:
 
     @cached_property
     def num_full_kv_heads(self) -> int:
-        """KV heads of the layers without a sliding window: those that a head pattern can let stream."""
-        return sum(layer.num_kv_heads for layer in self.layers if layer.window is None)
+        """KV heads stored by layers without a sliding window: those that a head pattern can let stream."""
+        stored = (layer for layer in self.layers if layer.window is None and layer.source is None)
+        return sum(layer.num_kv_heads for layer in stored)
 
     def check_split(self, num_devices: int) -> None:
         """Raise ValueError unless the KV heads of every layer divide evenly among the devices."""
@@ -297,7 +300,7 @@ class ModelSize:
 
         Of the ``n`` heads of layers without a window, ``round(n * (1 - sparsity))`` retrieve, as with a
         pattern, spread evenly: no two such layers differ by more than the rounding. Layers with a window
-        count as full.
+        count as full; layers that read the keys of another one have its heads.
 
         Raises:
             ValueError: sparsity outside 0 to 1.
@@ -306,6 +309,9 @@ class ModelSize:
         counts: list[int] = []
         seen = 0
         for layer in self.layers:
+            if layer.source is not None:
+                counts.append(counts[layer.source])
+                continue
             if layer.window is not None:
                 counts.append(layer.num_kv_heads)
                 continue
@@ -329,9 +335,14 @@ class ModelSize:
             max_layer_kinds = max(max_layer_kinds, len(set(structures)))
         needed = [0 if windowed else count for count, (_, _, windowed) in zip(counts, structures)]
         chosen = fewest_promotions(needed, CountRule(max_layer_kinds, num_ranks), structures)
-        return tuple(
-            old if windowed else new for old, new, (_, _, windowed) in zip(counts, chosen, structures)
-        )
+        found = [old if windowed else new for old, new, (_, _, windowed) in zip(counts, chosen, structures)]
+        return tuple(found[number] for number in self.sources)
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Number of the layer whose keys and values each layer attends to."""
+        given = ((number, layer.source) for number, layer in enumerate(self.layers))
+        return tuple(number if source is None else source for number, source in given)
 
     def num_kinds(self, kv_layers: Sequence[LayerKV]) -> int:
         """Count the kinds of layers with these heads, each of which is compiled for every bucket."""
@@ -388,7 +399,7 @@ class ModelSize:
                 groups = head_groups(0, num_kv, Window(0, layer.window), slack)
             else:
                 groups = head_groups(count, num_kv - count, ring, slack)
-            kept.append(LayerKV(groups, layer.head_dim, layer.value_head_dim))
+            kept.append(LayerKV(groups, layer.head_dim, layer.value_head_dim, source=layer.source))
         return tuple(kept)
 
 

@@ -185,7 +185,13 @@ def _by_transformers(name: str, file: Path) -> ModelSize:
 
         check_causal(text)
     try:
-        layers, max_positions = _layers(text), positions_served(text)
+        if any(getattr(text, name, None) for name in ("kv_lora_rank", "num_kv_shared_layers", "v_head_dim")):
+            from hpu_duo.planning.counted_model import attention_sizes
+
+            layers = attention_sizes(file, text)
+        else:
+            layers = _layers(text)
+        max_positions = positions_served(text)
         if (plain := plain_model(name, text, layers, max_positions)) is not None:
             return plain
         from hpu_duo.planning.counted_model import counted_model
@@ -196,9 +202,10 @@ def _by_transformers(name: str, file: Path) -> ModelSize:
 
 
 def _layers(config: Any) -> tuple[AttentionSize, ...]:
-    for unknown in ("kv_lora_rank", "num_kv_shared_layers", "attention_chunk_size"):
-        if getattr(config, unknown, None):
-            raise ValueError(f"{config.model_type!r} has {unknown}, which the cost model does not cover")
+    if getattr(config, "attention_chunk_size", None):
+        raise ValueError(
+            f"{config.model_type!r} has attention_chunk_size, which the cost model does not cover"
+        )
     num_layers = config.num_hidden_layers
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)

@@ -21,7 +21,7 @@ from hpu_duo.heads.pattern import FINGERPRINT_KEY, check_origin
 from hpu_duo.kv.plan import LayerKV, budget_groups, head_groups, ring_slack, sparse_groups
 from hpu_duo.modeling.attention import LayerKind
 from hpu_duo.modeling.hub import has_weights, model_fingerprint, model_name
-from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.modeling.probe import DecoderLayer, pattern_rows
 from hpu_duo.parallel import (
     ContextParallelBlocks,
     HeadExchange,
@@ -186,18 +186,20 @@ def resolve_pattern(
         num_ranks: ranks with equally many of the retrieval heads of each layer.
 
     Returns:
-        None when every head is a retrieval head.
+        The pattern with a row for each layer; None when every head is a retrieval head.
 
     Raises:
         ValueError: the pattern does not fit the model or is not cut, or the layers have more structures than
             ``max_layer_kinds``.
     """
-    pattern = _binarised(heads, layers)
+    rows = pattern_rows(layers)
+    stored = tuple(layer for layer in layers if layer.call.source is None)
+    pattern = _binarised(heads, stored)
     if pattern is None:
         return None
     # With fewer key/value heads than ranks, each rank has one, and a layer has all or none that retrieve.
     rule = CountRule(heads.max_layer_kinds, min(num_ranks, layers[0].call.num_kv_heads))
-    return _of_few_kinds(pattern, rule, layers, max_len, device)
+    return _of_few_kinds(pattern, rule, stored, max_len, device).of_layers(rows)
 
 
 def _of_few_kinds(
@@ -509,7 +511,13 @@ class SizedHeads:
             sliding_window = layer.window if layer.has_window(max_len) else None
             streams = np.arange(layer.num_kv_heads) >= count
             groups = kinds.of(index, sliding_window, streams, None)[1]
-            kept.append(LayerKV(groups, layer.head_dim, layer.value_head_dim))
+            source = layer.source
+            # As in ``kv_layers``: layers share stores of equal groups, with units that can be shared.
+            if source is not None and not (
+                groups == kept[source].groups and all(group.kind.shares_units for group in groups)
+            ):
+                source = None
+            kept.append(LayerKV(groups, layer.head_dim, layer.value_head_dim, source=source))
         if planned is not None:
             check_shared(config.parallel, [each.groups for each in kept])
         return tuple(kept)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
@@ -21,10 +23,11 @@ from transformers import (
     Qwen3MoeConfig,
     T5Config,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hpu_duo.builtin import MODEL_DIR
 from hpu_duo.heads import HeadPattern
-from hpu_duo.kv.plan import LayerKV
+from hpu_duo.kv.plan import LayerKV, MemoryPlan
 from hpu_duo.planning import AttentionSize, Experts, Format, ModelSize
 from hpu_duo.planning.fit import dense_model, published_rows
 from hpu_duo.planning.read_model import _by_transformers, read_model, read_plain
@@ -294,6 +297,25 @@ def test_as_many_heads_stream_as_a_head_pattern_would_have(
         assert num_full - sum(map(num_streaming, full)) == int(pattern.mask.sum())
 
 
+def test_shared_keys_and_latents_are_counted_as_they_are_stored(tmp_path: Path) -> None:
+    """Gemma 3n has 35 layers of 20 stores; 128 heads of 192 and 128 elements replace a latent of 576."""
+    for family, num_stores, per_layer in (("gemma3n_text", 20, 4 * 256), ("deepseek_v3", 61, 128 * 320)):
+        if family not in CONFIG_MAPPING:
+            pytest.skip(f"the installed transformers has no {family}")
+        size = read_model(save(AutoConfig.for_model(family), tmp_path / family))
+        layers = size.kv_layers(0.0, 0, 512, 4096)
+        assert len(set(size.sources)) == sum(layer.source is None for layer in layers) == num_stores
+        sizes = {"dtype_bytes": 2, "block_size": 128, "max_num_seqs": 4, "num_blocks": 8}
+        assert MemoryPlan(size.kv_layers(0.5, 4, 60, 4096), **sizes).uses_rows, (
+            "readers have the heads of stores"
+        )
+        plan = MemoryPlan(layers, **sizes)
+        alone = replace(plan, layers=tuple(replace(layer, source=None) for layer in layers))
+        assert plan.full_attention_bytes(1) == num_stores * per_layer * 2
+        assert alone.full_attention_bytes(1) == len(layers) * per_layer * 2
+        assert plan.total_bytes * len(layers) <= alone.total_bytes * num_stores * 1.02
+
+
 def num_streaming(layer: LayerKV) -> int:
     return sum(group.num_heads for group in layer.groups if group.kind.owner is Owner.ROW)
 
@@ -307,7 +329,6 @@ def num_streaming(layer: LayerKV) -> int:
         ('{"architectures": ["X"]}', "cannot read"),
         (T5Config(), "encoder-decoder"),
         (LlamaConfig(num_attention_heads=3, num_key_value_heads=2, hidden_size=24), "multiple of 2 KV heads"),
-        ('{"model_type": "deepseek_v3"}', "kv_lora_rank"),
         ('{"model_type": "mamba"}', "cannot size"),
         ('{"model_type": "vit"}', "no causal language model"),
     ],

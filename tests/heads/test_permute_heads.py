@@ -142,7 +142,6 @@ def without_values() -> Attention:
         (lambda: with_attribute("k_norm", nn.LayerNorm(H * D)), r"\[6\], \[24\] or \[4, 6\], got \[48\]"),
         (lambda: with_attribute("head_dim", 2 * D), "expected head_dim=12 as in Attention, got 6"),
         (lambda: with_attribute("out_proj", nn.Linear(E, E)), "expected one of o_proj"),
-        (lambda: with_attribute("is_kv_shared_layer", True), "its own keys and values"),
         (lambda: with_attribute("qkv_proj", nn.Linear(E, 1)), "or one fused projection"),
         (without_values, "expected q_proj, k_proj, v_proj or one fused projection"),
         (one_weight_for_keys_and_values, "k_proj.weight shared with another user"),

@@ -41,7 +41,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {**EXPERTS, "use_mamba_kernels": False},
         "one attention call in each",
     ),
-    "linear_attention_and_attention": ("Qwen3NextConfig", EXPERTS, "one attention call in each"),
+    "linear_attention_and_attention": (
+        "Qwen3NextConfig",
+        EXPERTS,
+        "one attention call in each.*states of recurrences .* are not supported: Qwen3NextGatedDeltaNet",
+    ),
     "recurrence_and_attention": ("RecurrentGemmaConfig", {}, "one attention call in each"),
     "convolutions_and_attention": (
         "Lfm2Config",

@@ -13,6 +13,8 @@ from graphs.backends.compile import CompileBackend
 from hpu_duo import HPUDuoModel
 from hpu_duo.device.rules import HpuRuleViolation
 from hpu_duo.heads import HeadPattern
+from hpu_duo.lab.identify import Band, FullFrom, GatedModel
+from hpu_duo.modeling.attention import Probe
 from hpu_duo.sampling import SamplingParams
 from tests.modeling.families import (
     BASE,
@@ -133,6 +135,50 @@ def test_layers_that_share_keys_and_values_are_served_as_transformers_runs_them(
         rows = served.generate([prompt], max_new_tokens=8)
         assert isinstance(rows, torch.Tensor)
         assert rows[0, len(prompt) :].tolist() == greedy(model, prompt, 8)
-    pattern = HeadPattern(np.array([[0.0, 1.0]] * 4), sink=2, recent=14).binarise(threshold=0.5)
-    with pytest.raises(ValueError, match="every layer to compute its own keys and values"):
-        HPUDuoModel.from_pretrained(tmp_path, pattern=pattern, **options)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_head_pattern_has_rows_for_the_layers_that_store_keys(tmp_path: Path, name: str) -> None:
+    """Rings that hold whole requests: heads of a store and of all its readers change places, no more."""
+    model = shared(tmp_path, name)
+    options: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 3, "block_size": BLOCK}
+    pattern = HeadPattern(np.array([[0.0, 1.0]] * 2), sink=2, recent=62).binarise(threshold=0.5)
+    served = HPUDuoModel.from_pretrained(tmp_path, pattern=pattern, max_num_batched_tokens=13, **options)
+    layers = served.engine.runner.store.plan.layers
+    assert [layer.source for layer in layers] == [None, None, 0, 1]
+    assert [len(layer.groups) for layer in layers] == [1, 2, 1, 2]
+    prompts = prompts_of([20, 1, 40, 9])
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, n=2)
+    for prompt, samples in zip(prompts, served.engine.generate(prompts, params)):
+        assert [sample.token_ids for sample in samples] == [greedy(model, prompt, 8)] * 2
+    whole = HeadPattern(np.array([[0.0, 1.0]] * 4), sink=2, recent=14).binarise(threshold=0.5)
+    with pytest.raises(ValueError, match="expected a head pattern of 2 layers x 2 KV heads, got 4 x 2"):
+        HPUDuoModel.from_pretrained(tmp_path, pattern=whole, **options)
+
+
+def test_identification_has_one_gate_for_a_head_and_all_its_readers(tmp_path: Path) -> None:
+    shared(tmp_path, "Gemma4TextConfig")
+    gated = GatedModel.load(tmp_path, "float32", torch.device("cpu"))
+    assert (gated.rows, gated.num_layers) == ((0, 1, 0, 1), 2)
+    used = gated.gated_layers(40)
+    assert used == (False, True), "a window shorter than the text"
+    ids, positions = torch.tensor(prompts_of([40])[0]), torch.arange(40)
+    whole = gated.teach(ids, positions, used, FullFrom.OWN).hidden
+    gates = torch.ones(2, 2, requires_grad=True)
+    hidden = gated.gated_hidden(ids, positions, gates, used, Band(1, 3), None)
+    torch.testing.assert_close(hidden, whole, atol=1e-5, rtol=0)
+    (gradient,) = torch.autograd.grad(hidden.square().sum(), [gates])
+    assert (gradient[1] != 0).all()
+    assert (gradient[0] == 0).all()
+
+
+def test_readers_of_copies_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared(tmp_path, "Gemma4TextConfig")
+    record = Probe.record
+
+    def copying(self: Probe, module: Any, q: Any, k: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return record(self, module, q, k.clone(), *rest)
+
+    monkeypatch.setattr(Probe, "record", copying)
+    with pytest.raises(ValueError, match=r"expected 2 layers .num_kv_shared_layers. .*attend to copies"):
+        HPUDuoModel.from_pretrained(tmp_path, max_model_len=64)

@@ -101,8 +101,8 @@ def _check_model(pattern: HeadPattern, model: Path) -> str | None:
     from hpu_duo.modeling.hub import has_weights, model_fingerprint, model_name
     from hpu_duo.planning.read_model import read_model
 
-    layers = read_model(model).layers
-    pattern.check_shape(len(layers), layers[0].num_kv_heads)
+    sizes = read_model(model)
+    pattern.check_shape(len(set(sizes.sources)), sizes.layers[0].num_kv_heads)
     directory = model if model.is_dir() else model.parent
     fingerprint = model_fingerprint(directory) if has_weights(directory) else None
     return check_origin(pattern, model_name(directory), fingerprint)

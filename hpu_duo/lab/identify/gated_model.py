@@ -20,7 +20,7 @@ from hpu_duo.lab.tasks.passkeys import NEEDLE, QUESTION
 from hpu_duo.lab.tasks.words import NAMES, PASSKEY_WORDS
 from hpu_duo.modeling.attention import AttentionCall, Trial, attending, placeholder_mask
 from hpu_duo.modeling.loading import load_model, read_config, resolve_dtype
-from hpu_duo.modeling.probe import DecoderLayer, probe
+from hpu_duo.modeling.probe import DecoderLayer, pattern_rows, probe
 
 
 class FullFrom(str, Enum):
@@ -121,6 +121,7 @@ class GatedModel:
     Attributes:
         layers: the decoder layers, each with its recorded attention call.
         calls: the attention calls by identity of the attention module.
+        rows: row of each layer's gates: layers that share keys and values have the same.
         num_layers, num_kv_heads: shape of the gates.
 
     Raises:
@@ -135,7 +136,9 @@ class GatedModel:
             )
         self.model = model
         self.layers = tuple(layers)
-        self.num_layers, self.num_kv_heads = len(self.layers), kv_heads[0]
+        self.num_kv_heads = kv_heads[0]
+        self.rows = pattern_rows(layers)
+        self.num_layers = max(self.rows) + 1
         self.device = next(model.parameters()).device
         self.calls = {id(layer.attention): layer.call for layer in layers}
         self._mask = placeholder_mask(self.device)
@@ -152,11 +155,11 @@ class GatedModel:
         return cls(model, layers)
 
     def gated_layers(self, num_tokens: int) -> tuple[bool, ...]:
-        """Say for each layer whether it has gates: it has no window, or one of ``num_tokens`` tokens.
+        """Say for each row of gates whether it is used: its layers have no window, or one of ``num_tokens``.
 
         In the other layers all heads stream, whatever a pattern says of them.
         """
-        windows = [layer.call.sliding_window for layer in self.layers]
+        windows = [layer.call.sliding_window for layer in self.layers if layer.call.source is None]
         return tuple(window is None or window >= num_tokens for window in windows)
 
     @torch.no_grad()
@@ -166,10 +169,10 @@ class GatedModel:
         Args:
             ids: int64 ``[T]``.
             positions: int64 ``[N]``, where the hidden state is wanted.
-            gated: for each layer, whether it has gates.
+            gated: for each row of gates, whether it is used.
             full_from: attention outputs are kept only if gates mix in the teacher's.
         """
-        kept = frozenset(id(layer.attention) for layer, has_gates in zip(self.layers, gated) if has_gates)
+        kept = frozenset(id(layer.attention) for layer, row in zip(self.layers, self.rows) if gated[row])
         trial = TeacherAttention(self.calls, kept if full_from is FullFrom.TEACHER else frozenset())
         return Teaching(self.hidden(ids, trial)[positions], trial.outputs)
 
@@ -182,11 +185,13 @@ class GatedModel:
         band: Band,
         attention: dict[int, Tensor] | None,
     ) -> Tensor:
-        """Last hidden states ``[N, hidden]`` with gates ``[L, K]``; see ``GatedAttention`` for the rest.
+        """Last hidden states ``[N, hidden]`` with gates ``[rows, K]``; see ``GatedAttention`` for the rest.
 
         Each layer keeps its input only, and is run again in the backward pass.
         """
-        by_module = {id(layer.attention): gates[i] for i, layer in enumerate(self.layers) if gated[i]}
+        by_module = {
+            id(layer.attention): gates[row] for layer, row in zip(self.layers, self.rows) if gated[row]
+        }
         trial = GatedAttention(self.calls, by_module, band, attention)
         with self._checkpointed(trial):
             return self.hidden(ids, trial)[positions]

@@ -225,8 +225,10 @@ def _averaged(hidden: object) -> Tensor:
 def _per_kv_head(
     model: GatedModel, by_module: Mapping[int, Tensor], join: Callable[[Tensor], Tensor]
 ) -> Gates:
+    # A head of a layer whose keys others read is needed as much as the neediest reader needs it.
     scores = np.zeros((model.num_layers, model.num_kv_heads))
-    for index, layer in enumerate(model.layers):
+    for row, layer in zip(model.rows, model.layers):
         if id(layer.attention) in by_module:
-            scores[index] = join(by_module[id(layer.attention)].view(model.num_kv_heads, -1)).cpu().numpy()
+            found = join(by_module[id(layer.attention)].view(model.num_kv_heads, -1)).cpu().numpy()
+            scores[row] = np.maximum(scores[row], found) if layer.call.source is not None else found
     return scores
