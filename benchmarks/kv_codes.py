@@ -44,7 +44,8 @@ def decode(units: KVUnits, q: torch.Tensor) -> None:
     plan = torch.zeros(num_blocks, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     hidden = torch.zeros(1, 1, 1, dtype=torch.int32)
     if units.encoding.format.is_floats:
-        library.attend_blocks(q, *units.views, *plan, hidden)
+        k, v = units.views
+        library.attend_blocks(q, k, v, *plan, hidden)
     else:
         codes.attend_blocks(q, units, *plan, hidden)
 
