@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -74,7 +75,7 @@ class Played:
                 output = self._texts[row.request.request_id.split("#")[0]]
                 first = row.end - row.num_samples + 1 - row.request.num_prompt_tokens
                 ids += [output[min(first + place, len(output) - 1)] for place in range(row.num_samples)]
-            return result._replace(token_ids=np.array(ids, np.int32))
+            return replace(result, token_ids=np.array(ids, np.int32))
 
         runner.finish = replaced  # type: ignore[method-assign]
 
@@ -89,10 +90,10 @@ class Played:
             waiting.add(name)
         while waiting:
             waiting -= {each.request_id for each in engine.step()}
-        began, num_steps = time.process_time(), engine.stats.num_steps
+        began, num_steps = time.process_time(), engine.stats().num_steps
         while engine.has_unfinished:
             engine.step()
-        return time.process_time() - began, engine.stats.num_steps - num_steps
+        return time.process_time() - began, engine.stats().num_steps - num_steps
 
 
 def main() -> None:
