@@ -506,7 +506,7 @@ class SizedHeads:
         num_kv_heads = [layer.num_kv_heads for layer in model.layers]
         planned = resolve_kv_plan(config, num_kv_heads, max_len, slack, torch.device("cpu"))
         kinds = Kinds(slack, resolve_kv_budget(config, max_len), planned=planned)
-        kept = []
+        kept: list[LayerKV] = []
         for index, (layer, count) in enumerate(zip(model.layers, counts, strict=True)):
             sliding_window = layer.window if layer.has_window(max_len) else None
             streams = np.arange(layer.num_kv_heads) >= count

@@ -305,7 +305,7 @@ def test_shared_keys_and_latents_are_counted_as_they_are_stored(tmp_path: Path) 
         size = read_model(save(AutoConfig.for_model(family), tmp_path / family))
         layers = size.kv_layers(0.0, 0, 512, 4096)
         assert len(set(size.sources)) == sum(layer.source is None for layer in layers) == num_stores
-        sizes = {"dtype_bytes": 2, "block_size": 128, "max_num_seqs": 4, "num_blocks": 8}
+        sizes: dict[str, Any] = {"dtype_bytes": 2, "block_size": 128, "max_num_seqs": 4, "num_blocks": 8}
         assert MemoryPlan(size.kv_layers(0.5, 4, 60, 4096), **sizes).uses_rows, (
             "readers have the heads of stores"
         )
