@@ -87,6 +87,10 @@ class Piece:
         return self.record.key.is_row
 
 
+_LEFT = 8
+"""One of so many units is left for what requests evict: a quarter of those that go to the host."""
+
+
 class RecordSizes(NamedTuple):
     """Sizes of records.
 
@@ -341,7 +345,9 @@ class PrefixTiers:
         has_free_block: Callable[[], bool],
     ) -> None:
         while load.pieces and load.pieces[0].has_landed:
-            if not (load.pieces[0].is_row or self._free[False, False] or has_free_block()):
+            # Some units are left for what requests evict in the same step.
+            is_busy = len(self._free[False, False]) <= len(self._units[False]) // _LEFT
+            if is_busy and self._storing and not load.pieces[0].is_row and not has_free_block():
                 return
             node = place(load.pieces[0])
             if node is None:
