@@ -23,7 +23,7 @@ PREBUILT = Path(__file__).parent / "prebuilt"
 """Folder of the libraries that a platform wheel has."""
 
 Origin = Literal["prebuilt", "cached", "built"]
-"""Where a library is from: the installed package, an earlier build in ``cache_folder``, or a build now."""
+"""Origin of a library: the installed package, an earlier build in ``cache_folder``, or a build now."""
 
 _PLAIN = ("-fPIC", "-std=c++20")
 _SHOWN_CHARACTERS = 2000
@@ -75,7 +75,7 @@ class Sources:
     needs_torch: bool = False
 
     def origin(self) -> Origin | None:
-        """Where ``provide`` would take the library from; None if it would fail for lack of a compiler."""
+        """Return the origin of what ``provide`` returns; None if it would fail for lack of a compiler."""
         return self._present()[1] or ("built" if compiler() else None)
 
     def provide(self) -> tuple[Path, Origin]:

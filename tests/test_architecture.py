@@ -34,6 +34,7 @@ READS_ENVIRONMENT = (
     "hpu_duo.device.loopback",
     "hpu_duo.device.processes",
     "kernels_ref.x86.library",
+    "hpu_duo.modeling.quantised.inc",
     "hpu_duo.lab.selftest.machine",
 )
 """The first reads where the vendor's bridge stores recipes; the last reports variables and obeys none."""
@@ -45,6 +46,7 @@ TORCH_INTERNALS = (
     "hpu_duo.modeling.packed_linear",
     "hpu_duo.device.rules",
     "hpu_duo.lab.sim.tensor",
+    "kernels_ref.native",
     "kernels_ref.sdpa.prefill",
     "kernels_ref.x86.library",
 )

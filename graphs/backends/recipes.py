@@ -61,7 +61,7 @@ def _structure(item: Any, tensors: list[torch.Tensor]) -> Hashable | None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a region ran.
+    """The operators that a region ran.
 
     Attributes:
         calls: in their order.

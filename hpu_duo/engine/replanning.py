@@ -202,7 +202,7 @@ class Replanner:
 def _without_drafts(
     table: BucketTable, limits: StepLimits, traffic: dict[BatchShape, int]
 ) -> tuple[BucketTable, StepLimits, dict[BatchShape, int]]:
-    """What is planned of an engine with drafts: buckets of longer rows stay as they are."""
+    """Return the part of a table and its traffic that is planned: buckets of longer rows stay as they are."""
     if not limits.draft_lens:
         return table, limits, traffic
     shortest = limits.prompt_decode_len

@@ -363,7 +363,7 @@ _EACH = {
     codes.NAME: codes.each_operator,
     int8.NAME: int8.each_operator,
 }
-"""What returns the operator for several weights."""
+"""Functions that return the operator for several weights."""
 
 
 _ROTATE = "apply_rotary_pos_emb"

@@ -138,7 +138,7 @@ class StepModel(NotPicklable):
 
     @property
     def kv_scales(self) -> list[list[float] | None]:
-        """What keys and values of each layer are divided by; None where they are stored as they are."""
+        """The divisors of keys and values of each layer; None where they are stored as they are."""
         return [None if each is None else list(each) for each in self._kv_scales]
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.quantised.execution import inc_scales
 from hpu_duo.modeling.quantised.hpu import GAUDI2_MAX, is_gaudi2
-from hpu_duo.modeling.quantised.inc import VARIABLE, IncScales, quant_config, read_inc
+from hpu_duo.modeling.quantised.inc import IncScales, quant_config, read_inc
 from hpu_duo.modeling.quantised.kv_scales import kv_scales
 from hpu_duo.startup.heads import HeadAssignment
 from kernels_ref import PLAIN, Blocks, Budget, GroupKind, Implementation, KVFormat, LayerSpec, Owner, Rings
@@ -136,7 +135,7 @@ def scales_note(
         return ("keys and values in fp8 have a scale of 1: hpu-duo calibrate --kv-scales measures others",)
     source: object = path if cache.kv_scales is None else cache.kv_scales
     if INC in (cache.kv_cache_dtype, cache.ring_dtype):
-        source = os.environ.get(VARIABLE)
+        source = quant_config("kv_cache_dtype='fp8_inc'")
     return (f"keys and values in fp8 are divided by the scales of {source}",)
 
 

@@ -52,7 +52,7 @@ _LANES_OF = {"0": 0, "avx2": 8, "avx512": 16, "1": 16}
 """Most lanes of float32 by the value of the variable."""
 _FLOAT_STORES = (torch.bfloat16, torch.float16, torch.float32)
 _OPERATORS = ("operators.cpp", "operator.cpp")
-"""What names of sources that register operators end with; they are compiled for any x86 CPU."""
+"""Ends of the names of sources that register operators; they are compiled for any x86 CPU."""
 _INTEGERS, _VNNI = "float_int8.cpp", ("avx512vnni",)
 """A source that is compiled once more for sixteen lanes, and the instruction set of it."""
 _ONE_OF_BOTH = "no_pairs.cpp"
@@ -103,7 +103,7 @@ def serves(store: torch.dtype, arithmetic: torch.dtype) -> bool:
 
 
 LOSS = "decodes of a small model take 1.6 to 2.5 times as long with torch's operators in AVX2"
-"""What these kernels gain: of a Llama of 110M, 32 rows and one row in float32, see ``docs/cpu.md``."""
+"""Gains of these kernels: of a Llama of 110M, 32 rows and one row in float32, see ``docs/cpu.md``."""
 
 
 @cache
@@ -146,7 +146,7 @@ def _is_prebuilt(_: str) -> bool:
 
 
 def origin() -> Origin | None:
-    """Where the operators are from, or will be from; None if they cannot be had for lack of a compiler."""
+    """Return the origin of the operators; None if they cannot be had for lack of a compiler."""
     return sources().origin()
 
 

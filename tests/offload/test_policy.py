@@ -1,4 +1,4 @@
-"""When a prefix is loaded from the host."""
+"""The choice between loading a prefix from the host and computing it."""
 
 from hpu_duo.kv.tiers.policy import LoadPolicy
 

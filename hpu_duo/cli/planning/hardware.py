@@ -36,7 +36,7 @@ ACCEPTANCE = 0.8
 
 
 class BreakEven(NamedTuple):
-    """When drafts pay.
+    """The tokens a step from which drafts pay, for a choice of heads and format.
 
     Attributes:
         sparsity, kv_format: of the choice.

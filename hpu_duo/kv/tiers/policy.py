@@ -1,4 +1,4 @@
-"""What is written to a tier, and when a prefix is loaded from one instead of computed."""
+"""Policies of a tier: the moment of a store, and the choice between loading and computing a prefix."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class WritePolicy(Enum):
-    """When a block, or a snapshot, is copied to the host; the words are those of SGLang's HiCache."""
+    """The moment at which a block, or a snapshot, is copied to the host; in the words of SGLang's HiCache."""
 
     WRITE_BACK = "write_back"
     """As it is evicted from the device."""

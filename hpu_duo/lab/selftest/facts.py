@@ -88,7 +88,7 @@ def _cpu() -> Iterator[Fact]:
 
 
 _ORIGINS = {"prebuilt": "", "cached": ", which are built", "built": ", which will be built at first use"}
-"""What ``doctor`` says of kernels by their origin; that of prebuilt ones is in their description."""
+"""Remarks of ``doctor`` on kernels by their origin; that of prebuilt ones is in their description."""
 
 
 def _packed() -> Fact:

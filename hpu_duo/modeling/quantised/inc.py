@@ -78,7 +78,7 @@ class LinearScales(NamedTuple):
 
 
 class _Node(NamedTuple):
-    """What a file has of a module: the largest input and weight, or their scales; None where it has none."""
+    """The largest input and weight of a module, or their scales, in a file; None where it has none."""
 
     inputs: float | None
     weight: float | None

@@ -16,7 +16,7 @@ from hpu_duo.modeling.quantised.weight import FP8_MAX, QuantisedWeight
 _CODES = MappingProxyType({"int8": (-128.0, 127.0), "fp8": (-FP8_MAX, FP8_MAX)})
 """The least and the largest code of inputs."""
 _LEAST = 2.0**-100
-"""What stands for the largest size of a smaller token, so that zeros have a scale."""
+"""Least size of a token's largest element, so that zeros have a scale."""
 
 
 def round_inputs(x: torch.Tensor, activations: Activations, scale: torch.Tensor | None) -> torch.Tensor:
