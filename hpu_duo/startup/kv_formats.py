@@ -15,7 +15,7 @@ from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.quantised.execution import inc_scales
 from hpu_duo.modeling.quantised.hpu import GAUDI2_MAX, is_gaudi2
-from hpu_duo.modeling.quantised.inc import IncScales, quant_config, read_inc
+from hpu_duo.modeling.quantised.inc import VARIABLE, IncScales, quant_config, read_inc
 from hpu_duo.modeling.quantised.kv_scales import kv_scales
 from hpu_duo.startup.heads import HeadAssignment
 from kernels_ref import PLAIN, Blocks, Budget, GroupKind, Implementation, KVFormat, LayerSpec, Owner, Rings
