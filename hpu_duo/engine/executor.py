@@ -224,8 +224,7 @@ class Executor(NotPicklable):
         Raises:
             ValueError: something has been captured, or a bucket does not fit the input buffer.
         """
-        num_captured = self.graphs.counters.captures
-        if num_captured:
+        if num_captured := self.graphs.counters.captures:
             raise ValueError(
                 f"expected a table to be set before graphs are captured, got {num_captured} graphs"
             )
@@ -547,6 +546,12 @@ class StepWarmUp:
         with executor.leading(Exchange(added, dropped, padding)):
             with executor.runtime.step(), none_live:
                 executor.graphs.exchange(added, dropped, executor.step_of, self._padding, padding)
+                if executor.drafts is not None:
+                    try:
+                        executor.drafts.exchange(added, dropped, self._padding)
+                    except BaseException:  # both models have the same buckets
+                        executor.graphs.exchange(dropped, added, executor.step_of, self._padding)
+                        raise
             if executor.runtime.compiles_operators:
                 self._run_operators((added,))
 
@@ -582,8 +587,7 @@ class StepWarmUp:
     def _run_drafts(self, bucket: BatchShape) -> None:
         """Run drafts of padding in front of a step, by each route of sampling."""
         plain = SamplingRoute(self._executor.geometry.counts(bucket).logits, self._vocab_size)
-        routes = self.routes(bucket)
-        for route in (plain, *[each for each in routes if each.has_random][:1]):
+        for route in (plain, *[each for each in self.routes(bucket) if each.has_random][:1]):
             message = self._builder.padding_with_drafts(bucket, route)
             for _ in range(self._executor.graphs.backend.num_first_runs):
                 self._executor.run_drafts(message)

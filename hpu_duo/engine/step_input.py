@@ -248,6 +248,15 @@ class RunsDrafts(Protocol):
         """Capture the steps of a bucket by padding."""
         ...
 
+    def exchange(
+        self,
+        added: BatchShape,
+        dropped: BatchShape,
+        fields_of: Callable[[BatchShape], Mapping[str, torch.Tensor]],
+    ) -> None:
+        """Exchange a bucket of the steps in these stores."""
+        ...
+
     def seal(self) -> None:
         """End the warm-up."""
         ...

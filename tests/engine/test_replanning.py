@@ -80,8 +80,11 @@ def test_shifted_traffic_leads_to_a_table_that_pads_less_and_to_the_same_tokens(
     assert set(graphs.captured) == set(graphs.table)
 
 
-def test_buckets_of_drafts_stay_where_a_table_is_planned_again(tiny: Tiny) -> None:
-    config = {"num_speculative_tokens": 3}
+@pytest.mark.parametrize("method", ["suffix", pytest.param("draft_model", marks=pytest.mark.slow)])
+def test_buckets_of_drafts_stay_where_a_table_is_planned_again(tiny: Tiny, method: str) -> None:
+    config: dict[str, Any] = {"num_speculative_tokens": 3, "method": method}
+    if method == "draft_model":
+        config["model"] = str(tiny.path)
     served = tiny.load(graphs="replay", buckets=COARSE, speculative_config=config, **LIMITS)
     served.warmup()
     expected, limits = tokens(served), served.engine.scheduler.limits

@@ -120,6 +120,20 @@ class DraftSteps(NotPicklable):
             with self._model.live.none_of(bucket, self._own.geometry.row_len(bucket)):
                 self._steps.warm_up(bucket, self._whole_step_of, lambda _: fields)
 
+    def exchange(
+        self,
+        added: BatchShape,
+        dropped: BatchShape,
+        fields_of: Callable[[BatchShape], Mapping[str, torch.Tensor]],
+    ) -> None:
+        """Exchange a bucket of the steps in the model's own stores, if it has any; see ``GraphCache``.
+
+        Buckets of drafts belong to steps of longer rows, which are never exchanged.
+        """
+        if self._steps is not None:
+            assert self._whole_step_of is not None, "it has stores"
+            self._steps.exchange(added, dropped, self._whole_step_of, fields_of)
+
     def seal(self) -> None:
         """End the warm-up."""
         self.graphs.seal()
