@@ -83,17 +83,11 @@ WITHOUT_EFFECT = frozenset(
         "transformers_version",
         "use_cache",
         FROM_MODEL_CONFIG,
-        # Options of beam search or contrastive search, which are unsupported, and of how drafts are made.
-        "assistant_confidence_threshold",
-        "assistant_ensemble_weight",
-        "assistant_lookbehind",
+        # Options of beam search or contrastive search, which are unsupported.
         "diversity_penalty",
         "early_stopping",
         "length_penalty",
         "low_memory",
-        "max_matching_ngram_size",
-        "num_assistant_tokens_schedule",
-        "target_lookbehind",
     }
 )
 """Fields that change nothing for transformers either, in what is served here."""
@@ -106,7 +100,25 @@ OURS = frozenset(
 DRAFTED = frozenset({"num_assistant_tokens", "prompt_lookup_num_tokens"})
 """Fields with the most drafts of a step, which change no token."""
 
-ACCEPTED = SAMPLED | WITHOUT_EFFECT | DRAFTED | ((PROCESSED | WARPED) & frozenset(vars(GenerationConfig())))
+ASSISTED = frozenset(
+    {
+        "assistant_confidence_threshold",
+        "assistant_ensemble_weight",
+        "assistant_lookbehind",
+        "max_matching_ngram_size",
+        "num_assistant_tokens_schedule",
+        "target_lookbehind",
+    }
+)
+"""Further fields of how drafts are made, which are refused where a call asks for drafts."""
+
+ACCEPTED = (
+    SAMPLED
+    | WITHOUT_EFFECT
+    | DRAFTED
+    | ASSISTED
+    | ((PROCESSED | WARPED) & frozenset(vars(GenerationConfig())))
+)
 """All accepted fields; those of processors only if the installed transformers has them."""
 
 _NEUTRAL: dict[str, Any] = {
@@ -197,9 +209,17 @@ class GenerationRequest:
             is_assisted: whether the call has an assistant.
 
         Raises:
-            ValueError: a number of drafts is none, or there are an assistant and a lookup.
+            ValueError: a number of drafts is none, there are an assistant and a lookup, or a field that
+                ``speculative_config`` takes the place of.
         """
         lookup = self.config.prompt_lookup_num_tokens
+        if lookup or is_assisted:
+            for name in sorted(ASSISTED):
+                if (value := getattr(self.config, name)) is not None:
+                    raise ValueError(
+                        f"{name}: expected None, got {value!r:.80}; how drafts are made is set by "
+                        "speculative_config of from_pretrained"
+                    )
         if lookup:
             if is_assisted:
                 raise ValueError("expected assistant_model or prompt_lookup_num_tokens, got both")

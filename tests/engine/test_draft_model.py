@@ -110,9 +110,9 @@ def test_generate_takes_the_assistant_that_drafts_and_the_most_drafts(
     expected: Any = tiny.load().generate(PROMPTS[:1], **call)
     drafting = load_drafting(tiny, shallow)
     cases: tuple[tuple[dict[str, Any], int], ...] = (
-        ({"assistant_model": shallow, "num_assistant_tokens": 2, "assistant_confidence_threshold": 0.4}, 2),
+        ({"assistant_model": shallow, "num_assistant_tokens": 2}, 2),
         ({"assistant_model": HPUDuoModel.from_pretrained(shallow, max_model_len=64)}, 3),
-        ({"prompt_lookup_num_tokens": 1, "max_matching_ngram_size": 2}, 1),
+        ({"prompt_lookup_num_tokens": 1}, 1),
     )
     for given, most in cases:
         before = drafting.stats().speculation
@@ -126,5 +126,9 @@ def test_generate_takes_the_assistant_that_drafts_and_the_most_drafts(
         drafting.generate(PROMPTS[:1], assistant_model="other")
     with pytest.raises(ValueError, match="expected assistant_model or prompt_lookup_num_tokens, got both"):
         drafting.generate(PROMPTS[:1], assistant_model=shallow, prompt_lookup_num_tokens=3)
+    with pytest.raises(ValueError, match=r"assistant_confidence_threshold: expected None, got 0\.4"):
+        drafting.generate(PROMPTS[:1], assistant_model=shallow, assistant_confidence_threshold=0.4)
+    with pytest.raises(ValueError, match="max_matching_ngram_size: expected None, got 2"):
+        drafting.generate(PROMPTS[:1], prompt_lookup_num_tokens=3, max_matching_ngram_size=2)
     assert expected.equal(tiny.load().generate(PROMPTS[:1], **call, prompt_lookup_num_tokens=3))
     assert "tokens are decoded one by one" in caplog.text
