@@ -170,6 +170,11 @@ class SpeculativeConfig:
         return cls(**given)
 
     @property
+    def is_by_model(self) -> bool:
+        """Whether a model drafts on the device."""
+        return self.method in ("duo", "draft_model")
+
+    @property
     def text(self) -> str:
         """JSON of the keys that are not the defaults."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}

@@ -410,7 +410,7 @@ def _drafts(
         ValueError: ``model`` drafts, and has states that a draft would change.
     """
     speculation = config.scheduler.speculation
-    if speculation is None or speculation.method not in ("duo", "draft_model"):
+    if speculation is None or not speculation.is_by_model:
         return None
     geometry, table = tables.geometry(memory), tables.table(memory)
     policy = config.graph.on_miss if tables.uses_table else MissPolicy.EAGER

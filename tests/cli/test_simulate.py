@@ -66,6 +66,9 @@ def test_drafts_that_are_accepted_save_time(hpu_duo: Run, config_dir: Path) -> N
     assert seconds[1] < 1.03 * seconds[0]
     result = hpu_duo("simulate", "--model", config_dir, *SMALL, *work, "--acceptance-length", 3)
     assert "--speculative-config and --acceptance-length, both or none" in result.stderr
+    by_model = ("--speculative-config", '{"method": "duo"}', "--acceptance-length", 3)
+    result = hpu_duo("simulate", "--model", config_dir, *SMALL, *work, *by_model)
+    assert "method suffix or ngram, whose drafts take no time of the device, got 'duo'" in result.stderr
 
 
 def test_the_same_seed_gives_the_same_run_and_picture(hpu_duo: Run, config_dir: Path) -> None:

@@ -261,6 +261,13 @@ def test_drafts_pay_from_the_tokens_that_a_verifying_step_costs(config_dir: Path
         assert other["graph_memory"]["num_graphs"] > one["graph_memory"]["num_graphs"]
 
 
+def test_a_model_that_drafts_is_not_left_out_in_silence(hpu_duo: Run, config_dir: Path) -> None:
+    other = json.dumps({"method": "draft_model", "model": str(config_dir)})
+    refused = hpu_duo("--speculative-config", other)
+    assert refused.exit_code == 2
+    assert "the weights and stores of a model that drafts are not predicted" in refused.stderr
+
+
 def test_drafts_of_the_model_itself_pay_where_keys_outweigh_weights(config_dir: Path) -> None:
     given = '{"method": "duo", "num_speculative_tokens": 4, "draft_lens": [1, 5]}'
     words = ["capacity", "--model", str(config_dir), "--sparsity", "0", "--speculative-config", given]

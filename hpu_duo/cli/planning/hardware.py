@@ -194,11 +194,16 @@ class HardwareOptions:
             kept: by heads with a KV budget or a plan.
 
         Raises:
-            ValueError: an unknown name, or a value out of range.
+            ValueError: an unknown name, a value out of range, or drafts of another model.
         """
         from hpu_duo.heads import HeadPattern
         from hpu_duo.planning import Format, Serving, find_hardware
 
+        if scheduler.speculation is not None and scheduler.speculation.model is not None:
+            raise ValueError(
+                "the weights and stores of a model that drafts are not predicted: expected "
+                f"speculative_config without model, got {scheduler.speculation.model!r}"
+            )
         self._formats()
         pattern = None if self.pattern is None else HeadPattern.load(self.pattern)
         own = (SINK, RECENT) if pattern is None else (pattern.sink, pattern.recent)

@@ -106,6 +106,12 @@ class ServedLimits:
             raise ValueError(f"expected an --acceptance-length of 1 or more, got {self.acceptance_length}")
         if self.speculative_config is not None and machine.model is None:
             raise ValueError("expected --model with --speculative-config: measured steps verify no drafts")
+        speculation = SchedulerConfig(speculative_config=self.speculative_config).speculation
+        if speculation is not None and speculation.is_by_model:
+            raise ValueError(
+                "expected a --speculative-config with method suffix or ngram, whose drafts take no time of "
+                f"the device, got {speculation.method!r}"
+            )
 
     def _measured(self, path: Path) -> SimulatedServer:
         from hpu_duo.lab.simulate.server import SimulatedServer
