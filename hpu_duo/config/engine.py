@@ -479,6 +479,20 @@ class EngineConfig:
                 f"expected decode_len of at most block_size={self.cache.block_size}, "
                 f"got {self.scheduler.row_text.removeprefix('decode_len=')}"
             )
+        if (speculation := self.scheduler.speculation) is not None and speculation.model is not None:
+            self._check_draft_model()
+
+    def _check_draft_model(self) -> None:
+        allowed = {
+            "tensor_parallel_size": (self.parallel.tensor_parallel_size, 1),
+            "kv_policy": (self.cache.kv_policy, None),
+            "kv_plan": (self.cache.kv_plan, None),
+        }
+        for name, (value, expected) in allowed.items():
+            if value != expected:
+                raise ValueError(
+                    f"speculative_config: method 'draft_model' needs {name}={expected}, got {value!r:.80}"
+                )
 
     @property
     def block_size(self) -> int:

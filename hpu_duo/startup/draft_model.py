@@ -47,16 +47,11 @@ class DraftModel:
 
         Raises:
             ValueError: it cannot be read or served, has another vocabulary, or heads that do not store all
-                tokens; or several ranks share the model that it drafts for.
+                tokens, or the model that it drafts for has no such heads.
         """
         speculation = config.scheduler.speculation
         assert speculation is not None, "a model drafts"
         assert speculation.model is not None, "checked by the configuration"
-        if config.parallel.tensor_parallel_size > 1:
-            raise ValueError(
-                "speculative_config: method 'draft_model' needs one rank, got "
-                f"tensor_parallel_size={config.parallel.tensor_parallel_size}"
-            )
         path = find_checkpoint(speculation.model)
         hf_config = read_config(path)
         check_vocabulary(config.model.path, served.text_config, path, hf_config.get_text_config())
@@ -64,6 +59,8 @@ class DraftModel:
             config,
             model=replace(config.model, path=path, quantization="auto"),
             heads=HeadConfig(),
+            # Scales and numbers of layers are those of the served model.
+            cache=replace(config.cache, kv_scales=None, kv_cache_dtype_skip_layers=()),
             scheduler=replace(config.scheduler, max_model_len=served.max_len),
         )
         model = load_model(path, hf_config, precision.weights, place.first_device)
@@ -77,11 +74,16 @@ class DraftModel:
         )
         kinds = {group.kind for spec in blueprint.specs for group in spec.groups}
         others = sorted({kind.describe() or kind.name for kind in kinds if kind != Blocks()})
-        if others or any(spec.rows for spec in blueprint.specs) or served.memory_of(1, 0).block_bytes == 0:
-            got = ", ".join(others) or "states of rows, or a model without such heads that it would draft for"
+        others += sorted({kind.name for spec in blueprint.specs for kind in spec.rows})
+        if others:
             raise ValueError(
-                f"speculative_config: expected a model {speculation.model} whose heads store all tokens, for "
-                f"a model with such heads, got {got}"
+                f"speculative_config: expected a model {speculation.model} whose heads store all tokens, "
+                f"got {', '.join(others)}"
+            )
+        if served.memory_of(1, 0).block_bytes == 0:
+            raise ValueError(
+                "speculative_config: method 'draft_model' needs a served model with heads that store all "
+                "tokens, got none"
             )
         return cls(model, layers, config, blueprint)
 

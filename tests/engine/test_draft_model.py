@@ -49,6 +49,9 @@ def load_drafting(tiny: Tiny, model: Path, **options: Any) -> HPUDuoModel:
         pytest.param(GREEDY, {"num_blocks": 14, "max_model_len": 64}, marks=pytest.mark.slow),
         pytest.param(GREEDY, {"graphs": "compile", "pattern": PATTERN}, marks=pytest.mark.slow),
         pytest.param(SEEDED, {"enable_prefix_caching": False}, marks=pytest.mark.slow),
+        pytest.param(
+            GREEDY, {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": [1]}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_tokens_are_those_without_drafts(
@@ -79,8 +82,12 @@ def test_models_that_cannot_draft_are_refused(tiny: Tiny, shallow: Path, tmp_pat
     make_tiny(tmp_path, {3: "<other>"})
     with pytest.raises(ValueError, match=r"expected a model with the vocabulary of .*2 tokens differ"):
         load_drafting(tiny, tmp_path)
-    with pytest.raises(ValueError, match="method 'draft_model' needs one rank, got tensor_parallel_size=2"):
+    with pytest.raises(ValueError, match="method 'draft_model' needs tensor_parallel_size=1, got 2"):
         load_drafting(tiny, shallow, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="method 'draft_model' needs kv_policy=None, got 'h2o'"):
+        load_drafting(tiny, shallow, kv_policy="h2o", kv_budget=8)
+    with pytest.raises(ValueError, match="needs a served model with heads that store all tokens, got none"):
+        load_drafting(tiny, shallow, pattern=PATTERN, sparsity=1.0)
 
 
 def test_both_stores_are_within_the_planned_memory(tiny: Tiny, shallow: Path) -> None:
