@@ -7,6 +7,7 @@
 // VNNI, and the pairs of tiles of AMX have the same order.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -99,11 +100,16 @@ struct Rows {
   float *scales;
 };
 
-// The largest size of some numbers.
+// The largest size of some numbers; NaN if one of them is.
 float largest_of(const float *x, int64_t count) {
-  float most = 0;
-  for (int64_t i = 0; i < count; ++i) most = std::max(most, x[i] < 0 ? -x[i] : x[i]);
-  return most;
+  F most = Lanes::set(0.0f);
+  M has_nan = Lanes::is_nan(most);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const F each = Lanes::load(x + i);
+    most = Lanes::max(most, Lanes::max(each, Lanes::sub(Lanes::set(0.0f), each)));
+    has_nan = Lanes::either(has_nan, Lanes::is_nan(each));
+  }
+  return Lanes::any(has_nan) ? NAN : Lanes::most(most);
 }
 
 void round_row(const float *x, int64_t count, float scale, Item *codes) {
@@ -129,8 +135,9 @@ void round_rows(const Int8Inputs &in, int64_t rows, const Rows &out, int num_thr
   for (int64_t row = 0; row < rows; ++row) {
     static thread_local Buffer<float> buffer;
     const float *x = floats_of(in.x, in.is_bfloat16, row * in.inputs, in.inputs, buffer.reserve(in.inputs));
-    const float scale = in.scale ? *in.scale : std::max(largest_of(x, in.inputs), kLeastLargest) / 127.0f;
-    out.scales[row] = scale;
+    const float largest = largest_of(x, in.inputs);
+    const float scale = in.scale ? *in.scale : std::max(largest, kLeastLargest) / 127.0f;
+    out.scales[row] = std::isnan(largest) ? largest : scale;  // no code stands for NaN
     round_row(x, in.inputs, scale, out.codes + row * in.inputs);
   }
 }

@@ -79,3 +79,14 @@ def test_several_weights_of_the_same_rows(rows: int) -> None:
         torch.equal(part, int8.operator()(x, *layer, None, None))
         for part, layer in zip(got, layers, strict=True)
     )
+
+
+@pytest.mark.parametrize("scale", [None, torch.tensor([0.02])])
+def test_a_row_with_nan_is_nan(scale: torch.Tensor | None) -> None:
+    codes, x = torch.full((40, 64), 3, dtype=torch.int8), torch.ones(3, 64)
+    x[1, 5] = torch.nan
+    layout = packed(codes), pack_bias(torch.ones(40)), int8.pack_sums(codes), None, 40
+    for name in NAMES:
+        got = int8.operator()(x, *layout, scale, None, library.NUMBER_OF[name])
+        assert got.isnan().any(dim=1).tolist() == [False, True, False]
+        assert got[1].isnan().all()

@@ -205,7 +205,10 @@ def stored_weight_bytes(path: Path) -> int:
     for file in weight_files(path):
         try:
             with file.open("rb") as opened:
-                header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+                size, most = int.from_bytes(opened.read(8), "little"), file.stat().st_size
+                if size > most:
+                    raise ValueError(f"a header of {size} bytes in a file of {most}")
+                header = json.loads(opened.read(size))
             parts = (each["data_offsets"] for name, each in header.items() if name != "__metadata__")
             total += sum(end - begin for begin, end in parts)
         except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
