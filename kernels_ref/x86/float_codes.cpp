@@ -18,6 +18,7 @@ namespace hpu_duo {
 namespace HPU_DUO_VARIANT {
 namespace {
 
+constexpr float kMeanNibble = 7.5f;
 constexpr int kWholeWords = 32;  // bytes of a vector are a multiple where it is multiplied as words
 
 // Scales and zeros of the vectors of a run; those of lanes behind the last one are 0.
@@ -208,8 +209,9 @@ __attribute__((noinline)) void add_values(Heads &h, int dim, const Codes &v, Ahe
   add_columns<Kind, G, 1>(h, dim, d, v, next);
 }
 
-// Numbers as multiples of the unit that is returned, which is NaN if one of them is not finite.
-float round_to_words(const float *from, int count, int16_t *to) {
+// Numbers as multiples of the unit that is returned, which is NaN if one of them is not finite. `lost` is the sum of
+// what they lose.
+float round_to_words(const float *from, int count, int16_t *to, float *lost = nullptr) {
   constexpr float kMost = 32767, kLeast = 4e-34f;  // if all are smaller, all are 0
   F most = Lanes::set(0.0f), nothing = Lanes::set(0.0f);
   for (int j = 0; j < count; j += kLanes) {
@@ -218,12 +220,16 @@ float round_to_words(const float *from, int count, int16_t *to) {
     nothing = Lanes::fma(x, Lanes::set(0.0f), nothing);
   }
   const float none = Lanes::sum(nothing), largest = none == 0 ? Lanes::most(most) : 0;
+  const float unit = largest < kLeast ? 0 : largest / kMost;
   const F factor = Lanes::set(largest < kLeast ? 0 : kMost / largest);
+  F rest = Lanes::set(0.0f);
   for (int j = 0; j < count; j += kLanes) {
-    const F x = none == 0 ? Lanes::load(from + j) : Lanes::set(0.0f);
-    store_words(to + j, Lanes::mul(factor, x));
+    const F x = none == 0 ? Lanes::load(from + j) : Lanes::set(0.0f), multiple = Lanes::nearest(Lanes::mul(factor, x));
+    store_words(to + j, multiple);
+    rest = Lanes::add(rest, Lanes::fma(Lanes::set(-unit), multiple, x));
   }
-  return none == 0 ? (largest < kLeast ? 0 : largest / kMost) : none;
+  if (lost) *lost = Lanes::sum(rest);
+  return none == 0 ? unit : none;
 }
 
 // `score` by words.
@@ -324,7 +330,15 @@ __attribute__((noinline)) void add_words(Heads &h, int dim, const Codes &v, Ahea
   alignas(64) int16_t weights[G * kKeys];
   float unit[G];
   const int lanes = (v.count + kLanes - 1) / kLanes * kLanes, bytes = Kind::bytes(dim);
-  for (int g = 0; g < G; ++g) unit[g] = round_to_words(h.scores + g * kKeys, lanes, weights + g * kKeys);
+  for (int g = 0; g < G; ++g) {
+    float lost;
+    unit[g] = round_to_words(h.scores + g * kKeys, lanes, weights + g * kKeys, &lost);
+    if (!Kind::kHasZero) continue;
+    // Many small weights may round to 0. The mean of all codes stands for those of their values.
+    const F mean = Lanes::set(lost * kMeanNibble);
+    float *attn = h.attn + g * dim;
+    for (int e = 0; e < dim; e += kLanes) Lanes::store(attn + e, Lanes::add(mean, Lanes::load(attn + e)));
+  }
   int d = 0;
   for (; d + kStep <= bytes; d += kStep) {
     next.share(d, kStep, bytes);

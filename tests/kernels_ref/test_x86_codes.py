@@ -83,8 +83,8 @@ def test_each_row_sees_what_its_stores_give_back_although_other_slots_hold_nan(
     for row in range(num_rows):
         poison(units, last[row], visible[row])
     plan = plan_of(owner, last, visible)
-    # Queries of 16 bits are multiplied as words.
-    bound = 1e-5 if dtype == torch.float32 else 2e-4
+    # Queries of 16 bits are multiplied as words, with weights as multiples of 2^-15 of the largest.
+    bound = 1e-5 if dtype == torch.float32 else 1e-3
     attn, _, total = check_bits(run("attend_coded_blocks", q, *codes._pairs(units), *plan))
     k, v = units.encoding.decoded(units.views)
     for row in range(num_rows):
@@ -108,6 +108,17 @@ def test_each_token_of_a_row_sees_the_slots_of_a_tail_before_its_limit() -> None
         some = slice(2 * token, 2 * token + 2)
         out = (attn / total[..., None])[0, :, some]
         torch.testing.assert_close(out.double(), exact(q[0, :, some], keys, values), atol=5e-6, rtol=5e-6)
+
+
+def test_small_weights_that_round_to_0_do_not_pull_values_to_their_zeros() -> None:
+    k, v = torch.zeros(1, 1, 128, 64), torch.randn(1, 1, 128, 64, generator=torch.Generator().manual_seed(0))
+    k[:, :, 0] = 1
+    units = stored(format_of("int8_per_token_head:int4_per_token_head"), torch.stack([k, v]), torch.float32)
+    # One key has a weight of almost 1, each of the others less than half of 2^-15.
+    q = torch.full((1, 1, 1, 64), 11.2 / 64).bfloat16()
+    attn, _, total = check_bits(run("attend_coded_blocks", q, *codes._pairs(units), *plan_of([], [0], [128])))
+    expected = exact(q[0], *(x[0] for x in units.encoding.decoded(units.views)))
+    torch.testing.assert_close((attn / total[..., None])[0].double(), expected, atol=5e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["int8_per_token_head", "int4_per_token_head"])
