@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from hpu_duo.lab.sim.device import take
 from hpu_duo.lab.sim.fused import named
+from hpu_duo.modeling.quantised.format import Activations
 from hpu_duo.modeling.quantised.hpu import KERNEL, HPUFp8Linear, HPUInt4Linear, fits
 from hpu_duo.modeling.quantised.linear import QuantisedLinear
 from hpu_duo.modeling.quantised.rounding import rounded
@@ -44,6 +46,8 @@ def test_what_no_operator_reads_does_not_fit() -> None:
     assert not fits(weight("int4", num_outputs=20), place), "outputs in no whole words"
     mixed = weight("int4", num_inputs=256).select(1, torch.randperm(256))
     assert not fits(mixed, place), "groups that are no neighbours"
+    rounding = replace(weight("int4"), activations=Activations("fp8"))
+    assert not fits(rounding, place), "the operator of 4 bits leaves inputs as they are"
     codes = torch.zeros(256, 128).to(torch.float8_e4m3fn)
     blocks = QuantisedWeight(codes, torch.ones(2, 1), (256, 128), (128, 128))
     assert not fits(blocks, place), "scales of blocks, of which one has all inputs"

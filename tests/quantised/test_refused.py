@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from hpu_duo.modeling.loading import load_model, read_config
 from hpu_duo.modeling.quantised.checkpoint import dequantised, stored_tensors
-from hpu_duo.modeling.quantised.config import find_quantisation
+from hpu_duo.modeling.quantised.config import find_quantisation, stored_weight_bytes
 from hpu_duo.modeling.quantised.format import Header
 from tests.modeling.families import make_config, save_random
 from tests.quantised.writers import KINDS, Tensors, headers_of, mxfp4, set_config, write_twins
@@ -350,6 +350,10 @@ def test_a_truncated_file_is_refused(quantised: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"expected whole .*safetensors"):
         load(quantised)
+    for size in (2**64 - 1, 2**62):
+        file.write_bytes(size.to_bytes(8, "little"))
+        with pytest.raises(ValueError, match=rf"expected a safetensors file.*a header of {size} bytes"):
+            stored_weight_bytes(quantised)
 
 
 ODD: tuple[Any, ...] = (

@@ -26,14 +26,15 @@ def fits(stored: QuantisedWeight, device: torch.device, may_round: bool = True) 
     """Whether an operator of the device reads a weight, and has passed a trial.
 
     Args:
-        stored: 4 bits in groups of neighbours, or fp8 with a scale of each output or of the tensor.
+        stored: 4 bits in groups of neighbours, of plain inputs, or fp8 with a scale of each output or of the
+            tensor.
         device: an HPU.
         may_round: whether the operator may round inputs to fp8.
     """
-    inputs = stored.activations
-    if inputs is not None and (inputs.kind != "fp8" or inputs.group is not None):
+    inputs, is_nibbles = stored.activations, stored.bits == NIBBLE
+    if inputs is not None and (is_nibbles or inputs.kind != "fp8" or inputs.group is not None):
         return False
-    if stored.bits == NIBBLE:
+    if is_nibbles:
         # Inputs and outputs are counted in whole groups and words.
         is_whole = stored.shape[1] % stored.block[1] == 0 and stored.shape[0] % _WORD == 0
         is_plain = stored.block[0] == 1 and stored.group_of is None
