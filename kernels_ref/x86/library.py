@@ -194,7 +194,7 @@ def _load_operators() -> bool:
     except (BuildError, OSError) as error:
         warnings.warn(f"the model runs slower than it could on this CPU: {error}", stacklevel=2)
         return False
-    torch.ops.hpu_duo_x86_v3.use.default(max(lanes()), is_supported())
+    torch.ops.hpu_duo_x86_v3.use.default(max(lanes(), default=0), is_supported())
     attention = (("attend_blocks", _triple), ("attend_rings", _triple), ("attend_held", _triple))
     for name, shapes in (("linear", _linear), *attention):
         torch.library.register_fake(f"hpu_duo_x86_v3::{name}", shapes)
