@@ -349,11 +349,13 @@ class PrefixCache:
     def _keep_partial(self, request: Request, node: PrefixNode, num_own: int) -> None:
         begin = node.depth * self._block_size
         key = request.tokens[begin : begin + num_own].tobytes()
-        if (known := node.children.get(key)) is not None:
-            self.tree.use(known)
+        end = node.children.get(key)
+        if end is not None and end.snapshot is not None:
+            self.tree.use(end)
             return
-        end = self.tree.add(node, key, self._kept(request, node.depth))
-        self._node_of[end.block] = end
+        if end is None:
+            end = self.tree.add(node, key, self._kept(request, node.depth))
+            self._node_of[end.block] = end
         self._supersede(request, end)
         lost = self._place(end)
         assert end.snapshot is not None, "there was a place"

@@ -172,7 +172,7 @@ class PrefixTree:
         return node.num_own_tokens < self.block_size
 
     def match_partial(self, node: PrefixNode, tokens: npt.NDArray[np.int32]) -> PrefixNode | None:
-        """Return the longest known prefix of a text that ends in a partial block.
+        """Return the longest known prefix of a text that ends in a partial block and has a snapshot.
 
         Args:
             node: the prefix of full blocks before it.
@@ -180,7 +180,10 @@ class PrefixTree:
         start, found = node.depth * self.block_size, None
         for each in node.partial_children:
             is_longer = found is None or each.num_own_tokens > found.num_own_tokens
-            if is_longer and tokens[start : start + each.num_own_tokens].tobytes() == each.key:
+            # One that is loaded from a tier has its snapshot later than its block, or never.
+            if each.snapshot is None or not is_longer:
+                continue
+            if tokens[start : start + each.num_own_tokens].tobytes() == each.key:
                 found = each
         return found
 

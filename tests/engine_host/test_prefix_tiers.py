@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from graphs import StepLimits
 from hpu_duo.engine.scheduler import Scheduler
@@ -18,7 +18,7 @@ from hpu_duo.kv.tiers.link import Landed, Transfer, Transfers
 from hpu_duo.kv.tiers.policy import WritePolicy
 from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers, RecordSizes
 from tests.engine_host.prefix_draws import prefix_limits
-from tests.engine_host.simulated_device import SimulatedDevice, Slot
+from tests.engine_host.simulated_device import VOCAB_SIZE, SimulatedDevice, Slot, make_request
 from tests.engine_host.test_prefix_properties import PrefixMachine
 
 MOST_POLLS = 6
@@ -151,6 +151,22 @@ class TieredMachine(PrefixMachine):
         """Let some transfers land before the next step, in whatever order."""
         self.link.next += numbers
 
+    @precondition(lambda self: self.texts)
+    @rule(old=st.integers(0, 100), tail=st.lists(st.integers(1, VOCAB_SIZE - 1), min_size=1, max_size=3))
+    def come_back(self, old: int, tail: list[int]) -> None:
+        """Add the next turn of a text that has ended."""
+        text = self.texts[old % len(self.texts)][: 30 - len(tail)]
+        self.add_text([*text, *tail])
+
+    def add_text(self, text: list[int], max_tokens: int = 1) -> str:
+        name = f"r{self.num_added}"
+        self.num_added += 1
+        request = make_request(name, text, max_tokens=max_tokens, max_model_len=32, seed=self.num_added)
+        if self._is_taken(request):
+            self.scheduler.add(request)
+            self.unfinished[name] = request
+        return name
+
     @invariant()
     def no_slot_is_in_two_records(self) -> None:
         if not hasattr(self, "tiers"):
@@ -178,3 +194,49 @@ TestTieredPrefixes.settings = settings(max_examples=60, stateful_step_count=30)
 @pytest.mark.slow
 class TestManyTieredPrefixes(TieredMachine.TestCase):  # type: ignore[misc, name-defined, valid-type]
     settings = settings(max_examples=1_000, stateful_step_count=60)
+
+
+LIMITS = StepLimits(
+    max_num_seqs=2,
+    max_num_batched_tokens=40,
+    max_model_len=64,
+    block_size=4,
+    num_blocks=8,
+    decode_len=1,
+    max_chunk_rows=2,
+    caches_prefixes=True,
+    num_snapshots=8,
+    max_block_moves=4,
+)
+
+
+@pytest.fixture
+def evicted() -> TieredMachine:
+    """A text of 10 tokens, its end within a block, is on the host only."""
+    machine = TieredMachine()
+    machine.create(LIMITS, staged=10, num_slots=200, policy=WritePolicy.WRITE_BACK)
+    for text in (TEXT, *([number] * 17 for number in range(2, 8))):
+        machine.add_text(text)
+        while machine.unfinished:
+            machine.step(1)
+    return machine
+
+
+TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1]
+
+
+def test_a_loaded_end_within_a_block_is_no_hit_before_its_snapshot_is_there(evicted: TieredMachine) -> None:
+    prefixes = evicted.scheduler.allocations.prefixes
+    assert prefixes is not None
+    tree = prefixes.tree
+    first = evicted.add_text([*TEXT, 3])
+    while not any(map(tree.is_partial, tree)) or all(node.snapshot for node in tree if tree.is_partial(node)):
+        for place, flight in enumerate(evicted.link.flying):
+            flight.num_polls = 0
+            evicted.link.next += [] if flight.transfer.is_row else [place]
+        evicted.step(1)
+    evicted.abort_one(first)
+    evicted.add_text([*TEXT, 3])
+    while evicted.unfinished:
+        evicted.step(1)
+    assert any(tree.is_partial(node) and node.snapshot for node in tree)
