@@ -6,6 +6,7 @@ one ``graphs.StepLimits``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -319,7 +320,7 @@ class CacheConfig:
                 if getattr(self, name) != default[name].default:
                     raise ValueError(f"{name}={getattr(self, name)!r} needs kv_offloading_size, got None")
             return
-        if isinstance(self.kv_offloading_size, bool) or not self.kv_offloading_size > 0:
+        if isinstance(self.kv_offloading_size, bool) or not 0 < self.kv_offloading_size < math.inf:
             raise ValueError(
                 f"expected kv_offloading_size to be GiB above 0 or None, got {self.kv_offloading_size!r}"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -83,7 +84,10 @@ class HostSlots(NamedTuple):
             ValueError: the size is below one record, or above the free memory of the host.
         """
         plans = [replace(memory, layers=layers, others=()) for layers in (memory.layers, *memory.others)]
-        sizes = [max(1, plan.block_bytes if memory.uses_blocks else plan.row_bytes) for plan in plans]
+        sizes = [plan.block_bytes if memory.uses_blocks else plan.row_bytes for plan in plans]
+        per_row = max(-(-plan.row_bytes // size) if size else 1 for plan, size in zip(plans, sizes))
+        # A rank without blocks only has the slots of snapshots.
+        sizes = [size or max(1, -(-plan.row_bytes // per_row)) for plan, size in zip(plans, sizes)]
         total, free = int(size_gib * _GIB), host_memory().free
         if total < sum(sizes):
             raise ValueError(
@@ -94,7 +98,6 @@ class HostSlots(NamedTuple):
                 f"expected kv_offloading_size within the free memory of the host, {free:,} bytes, got "
                 f"{total:,} bytes"
             )
-        per_row = max(-(-plan.row_bytes // size) for plan, size in zip(plans, sizes))
         return cls(total // sum(sizes), sizes[0], per_row)
 
 
@@ -121,7 +124,7 @@ def attach_tiers(
     allocations.attach(
         PrefixTiers(
             HostTier(slots.number, limits.block_size),
-            link,
+            weakref.proxy(link),  # the executor's: allocations and their parts refer to each other
             allocations.staged_units,
             RecordSizes(
                 max(1, memory.block_bytes) if memory.uses_blocks else 0,

@@ -93,6 +93,7 @@ TABLE = BucketTable((BatchShape.parse("csu/q16/s32/u48/l4"),), StepCost())
             "watched": {"buckets": TABLE, "fail_on_recompile": True},
             "sim": {"device": "hpu-sim"},
             "trimmed": {"trim_chunks": True, "buckets": TABLE},
+            "offloaded": {"pattern": PATTERN, "num_blocks": 24, "kv_offloading_size": 0.01},
         },
         {"use": use, "use_and_fail": use_and_fail},
     ),

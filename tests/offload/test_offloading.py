@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 
+from bias_builders import Window
 from hpu_duo import HPUDuoModel, SamplingParams
+from hpu_duo.kv.plan import LayerKV, MemoryPlan
 from hpu_duo.kv.tiers.host_link import HostLink
 from hpu_duo.kv.tiers.link import SimulatedLink
 from hpu_duo.kv.tiers.policy import LoadPolicy
+from hpu_duo.startup.offloading import HostSlots
+from kernels_ref import Blocks, HeadGroup, Rings
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import BLOCK, prompts_of
 
@@ -108,11 +112,38 @@ def test_a_slow_link_delays_no_step_and_changes_no_token(tiny: Tiny) -> None:
     assert offload.num_loaded > 0
 
 
+def test_a_transfer_that_fails_ends_no_request(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    plain, tiered = tiny.load(**SMALL, **DUO), tiny.load(**HOST, **DUO)
+    assert answers(tiered, 1) == (expected := answers(plain, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(tiered.engine.runner.executor.link, "_load", fail)
+        assert answers(tiered, 1) == expected
+    assert "failed, so records are dropped: MemoryError('no room')" in caplog.text
+    assert answers(tiered) == expected * 3
+    offload = tiered.stats().offload
+    assert offload is not None
+    assert offload.num_loaded > 0
+
+
+def test_a_rank_without_blocks_has_as_many_slots_as_the_others() -> None:
+    blocks, rings = ((LayerKV((HeadGroup(1, kind),), 16),) for kind in (Blocks(), Rings(Window(4, 12))))
+    # A block of 4 tokens, and a ring of 16.
+    for mine, other, num_bytes in ((blocks, rings, 512), (rings, blocks, 2048)):
+        plan = MemoryPlan(mine, 4, 4, max_num_seqs=2, num_blocks=8, others=(other,))
+        assert HostSlots.of(1 / 1024, plan) == HostSlots(2**20 // 2560, num_bytes, per_row=1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"kv_offloading_size": 0}, "expected kv_offloading_size to be GiB above 0 or None, got 0"),
         ({"kv_offloading_size": 1e-9}, "expected kv_offloading_size of one block or more, .* got 1 bytes"),
+        ({"kv_offloading_size": float("inf")}, "expected kv_offloading_size to be .*, got inf"),
         ({"kv_offloading_size": 1e9}, "expected kv_offloading_size within the free memory of the host"),
         ({**HOST, "num_blocks": 7, "max_model_len": 40}, "expected 8 blocks or more with kv_offloading_size"),
         ({**HOST, "num_prefix_snapshots": 2, **DUO}, "expected num_prefix_snapshots of 3 or more"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from hpu_duo.kv.tiers.host import HostTier, Record, RecordKey
 from hpu_duo.kv.tiers.link import Landed, Link, Transfer, Transfers
 from hpu_duo.kv.tiers.policy import LoadPolicy, WritePolicy
 from hpu_duo.request import Request
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -324,7 +327,12 @@ class PrefixTiers:
             has_free_block: whether nothing is evicted for a block. Otherwise pieces wait for a unit that
                 what is evicted can be copied to.
         """
-        for landed in self.link.poll():
+        try:
+            ended = self.link.poll()
+        except Exception as error:
+            self._lose_records(error)
+            return
+        for landed in ended:
             self._landed.append(landed.transfer)
             self._count(landed)
             if not landed.is_load:
@@ -385,6 +393,13 @@ class PrefixTiers:
             counters.num_stored += 1
             counters.stored_bytes += num_bytes
             counters.stored_s += landed.seconds
+
+    def _lose_records(self, error: Exception) -> None:
+        """Drop all records and transfers after one has failed: who waits for them computes its prefix."""
+        _log.warning("a transfer between host and device failed, so records are dropped: %r", error)
+        self.forget()
+        for record in tuple(self.host):
+            self.host.drop(record)
 
     def forget(self) -> None:
         """Drop all transfers, because the content of the stores is unknown; records stay."""
