@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,10 @@ class Arguments(NamedTuple):
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments | None:
-        """Return the arguments; None if one is neither tensor, module, number nor a tuple or list of them."""
+        """Return the arguments.
+
+        None if one is neither tensor, module, number nor a tuple or list of them, or a module with hooks.
+        """
         tensors: list[torch.Tensor] = []
         parts = [_structure(part, tensors) for part in (*args, *kwargs.values())]
         if None in parts:
@@ -50,6 +54,8 @@ def _structure(item: Any, tensors: list[torch.Tensor]) -> Hashable | None:
         tensors.append(item)
         return _TENSOR
     if isinstance(item, nn.Module):
+        if any(map(_is_changed, islice(item.modules(), 1, None))):
+            return None
         named = [*item.named_parameters(remove_duplicate=False), *item.named_buffers(remove_duplicate=False)]
         tensors += (tensor for _, tensor in named)
         return type(item), *(name for name, _ in named)
@@ -57,6 +63,11 @@ def _structure(item: Any, tensors: list[torch.Tensor]) -> Hashable | None:
         parts = tuple(_structure(part, tensors) for part in item)
         return None if None in parts else (type(item), parts)
     return (type(item), item) if isinstance(item, _PLAIN) else None
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Whether a module runs something besides its class, which no key says: a hook, or another ``forward``."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -246,6 +246,7 @@ class Layer(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.full((SIZE,), 1.0 + number))
         self.register_buffer("store", torch.zeros(SIZE))
+        self.last = torch.nn.Identity()
         self.is_odd, self.num_calls = is_odd, 0
 
 
@@ -253,7 +254,7 @@ def run_layer(layer: Layer, x: Tensor, waves: tuple[Tensor, Tensor]) -> Tensor:
     layer.num_calls += 1
     layer.store.add_(x)
     y = x * layer.weight - (0.5 if layer.is_odd else torch.tensor([2.0, 1.0, 1.0, 2.0]))
-    return y.view(2, 2).t().reshape(-1) * waves[0] + layer.store
+    return layer.last(y.view(2, 2).t().reshape(-1) * waves[0] + layer.store)
 
 
 @pytest.mark.parametrize("odd", [None, 1, 3])
@@ -277,3 +278,24 @@ def test_a_region_is_traced_once_for_all_layers_unless_the_second_one_differs(od
     num_traced = {None: [1, 1, 0, 0, 0], 1: [1] * 5, 3: [1, 1, 0, 1, 0]}[odd]
     assert [layer.num_calls for layer in layers] == num_traced
     assert traced.is_replayed
+
+
+@pytest.mark.parametrize("how", ["hook", "forward"])
+def test_a_module_that_runs_more_than_its_class_is_always_traced(how: str) -> None:
+    layers, backend = [Layer(number) for number in range(5)], ReplayBackend()
+    regions = [backend.region(SHAPE, "layer", run_layer) for _ in layers]
+    if how == "hook":
+        layers[3].last.register_forward_hook(lambda module, args, output: output * 3)
+    else:
+        layers[3].last.forward = lambda x: x * 3
+
+    def step(inputs: Inputs, runs: Sequence[Any]) -> Tensor:
+        x, waves = inputs["x"], (inputs["x"].cos(), inputs["x"].sin())
+        for layer, run in zip(layers, runs):
+            layer.store.zero_()
+            x = run(layer, x, waves)
+        return x
+
+    traced = backend.capture(lambda inputs: step(inputs, regions), SHAPE)
+    for seed in range(2):
+        assert torch.equal(traced(inputs_of(seed)), step(inputs_of(seed), [run_layer] * 5))
