@@ -66,7 +66,7 @@ def _structure(item: Any, tensors: list[torch.Tensor]) -> Hashable | None:
 
 
 def _is_changed(module: nn.Module) -> bool:
-    """Whether a module runs something besides its class, which no key says: a hook, or another ``forward``."""
+    """Whether a module runs what no key says, and its class neither: hooks, or a ``forward`` of its own."""
     return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
 
 
