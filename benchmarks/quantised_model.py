@@ -1,6 +1,6 @@
 """Whole steps and memory of a random 110M Llama with quantised weights against bfloat16 ones, on this CPU.
 
-    python -m benchmarks.quantised_model --out benchmarks/results/quantised-model.md
+    python -m benchmarks.quantised_model --out PAGE
 
 Every round runs all formats one after the other, so a loaded machine slows all of them; with one thread CPU
 time is counted. ``w8a8`` is a checkpoint of int8 that states inputs in int8 of each token. Memory is that of
