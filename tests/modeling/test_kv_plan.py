@@ -108,7 +108,6 @@ def test_budgets_may_be_shares_and_recorded_steps_hold_the_plan(zoo: Zoo, tmp_pa
         (MIXED, {"kv_policy": "h2o", "kv_budget": 9}, "expected kv_policy or kv_plan, got"),
         (MIXED, {"attention_rule": "band:width=9"}, "attention_rule=None only"),
         (MIXED, {"max_layer_kinds": 3}, "at most max_layer_kinds=3 kinds of layers, got 4"),
-        (MIXED, {"decode_len": 2}, "is served with decode_len=1 only"),
         (KVPlan(((ALL,) * 4,) * 4), {}, "kv_plan is served with kv_chunk=None and kv_prompt='chunks'"),
         (
             KVPlan(((Keep("ring:sinks=2"),) * 4,) * 4),
