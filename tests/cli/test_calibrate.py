@@ -1,16 +1,19 @@
 """``hpu-duo calibrate``: the plan, its table, and what is refused."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import Result
 
 from hpu_duo import HPUDuoModel
 from hpu_duo.builtin import MODEL_DIR
 from hpu_duo.config.kv_plan import Keep, KVPlan
+from hpu_duo.lab.identify import Progress
+from hpu_duo.lab.kv_calibration import ScaleCalibration
 
 Run = Callable[..., Result]
 SMALL = ("--num-prompts", "2", "--num-tokens", "300", "--num-passkeys", "2", "--passkey-words", "4")
@@ -103,6 +106,20 @@ def test_no_file_is_overwritten(hpu_duo: Run, tmp_path: Path) -> None:
         assert result.exit_code == 2
         assert message in result.stderr
     assert (tmp_path / "plan.yaml").read_text() == "mine"
+
+
+def test_no_scales_are_written_for_numbers_that_are_not_finite(
+    hpu_duo: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(self: ScaleCalibration) -> Iterator[Progress]:
+        self.largest[1, 0] = torch.nan
+        yield Progress(1, 1)
+
+    monkeypatch.setattr(ScaleCalibration, "run", run)
+    result = hpu_duo("calibrate", "--kv-scales", tmp_path / "scales", *SMALL)
+    assert result.exit_code == 2
+    assert "expected finite keys and values in layer 1 of" in result.stderr
+    assert not (tmp_path / "scales").exists()
 
 
 def test_scales_of_keys_and_values_are_written_and_read_back(hpu_duo: Run, tmp_path: Path) -> None:

@@ -380,7 +380,7 @@ def _calibrate_scales(request: CalibrationRequest, directory: Path, run: RunOpti
             calibration = ScaleCalibration(request)
         with user_errors(()):
             _measure(calibration)
-    with user_errors(OSError):
+    with user_errors((OSError, ValueError)):
         calibration.save(directory)
     if as_json:
         typer.echo((directory / "kv_scales.json").read_text(encoding="utf-8"))

@@ -58,8 +58,15 @@ class ScaleCalibration:
         """Write ``kv_scales.safetensors``, with the names that checkpoints have, and ``kv_scales.json``.
 
         Raises:
-            OSError: they cannot be written.
+            ValueError: keys or values of the model are not finite.
+            OSError: files cannot be written.
         """
+        if (wrong := (~self.largest.isfinite()).any(dim=1).nonzero()).numel():
+            number = int(wrong[0])
+            raise ValueError(
+                f"expected finite keys and values in layer {number} of {self._request.model}, got at most "
+                f"{self.largest[number].tolist()}"
+            )
         scales = torch.where(self.largest > 0, self.largest * (HEADROOM / LARGEST), torch.ones(()))
         tensors: dict[str, Tensor] = {}
         layers = []
