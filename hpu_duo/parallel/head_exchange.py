@@ -338,15 +338,16 @@ def head_exchanges(
     return HeadExchanges(gathered, 0, 1)
 
 
-def summed_score_bytes(kind: Budget, num_summed: int, bucket: BatchShape) -> int:
+def summed_score_bytes(kind: Budget, num_summed: int, bucket: BatchShape, decode_len: int = 1) -> int:
     """Return the bytes of scores that a rank all-reduces, for heads with a budget in one layer and step.
 
     Args:
         num_summed: numbers of each slot; see ``SharedPolicy``.
+        decode_len: tokens of a decode row, each of which has a sum of its own.
     """
     phase, num = bucket.phase, 0
     if phase.unique and kind.policy.weighs_decodes:
-        num += bucket.num_logits * kind.budget
+        num += bucket.num_logits * decode_len * (kind.budget + kind.versions - 1)
     if phase.causal:
         num_new = min(kind.chunk, bucket.query_len)
         num_read = kind.num_read(bucket.num_shared_blocks) if phase.shared else 0
@@ -432,7 +433,8 @@ class StepExchanges:
             head_exchanges(*sizes, self.dtype_bytes, bucket, self.row_len(bucket), self.num_ranks)
             for sizes in self.dealt
         ]
-        scores = sum(summed_score_bytes(*each, bucket) for each in self.scored)
+        row_len = self.row_len(bucket)
+        scores = sum(summed_score_bytes(*each, bucket, row_len) for each in self.scored)
         return Exchanged(
             self.token_bytes * bucket.query_len + scores,
             sum(each.gathered for each in layers),

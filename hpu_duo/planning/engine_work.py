@@ -401,7 +401,7 @@ class EngineWork:
 
         def summed(*sizes: int) -> float:
             shape = BatchShape(bucket.phase, *sizes)
-            return float(sum(summed_score_bytes(kind, 1, shape) for kind in pooled))
+            return float(sum(summed_score_bytes(kind, 1, shape, self.decode_len) for kind in pooled))
 
         sizes = (
             bucket.query_len,

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
+from graphs import StepLimits
 from hpu_duo.request import PrefixHold
 from tests.engine_host.test_prefix_properties import STEMS, PrefixMachine
 
@@ -51,3 +52,25 @@ class LoadMachine(PrefixMachine):
 
 TestLoadMachine = LoadMachine.TestCase
 TestLoadMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_load_that_fails_leaves_no_prefix_without_its_evicted_snapshot() -> None:
+    machine = LoadMachine()
+    machine.create(
+        StepLimits(
+            max_num_seqs=1,
+            max_num_batched_tokens=1,
+            max_model_len=64,
+            block_size=1,
+            num_blocks=10,
+            max_chunk_rows=1,
+            decode_len=1,
+            uses_blocks=False,
+            caches_prefixes=True,
+            num_snapshots=1,
+        )
+    )
+    machine.load(STEMS[0], cut=5, salt=None, old=None, fails=False)
+    machine.close(0, is_later=False)
+    machine.load(STEMS[0], cut=4, salt=None, old=None, fails=True)
+    machine.blocks_are_held_by_running_requests_idle_in_the_tree_or_free()

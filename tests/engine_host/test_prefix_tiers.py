@@ -19,7 +19,7 @@ from hpu_duo.kv.tiers.policy import WritePolicy
 from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers, RecordSizes
 from tests.engine_host.prefix_draws import prefix_limits
 from tests.engine_host.simulated_device import VOCAB_SIZE, SimulatedDevice, Slot, make_request
-from tests.engine_host.test_prefix_properties import PrefixMachine
+from tests.engine_host.test_prefix_loads import LoadMachine
 
 MOST_POLLS = 6
 """A transfer lands after so many polls at the latest."""
@@ -42,6 +42,7 @@ class SlotLink:
         self.records: dict[tuple[int, ...], list[Slot]] = {}
         self.flying: list[Flight] = []
         self.next: list[int] = []
+        self.fails = False
 
     def _units(self, transfer: Transfer) -> list[list[Slot]]:
         return self.device.rings if transfer.is_row else self.device.blocks
@@ -62,6 +63,9 @@ class SlotLink:
         return [each.transfer for each in self.flying]
 
     def poll(self) -> list[Landed]:
+        if self.fails:
+            self.fails = False
+            raise OSError("a transfer")
         for each in self.flying:
             each.num_polls += 1
         wanted = [self.flying[number % len(self.flying)] for number in self.next if self.flying]
@@ -96,7 +100,7 @@ class SlotLink:
         raise AssertionError("nothing is compiled")
 
 
-class TieredMachine(PrefixMachine):
+class TieredMachine(LoadMachine):
     @initialize(
         limits=prefix_limits(),
         staged=st.sampled_from([2, 4, 10]),
@@ -150,6 +154,16 @@ class TieredMachine(PrefixMachine):
     def land(self, numbers: list[int]) -> None:
         """Let some transfers land before the next step, in whatever order."""
         self.link.next += numbers
+
+    @rule()
+    def fail_a_transfer(self) -> None:
+        self.link.fails = True
+
+    @rule(is_fast=st.booleans())
+    def price_the_link(self, *, is_fast: bool) -> None:
+        """Load whatever there is, or compute it from now on."""
+        policy = self.tiers.load_policy
+        policy.prefill_s, policy.byte_s = 1.0, 0.0 if is_fast else 1e9
 
     @precondition(lambda self: self.texts)
     @rule(old=st.integers(0, 100), tail=st.lists(st.integers(1, VOCAB_SIZE - 1), min_size=1, max_size=3))
@@ -240,3 +254,13 @@ def test_a_loaded_end_within_a_block_is_no_hit_before_its_snapshot_is_there(evic
     while evicted.unfinished:
         evicted.step(1)
     assert any(tree.is_partial(node) and node.snapshot for node in tree)
+
+
+def test_a_unit_that_is_stored_later_is_not_counted_as_lost() -> None:
+    machine = TieredMachine()
+    machine.create(LIMITS, staged=2, num_slots=200, policy=WritePolicy.WRITE_THROUGH)
+    machine.add_text([*TEXT, *TEXT])
+    while machine.unfinished:
+        machine.step(1)
+    assert machine.tiers.counters.num_busy == 0
+    assert len(machine.tiers.host) < 4
