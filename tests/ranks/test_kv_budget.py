@@ -53,6 +53,14 @@ FEW_BLOCKS = KVPlan(((H2O, SMALL, H2O, ALL), *((H2O, RING, SMALL, H2O),) * 3))
 """One rank alone has a head that keeps blocks."""
 
 
+DRAFTS: dict[str, Any] = {
+    "speculative_config": {
+        "num_speculative_tokens": 3,
+        "num_speculative_tokens_per_batch_size": [[1, 3, 3]],
+    }
+}
+
+
 def case_of(zoo: Zoo, name: str, policy: str = "", **settings: dict[str, Any]) -> Case:
     """Requests of a model whose heads have a budget, or keep what the cache's settings say."""
     prompts = prompts_of(LENGTHS, seed=3)
@@ -134,6 +142,8 @@ def more_cases(zoo: Zoo) -> dict[str, Case]:
             zoo, "llama_mha", cache={"kv_prompt": "whole", "kv_plan": PLAN}
         ),
         "copies, replayed": case_of(zoo, "llama_mqa", "h2o", graph={"backend": "replay"}),
+        "copies, drafts": case_of(zoo, "llama_mqa", "h2o", scheduler=DRAFTS),
+        "tova, drafts": case_of(zoo, "llama", "tova:protect=2", scheduler=DRAFTS),
         **{f"{name}, h2o": case_of(zoo, name, "h2o") for name in ("gemma2", "olmo2", "qwen3_moe")},
         **{f"{name}, tova": case_of(zoo, name, "tova:protect=2") for name in ("gemma3", "phi3", "qwen3")},
     }

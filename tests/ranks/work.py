@@ -171,7 +171,9 @@ def kept_of(runner: Runner) -> Kept:
         for group, units in zip(spec.groups, cache):
             if isinstance(group.kind, Budget) and units.state is not None:
                 lines = units.state.position[: runner.store.plan.max_num_seqs].cpu().numpy()
-                by_head = lines.reshape(len(lines), group.num_heads, -1)
+                # All versions of the slots of a head.
+                shape = len(lines), group.kind.versions, group.num_heads, -1
+                by_head = lines.reshape(shape).swapaxes(1, 2).reshape(len(lines), group.num_heads, -1)
                 of_layer[group.kind.policy.name, group.kind.budget] = np.sort(by_head, axis=-1)
         found.append(of_layer)
     return found
