@@ -225,9 +225,7 @@ class Executor(NotPicklable):
             ValueError: something has been captured, or a bucket does not fit the input buffer.
         """
         if num_captured := self.graphs.counters.captures:
-            raise ValueError(
-                f"expected a table to be set before graphs are captured, got {num_captured} graphs"
-            )
+            raise ValueError(f"expected a table before graphs are captured, got {num_captured} graphs")
         if not self.largest.holds(table.envelope):
             raise ValueError(f"expected buckets within {self.largest}, got {table.envelope}")
         with self.leading(SetTable(table, policy)):
@@ -585,9 +583,10 @@ class StepWarmUp:
                 (found.token_ids if found.logprobs is None else packed(found.token_ids, found.logprobs)).cpu()
 
     def _run_drafts(self, bucket: BatchShape) -> None:
-        """Run drafts of padding in front of a step, by each route of sampling."""
+        """Run drafts of padding in front of a step: greedy, drawn, and with logprobs of the step."""
         plain = SamplingRoute(self._executor.geometry.counts(bucket).logits, self._vocab_size)
-        for route in (plain, *[each for each in self.routes(bucket) if each.has_random][:1]):
+        routes = [each for each in self.routes(bucket) if each.has_random]
+        for route in (plain, *routes[:1], *[each for each in routes if each.num_logprobs >= 0][:1]):
             message = self._builder.padding_with_drafts(bucket, route)
             for _ in range(self._executor.graphs.backend.num_first_runs):
                 self._executor.run_drafts(message)

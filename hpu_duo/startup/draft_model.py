@@ -64,7 +64,10 @@ class DraftModel:
             scheduler=replace(config.scheduler, max_model_len=served.max_len),
         )
         model = load_model(path, hf_config, precision.weights, place.first_device)
-        fix_served_len(model, config)
+        try:
+            fix_served_len(model, config)
+        except ValueError as error:
+            raise ValueError(f"speculative_config: model {speculation.model}: {error}") from error
         layers = probe(model)
         softmax, device = Softmax(config.model.softmax), place.device
         kernels = choose_kernels(config.model.attention, device, layers, precision.arithmetic, softmax)

@@ -82,6 +82,11 @@ def test_models_that_cannot_draft_are_refused(tiny: Tiny, shallow: Path, tmp_pat
     make_tiny(tmp_path, {3: "<other>"})
     with pytest.raises(ValueError, match=r"expected a model with the vocabulary of .*2 tokens differ"):
         load_drafting(tiny, tmp_path)
+    save_random(LlamaConfig(**{**BASE, "num_hidden_layers": 1, "max_position_embeddings": 48}), tmp_path)
+    for file in tiny.path.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    with pytest.raises(ValueError, match=r"speculative_config: model .*expected max_model_len of at most 48"):
+        load_drafting(tiny, tmp_path)
     with pytest.raises(ValueError, match="method 'draft_model' needs tensor_parallel_size=1, got 2"):
         load_drafting(tiny, shallow, tensor_parallel_size=2)
     with pytest.raises(ValueError, match="method 'draft_model' needs kv_policy=None, got 'h2o'"):
