@@ -60,7 +60,8 @@ class Resolved:
         token_bytes: bytes of one more token in the blocks of all layers, scales included; 0 without blocks.
         weights: formats of linear layers whose weights stay codes, with their kernels; "plain" if none does.
         weight_bytes: of all weights in memory.
-        kv_bytes, graph_bytes: memory of the stores, and memory set aside for graphs.
+        kv_bytes, graph_bytes: memory of the stores, those of a draft model included, and memory set aside
+            for graphs.
     """
 
     device: str
@@ -125,7 +126,7 @@ class Resolved:
             token_bytes=runner.store.plan.block_bytes // runner.store.plan.block_size,
             weights=weights,
             weight_bytes=weight_bytes,
-            kv_bytes=runner.store.num_bytes,
+            kv_bytes=_store_bytes(runner),
             graph_bytes=runner.store.plan.graph_bytes,
         )
 
@@ -157,6 +158,12 @@ def _formats(specs: Sequence[LayerSpec], dtype: str) -> str:
 
 def _is_context_parallel(spec: LayerSpec) -> bool:
     return any(group.kind.name == ContextParallelBlocks.name for group in spec.groups)
+
+
+def _store_bytes(runner: Runner) -> int:
+    """Bytes of the stores of the model, and of one that drafts for it over stores of its own."""
+    drafts = runner.executor.drafts
+    return runner.store.num_bytes + (0 if drafts is None else drafts.num_bytes)
 
 
 def _promoted_bytes(
@@ -332,7 +339,7 @@ class EngineStats:
             scales, on this rank; on devices other than a CPU up to ten seconds old.
         num_running, num_waiting: requests now.
         used_blocks, total_blocks, used_rows, total_rows: allocations now.
-        kv_bytes: bytes of the stores.
+        kv_bytes: bytes of the stores, those of a draft model included.
         graph_bytes: bytes of device memory reserved for graphs.
         held_bytes: bytes of the allocated blocks and rows; blocks that several requests share count once.
         full_attention_bytes: bytes of the cached tokens if every head stored blocks.
@@ -424,7 +431,7 @@ class EngineStats:
             total_blocks=memory.num_blocks if memory.uses_blocks else 0,
             used_rows=allocations.rows.num_used,
             total_rows=memory.max_num_seqs,
-            kv_bytes=runner.store.num_bytes,
+            kv_bytes=_store_bytes(runner),
             graph_bytes=memory.graph_bytes,
             held_bytes=held_bytes(allocations, memory),
             full_attention_bytes=memory.full_attention_bytes(scheduler.num_cached_tokens),

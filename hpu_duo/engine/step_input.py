@@ -224,6 +224,16 @@ class RunsDrafts(Protocol):
         """Tables of their fields."""
         ...
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the stores of the model that drafts, if it has its own."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """What the graphs of drafts depend on."""
+        ...
+
     def run(
         self,
         drafts: torch.Tensor,

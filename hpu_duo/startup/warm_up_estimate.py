@@ -351,6 +351,8 @@ def configuration_of(engine: Engine) -> Configuration:
     }
     if limits.draft_lens:
         found["limits.draft_lens"] = list(limits.draft_lens)
+    if runner.executor.drafts is not None:
+        found["drafts"] = runner.executor.drafts.description
     if runner.executor.spread is not None:
         found["parallel.tensor_parallel_size"] = runner.executor.spread.num_ranks
     for number, spec in enumerate(runner.model.specs):

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from hpu_duo import HPUDuoModel
 from hpu_duo.lab import sim
 from hpu_duo.sampling import SamplingParams
+from hpu_duo.startup.warm_up_estimate import configuration_of
 from tests.engine.tiny import PATTERN, Tiny, make_tiny, serve, tokens_of
 from tests.modeling.families import BASE, prompts_of, save_random
 
@@ -100,6 +101,11 @@ def test_both_stores_are_within_the_planned_memory(tiny: Tiny, shallow: Path) ->
     alone, beside = tiny.load(kv_cache_bytes=60_000), load_drafting(tiny, shallow, kv_cache_bytes=60_000)
     blocks, fewer = (each.engine.scheduler.limits.num_blocks for each in (alone, beside))
     assert 0.6 * blocks < fewer < 0.7 * blocks
+    stats = beside.stats()
+    assert beside.engine.runner.store.num_bytes < stats.kv_bytes == stats.resolved.kv_bytes <= 60_000
+    found = configuration_of(beside.engine)
+    assert found["drafts"] == "llama, 1 layers of 32"
+    assert "drafts" not in configuration_of(alone.engine)
 
 
 @pytest.mark.slow

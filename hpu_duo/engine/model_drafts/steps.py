@@ -80,6 +80,19 @@ class DraftSteps(NotPicklable):
         """The model that drafts."""
         return self._model
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the model's own stores."""
+        return 0 if self._own is None else self._own.store.num_bytes
+
+    @property
+    def description(self) -> str:
+        """What its graphs depend on, for manifests of warm-ups."""
+        if self._own is None:
+            return f"tails of {self.tables.geometry.num_tails} blocks"
+        config = self._model.model.config.get_text_config()
+        return f"{config.model_type}, {len(self._model.specs)} layers of {config.hidden_size}"
+
     def _capture_in(self, graphs: GraphCache, of_steps: GraphCache | None) -> None:
         self.graphs = graphs
         self._step_of = self._functions(graphs, self.tables.geometry, self.tables.layout_of)
