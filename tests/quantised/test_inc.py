@@ -177,6 +177,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "observer": ({"observer": "save"}, "observer to be maxabs or maxabs_per_channel, got 'save'"),
     "backoff": ({"scale_params": {"input_backoff": 0}}, "input_backoff above 0 and at most 1, got 0"),
     "device": ({"device_for_scales": "GAUDI4"}, "to be GAUDI2 or GAUDI3, got 'GAUDI4'"),
+    "long name": (
+        {"dump_stats_path": "x" * 5000 + "/g2/x"},
+        "measurements at dump_stats_path, got .*too long",
+    ),
+    "no text": ({"dump_stats_path": "\ud800"}, r"dump_stats_path to be a text, got '\\ud800'"),
     "names": ({"blocklist": {"names": ["("]}}, "names in blocklist, got '\\('"),
 }
 
@@ -209,7 +214,7 @@ def test_measurements_that_are_refused(
     )
     with pytest.raises(ValueError, match=f"the scales are of another checkpoint in {down}"):
         load(plain, quantization="inc")
-    for bad in (0.0, -1.0, float("nan"), "x", True):
+    for bad in (0.0, -1.0, float("nan"), "x", True, 10**400, -(10**400)):
         file = write_inc(tmp_path / "d", [{**nodes, K_CACHE: {"inputs": [[[bad]]]}}])
         with pytest.raises(ValueError, match=f"expected inputs of {K_CACHE} to be finite and above 0"):
             read_inc(file)

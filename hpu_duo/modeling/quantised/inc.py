@@ -278,19 +278,22 @@ def read_inc(file: Path) -> IncScales:
         raise ValueError(f"{file}: expected observer to be maxabs or maxabs_per_channel, got {observer!r}")
     stats = _text(file, fields, "dump_stats_path", "stats")
     generation, is_chosen = _generation(file, fields, stats)
-    base = f"{_placed(file, stats)}_hooks_{observer}"
-    measured, scaled, files = dict[str, _Node](), dict[str, _Node](), f"{base}*.json"
-    if method != "UNIT_SCALE":
-        again = _is_true(fields.get("recalc_scales"))
-        scaled = {} if again else _nodes(f"{base}_{method}", "Scale")
-        measured = _nodes(base, "DynamicRange")
-        if not (measured or scaled):
-            raise ValueError(f"{file}: expected measurements in {files}, found {_pickles(base)}")
+    measured, scaled, base = dict[str, _Node](), dict[str, _Node](), ""
+    try:
+        base = f"{_placed(file, stats)}_hooks_{observer}"
+        if method != "UNIT_SCALE":
+            again = _is_true(fields.get("recalc_scales"))
+            scaled = {} if again else _nodes(f"{base}_{method}", "Scale")
+            measured = _nodes(base, "DynamicRange")
+            if not (measured or scaled):
+                raise ValueError(f"{file}: expected measurements in {base}*.json, found {_pickles(base)}")
+    except OSError as error:
+        raise ValueError(f"{file}: expected files of measurements at dump_stats_path, got {error}") from error
     backoffs = {**_BACKOFFS, **_backoffs(file, fields)}
     blocked = _listed(file, fields, "blocklist", "blacklist")
     allowed = _listed(file, fields, "allowlist", "whitelist")
     chosen = (file, generation, is_chosen, method, backoffs, blocked, allowed)
-    return IncScales(*chosen, measured, scaled, files)
+    return IncScales(*chosen, measured, scaled, f"{base}*.json")
 
 
 def _object(file: Path) -> dict[str, Any]:
@@ -305,7 +308,7 @@ def _object(file: Path) -> dict[str, Any]:
 
 def _text(file: Path, fields: Mapping[str, Any], name: str, default: str) -> str:
     value = fields.get(name, default)
-    if not isinstance(value, str) or "\0" in value:
+    if not isinstance(value, str) or not value.isprintable():
         raise ValueError(f"{file}: expected {name} to be a text, got {value!r}")
     return value
 
@@ -360,11 +363,12 @@ def _backoffs(file: Path, fields: Mapping[str, Any]) -> dict[str, float]:
 
 def _number(value: Any) -> float:
     """A number as it is; NaN for anything else."""
-    return (
-        math.nan
-        if isinstance(value, bool) or not isinstance(value, int | float)
-        else float(min(value, 1e300))
-    )
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:  # an integer of many digits
+        return math.inf
 
 
 def _listed(file: Path, fields: Mapping[str, Any], *keys: str) -> _Names:
