@@ -428,7 +428,7 @@ class EngineStats:
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             used_blocks=allocations.blocks.num_used,
-            total_blocks=memory.num_blocks if memory.uses_blocks else 0,
+            total_blocks=allocations.blocks.num_blocks if memory.uses_blocks else 0,
             used_rows=allocations.rows.num_used,
             total_rows=memory.max_num_seqs,
             kv_bytes=_store_bytes(runner),

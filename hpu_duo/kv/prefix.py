@@ -376,7 +376,7 @@ class PrefixCache:
     def _write(self, nodes: Iterable[PrefixNode], policy: WritePolicy) -> None:
         if self.tiers is not None and self.tiers.write_policy is policy:
             for node in nodes:
-                self.tiers.leave(node)
+                self.tiers.leave(node, is_evicted=False)
 
     def restore(self, piece: Piece, allocate: Callable[[], int | None]) -> PrefixNode | None:
         """Bring a record that has landed in a unit into the tree, unless it is there.
@@ -406,8 +406,9 @@ class PrefixCache:
         if piece.is_row and node.snapshot is None:
             lost = self._place(node)
             if node.snapshot is None:
-                if self.tree.is_partial(node):
+                if self._uses_blocks and self.tree.is_partial(node):
                     self._remove(node)
+                self._prune(node)
                 return None
             self._add_copy(RowCopy(unit, node.snapshot))
             self._count_lost(lost)
@@ -500,7 +501,10 @@ class PrefixCache:
         if adopted.row is not None:
             self._snapshots.remove(end)
         for node in reversed(adopted.new):
+            end = node.parent
             self._remove(node)
+        assert end is not None, "expected a root"
+        self._prune(end)
 
     def _remove_hold(self, hold: PrefixHold) -> None:
         node = self.holds.remove(hold)

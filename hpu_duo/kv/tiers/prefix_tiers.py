@@ -173,18 +173,22 @@ class PrefixTiers:
         """Whether a request waits for records."""
         return request in self._loads
 
-    def leave(self, node: PrefixNode) -> None:
-        """Store the last block of a prefix and its snapshot, if it has them, before they are evicted."""
+    def leave(self, node: PrefixNode, *, is_evicted: bool = True) -> None:
+        """Store the last block of a prefix and its snapshot, if it has them.
+
+        Args:
+            is_evicted: what cannot be stored now is lost, and counted.
+        """
         if self._record_bytes[False]:
-            self._store(node, is_row=False, unit=node.block)
+            self._store(node, is_row=False, unit=node.block, is_evicted=is_evicted)
         if node.snapshot is not None:
-            self.leave_row(node, node.snapshot)
+            self._store(node, is_row=True, unit=node.snapshot, is_evicted=is_evicted)
 
     def leave_row(self, node: PrefixNode, row: int) -> None:
         """Store the snapshot of a prefix, before its row is filled with another one."""
-        self._store(node, is_row=True, unit=row)
+        self._store(node, is_row=True, unit=row, is_evicted=True)
 
-    def _store(self, node: PrefixNode, *, is_row: bool, unit: int) -> None:
+    def _store(self, node: PrefixNode, *, is_row: bool, unit: int, is_evicted: bool) -> None:
         key = RecordKey(node.digest, is_row)
         if self.host.knows(key):
             self.host.use((key,))
@@ -194,7 +198,7 @@ class PrefixTiers:
         if free:
             record = self.host.reserve(key, node.parent.digest, node.num_own_tokens, self._num_slots[is_row])
         if record is None:
-            self.counters.num_busy += 1
+            self.counters.num_busy += is_evicted
             return
         staged = free.pop()
         self._add_copy(RowCopy(unit, staged) if is_row else BlockCopy(unit, staged))
