@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -396,6 +396,10 @@ def _plain_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        # Those that are compared by their fields and do not change, such as the rounding of inputs.
+        is_value = value.__hash__ is not None and type(value).__eq__ is not object.__eq__
+        return is_value and all(_is_plain(getattr(value, each.name)) for each in fields(value))
     return value is None or isinstance(value, bool | int | float | str | torch.dtype)
 
 

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig, SmolLM3C
 from graphs.backends.compile import CompileBackend
 from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.modeling.attention import LayerKind
+from hpu_duo.modeling.quantised.format import Activations
 from tests.modeling.families import BASE, BLOCK, FAMILIES, IS_5, Zoo, greedy, prompts_of, save_random
 
 EXPERTS = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -88,6 +89,10 @@ def test_a_layer_with_another_plain_value_or_another_shape_is_of_another_kind(zo
         assert LayerKind(first, spec) == LayerKind(second, spec)
         first.mlp.flag = 1 if value is True else True
         assert LayerKind(first, spec) != LayerKind(second, spec)
+    first.mlp.flag = Activations("int8")
+    for given, is_same in ((Activations("fp8"), False), (Activations("int8"), True)):
+        second.mlp.flag = given
+        assert (LayerKind(first, spec) == LayerKind(second, spec)) == is_same
     del first.mlp.flag, second.mlp.flag
     second.mlp.down_proj.weight = torch.nn.Parameter(second.mlp.down_proj.weight.to(torch.float64))
     assert kind != LayerKind(second, spec)
