@@ -57,6 +57,7 @@ class Load:
         start: tokens that the request can begin with without it.
         pieces: those that are not in the tree yet.
         is_abandoned: whether the others are not needed any more.
+        num_waits: steps in which the next one waited for a unit that what it evicts is copied to.
     """
 
     request: Request
@@ -64,6 +65,7 @@ class Load:
     start: int
     pieces: deque[Piece] = field(default_factory=deque)
     is_abandoned: bool = False
+    num_waits: int = 0
 
 
 @dataclass(eq=False)
@@ -92,6 +94,10 @@ class Piece:
 
 _LEFT = 8
 """One of so many units is left for what requests evict: a quarter of those that go to the host."""
+
+
+_MOST_WAITS = 64
+"""Steps that a load waits for such units in all: then what is evicted for it is lost, not the request's turn."""
 
 
 class RecordSizes(NamedTuple):
@@ -359,7 +365,9 @@ class PrefixTiers:
         while load.pieces and load.pieces[0].has_landed:
             # Some units are left for what requests evict in the same step.
             is_busy = len(self._free[False, False]) <= len(self._units[False]) // _LEFT
-            if is_busy and self._storing and not load.pieces[0].is_row and not has_free_block():
+            may_wait = is_busy and self._storing and load.num_waits < _MOST_WAITS
+            if may_wait and not load.pieces[0].is_row and not has_free_block():
+                load.num_waits += 1
                 return
             node = place(load.pieces[0])
             if node is None:
