@@ -97,7 +97,7 @@ _LEFT = 8
 
 
 _MOST_WAITS = 64
-"""Steps that a load waits for such units in all: then what is evicted for it is lost, not the request's turn."""
+"""Steps in all that a load waits for such a unit; then what is evicted for it is lost."""
 
 
 class RecordSizes(NamedTuple):
