@@ -231,7 +231,7 @@ class RunsDrafts(Protocol):
 
     @property
     def description(self) -> str:
-        """What the graphs of drafts depend on."""
+        """Facts that the graphs of drafts depend on."""
         ...
 
     def run(

@@ -87,7 +87,7 @@ class DraftSteps(NotPicklable):
 
     @property
     def description(self) -> str:
-        """What its graphs depend on, for manifests of warm-ups."""
+        """Facts that its graphs depend on, for manifests of warm-ups."""
         if self._own is None:
             return f"tails of {self.tables.geometry.num_tails} blocks"
         config = self._model.model.config.get_text_config()
