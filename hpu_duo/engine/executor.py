@@ -186,11 +186,10 @@ class Executor(NotPicklable):
     ) -> None:
         self.spread, self.followers, self.link = spread, followers, link
         self.drafts, self._sampled = drafts, torch.zeros(1, dtype=torch.int32, device=device)
-        self._exchanges, self.exchanged = exchanges, Exchanged()
+        self._exchanges, self.exchanged, self.bytes_copied = exchanges, Exchanged(), 0
         self.model, self.store, self.geometry, self.graphs = model, store, geometry, graphs
         self.device, self.runtime, self.largest = device, runtime, largest
-        # No part of an executor refers back to it, so its memory is freed with the last reference.
-        this = weakref.proxy(self)
+        this = weakref.proxy(self)  # so that its memory is freed with the last reference
         self.watch = CompileWatch.of(lambda: this.graphs, runtime)
         num_extra = extra_places(0, largest)[-1]
         if drafts is not None:
@@ -200,7 +199,6 @@ class Executor(NotPicklable):
         self._fails_on_recompile = fail_on_recompile
         fields = message_fields(geometry.longest, largest)
         self.inputs = DeviceInputs(partial(message_fields, geometry), fields, device, num_extra)
-        self.bytes_copied = 0
         self._run_in(use_table)
 
     def _run_in(self, uses_table: bool) -> None:
@@ -404,6 +402,9 @@ class Executor(NotPicklable):
                 *(buffer[end : len(message.ints)], bucket, message.num_drafts),
                 *(message.sampling, floats, self.sample),
             )
+            if self._exchanges is not None:
+                drafts = self._exchanges.of(self.drafts.tables.bucket(bucket))
+                self.exchanged = self.exchanged.plus(drafts, message.num_drafts)
             self._sampled = drafted
         source = buffer[begin : begin + bucket.query_len]
         found = self._sampled.index_select(0, source.clamp(min=0))

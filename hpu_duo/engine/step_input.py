@@ -208,6 +208,10 @@ class AddsDrafts(Protocol):
         """Most items that drafts add to a message."""
         ...
 
+    def bucket(self, step: BatchShape) -> BatchShape:
+        """The bucket of drafts for a step."""
+        ...
+
 
 class RunsDrafts(Protocol):
     """Interface of what runs model drafts to the executor; see ``model_drafts``.

@@ -367,9 +367,9 @@ class Exchanged(NamedTuple):
     gathered: int = 0
     scattered: int = 0
 
-    def plus(self, other: Exchanged) -> Exchanged:
-        """Return both together."""
-        return Exchanged(*(own + more for own, more in zip(self, other)))
+    def plus(self, other: Exchanged, times: int = 1) -> Exchanged:
+        """Return both together, the other one so many times."""
+        return Exchanged(*(own + times * more for own, more in zip(self, other)))
 
 
 @dataclass(frozen=True)

@@ -236,3 +236,26 @@ def test_ranks_exchange_the_same_buckets_while_serving(zoo: Zoo) -> None:
     assert tokens() == expected
     assert model.engine.runner.graphs.table.buckets != table.buckets
     assert model.engine.runner.graphs.counters.late_captures == 0
+
+
+@pytest.mark.slow
+def test_drafts_of_the_model_change_no_token_and_are_counted(cases: dict[str, Case]) -> None:
+    drafts = {
+        "method": "duo",
+        "num_speculative_tokens": 3,
+        "draft_sink": 2,
+        "draft_recent": 6,
+        "suffix_decoding_min_token_prob": 1.0,
+        "num_speculative_tokens_per_batch_size": [[1, 4, 3]],
+    }
+    plain = {
+        "heads": cases["pattern"],
+        "sampled": cases["sampled"],
+        "context": replace(cases["pattern"], parallel={"retrieval_parallel": "context"}),
+    }
+    drafting = {name: replace(each, scheduler={"speculative_config": drafts}) for name, each in plain.items()}
+    answers = run_processes(serve, (drafting,), [{}] * 2, 600)[0]
+    for name, answer in answers.items():
+        assert not answer.error
+        assert answer.tokens == serve_here(plain[name]).tokens
+        counted_alike(answer.seen, is_counted=True)
