@@ -28,7 +28,7 @@ class BuildWithKernels(build_py):
         from kernels_ref import native, rowwise
         from kernels_ref.x86 import library
 
-        folder = Path(self.build_lib) / "kernels_ref" / native.PREBUILT.name
+        folder = Path(self.build_lib) / "kernels_ref" / native.prebuilt_folder().name
         for module in (library, rowwise):
             replace(module.sources(), portable=module.portable_units()).prebuild(folder)
 

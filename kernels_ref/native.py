@@ -19,8 +19,6 @@ from torch import _appdirs
 from tqdm import tqdm
 
 COMPILERS = ("g++", "clang++", "c++")
-PREBUILT = Path(__file__).parent / "prebuilt"
-"""Folder of the libraries that a platform wheel has."""
 
 Origin = Literal["prebuilt", "cached", "built"]
 """Origin of a library: the installed package, an earlier build in ``cache_folder``, or a build now."""
@@ -46,6 +44,11 @@ class Unit(NamedTuple):
 def compiler() -> str | None:
     """The C++ compiler that would be used, or None when there is none on the path."""
     return next((found for found in map(shutil.which, COMPILERS) if found), None)
+
+
+def prebuilt_folder() -> Path:
+    """Folder of the libraries that a platform wheel has."""
+    return Path(__file__).parent / "prebuilt"
 
 
 def cache_folder() -> Path:
@@ -112,7 +115,7 @@ class Sources:
 
     def _present(self) -> tuple[Path, Origin | None]:
         if self.portable:
-            prebuilt = PREBUILT / self._file(self.portable)
+            prebuilt = prebuilt_folder() / self._file(self.portable)
             if prebuilt.is_file():
                 return prebuilt, "prebuilt"
         cached = cache_folder() / self._file(self.units, torch.__version__ if self.needs_torch else "")

@@ -48,7 +48,11 @@ AttentionMaskInterface.register(NAME, mark)
 
 _WEIGHT_ERRORS = (*FILE_ERRORS, RuntimeError, ImportError, SafetensorError)
 
-_IS_5 = int(transformers.__version__.split(".")[0]) >= 5
+
+def is_transformers_5() -> bool:
+    """Whether transformers is 5 or later."""
+    return int(transformers.__version__.split(".")[0]) >= 5
+
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -156,7 +160,7 @@ def _check_sizes(file: Path, config: Any) -> None:
 def dtype_option(dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The argument of transformers' ``from_pretrained``, by its name in the installed version."""
     # Called torch_dtype up to 4.55; dtype after it, with the old name understood until 5.
-    return {"dtype" if _IS_5 else "torch_dtype": dtype}
+    return {"dtype" if is_transformers_5() else "torch_dtype": dtype}
 
 
 def load_model(
@@ -200,7 +204,7 @@ def stored_codes(
         whole: the model on ``meta``.
     """
     # Older versions want all plain tensors at once: theirs are dequantised one after the other as codes are.
-    if execution == DEQUANTISED and _IS_5:
+    if execution == DEQUANTISED and is_transformers_5():
         return {}
     head, text_config = whole.get_output_embeddings(), whole.config.get_text_config()
     linears = linears_of(whole, head, bool(getattr(text_config, "tie_word_embeddings", False)))
@@ -263,7 +267,7 @@ def load_state(
     # From 5 on transformers itself reads entries by a subscript, one after the other.
     plain = {name: each for name, each in state.items() if name not in codes}
     held: dict[str, Any] = {name: _Watched(each, refused) for name, each in plain.items()}
-    if not _IS_5:
+    if not is_transformers_5():
         held = {name: each[...] for name, each in plain.items()}
 
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -294,7 +298,7 @@ def _loaded(
 ) -> PreTrainedModel:
     """Load a model by transformers, and describe errors."""
     options = {**_build_options(config, dtype), **given, "use_safetensors": True}
-    if _IS_5:
+    if is_transformers_5():
         # Reported below with both shapes; older versions raise an error that has them.
         options["ignore_mismatched_sizes"] = True
     try:

@@ -65,7 +65,7 @@ def test_without_a_compiler_only_the_compile_backend_is_lost(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(native, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(native, "PREBUILT", tmp_path)
+    monkeypatch.setattr(native, "prebuilt_folder", lambda: tmp_path)
     result = hpu_duo("doctor", "--json")
     findings = {(one["topic"], one["name"]): one for one in json.loads(result.stdout)}
     assert result.exit_code == 0

@@ -13,7 +13,6 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from graphs import StepLimits
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.step_plan import StepPlan
-from hpu_duo.kv.tiers import prefix_tiers
 from hpu_duo.kv.tiers.host import HostTier
 from hpu_duo.kv.tiers.link import Landed, Transfer, Transfers
 from hpu_duo.kv.tiers.policy import WritePolicy
@@ -267,13 +266,10 @@ def test_a_unit_that_is_stored_later_is_not_counted_as_lost() -> None:
     assert len(machine.tiers.host) < 4
 
 
-def test_a_request_waits_for_a_load_a_bounded_number_of_steps(
-    evicted: TieredMachine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_waits_for_a_load_a_bounded_number_of_steps(evicted: TieredMachine) -> None:
     """Also if what is evicted for it cannot leave, because others keep the link busy."""
-    monkeypatch.setattr(prefix_tiers, "_MOST_WAITS", 5)
     evicted.add_text([*TEXT, 3])
-    for _ in range(30):
+    for _ in range(100):
         for flight in evicted.link.flying:
             flight.num_polls = flight.num_polls if flight.is_load else -100
         evicted.step(1)

@@ -123,7 +123,7 @@ def test_without_a_compiler_there_are_no_operators_and_one_warning(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(native, "cache_folder", lambda: tmp_path / "built")
-    monkeypatch.setattr(native, "PREBUILT", tmp_path)
+    monkeypatch.setattr(native, "prebuilt_folder", lambda: tmp_path)
     forget()
     weight = torch.zeros(64, 64, dtype=torch.bfloat16)
     try:
@@ -175,9 +175,9 @@ def test_a_prebuilt_library_of_the_same_sources_comes_before_a_build(
     seven.write_text('extern "C" int seven() { return VALUE; }\n')
     mine, all_machines = (Unit(seven, ("-msse2", f"-DVALUE={value}")) for value in (6, 7))
     sources = Sources("seven", (mine,), (all_machines,))
-    monkeypatch.setattr(native, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(native, "prebuilt_folder", lambda: tmp_path / "prebuilt")
     assert sources.origin() == "built"
-    prebuilt = sources.prebuild(native.PREBUILT)
+    prebuilt = sources.prebuild(native.prebuilt_folder())
     monkeypatch.setenv("PATH", str(tmp_path))
     assert sources.provide() == (prebuilt, "prebuilt")
     assert ctypes.CDLL(str(prebuilt)).seven() == 7
@@ -216,7 +216,7 @@ def test_a_wheel_with_prebuilt_kernels_serves_without_a_compiler(tmp_path: Path)
         "from kernels_ref.x86 import library\n"
         "library.OPTIONS = '-O1', '-fopenmp'\n"  # compiled in three quarters of the time
         "for module in (library, rowwise):\n"
-        "    replace(module.sources(), portable=module.portable_units()).prebuild(native.PREBUILT)\n"
+        "    replace(module.sources(), portable=module.portable_units()).prebuild(native.prebuilt_folder())\n"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
     check = (

@@ -63,7 +63,7 @@ def test_older_transformers_get_no_dequantised_weights(
 ) -> None:
     _, path = twins(tmp_path, "LlamaConfig", KINDS["packed"])
     expected = load_model(path, read_config(path), torch.float32, torch.device("cpu")).state_dict()
-    monkeypatch.setattr("hpu_duo.modeling.loading._IS_5", False)
+    monkeypatch.setattr("hpu_duo.modeling.loading.is_transformers_5", lambda: False)
     monkeypatch.setattr(QuantisedTensor, "source", lambda self: pytest.fail("a whole state of plain weights"))
     got = load_model(path, read_config(path), torch.float32, torch.device("cpu")).state_dict()
     assert expected.keys() == got.keys()

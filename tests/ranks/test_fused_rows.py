@@ -54,7 +54,7 @@ def layer_of(order: str) -> DecoderLayer:
     like = read_layers(build_without_weights("llama", FAMILIES["llama"](), torch.float32))[0]
     with torch.device("meta"):
         module = Attention(order)
-    sizes = {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV, "head_dim": DIM}
+    sizes = {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV, "head_dim": DIM, "value_head_dim": DIM}
     return DecoderLayer(like.module, module, type(like.call)(**{**vars(like.call), **sizes}))
 
 

@@ -96,10 +96,6 @@ _LEFT = 8
 """One of so many units is left for what requests evict: a quarter of those that go to the host."""
 
 
-_MOST_WAITS = 64
-"""Steps in all that a load waits for such a unit; then what is evicted for it is lost."""
-
-
 class RecordSizes(NamedTuple):
     """Sizes of records.
 
@@ -135,6 +131,7 @@ class PrefixTiers:
         add_copy: requests a copy.
         write_policy: when to store.
         load_policy: when to load.
+        most_waits: steps in all that a load waits for a unit for what it evicts, which is lost then.
     """
 
     def __init__(
@@ -146,11 +143,12 @@ class PrefixTiers:
         add_copy: Callable[[Copy], None],
         write_policy: WritePolicy = WritePolicy.WRITE_BACK,
         load_policy: LoadPolicy | None = None,
+        most_waits: int = 64,
     ) -> None:
         self.host, self.link, self.write_policy = host, link, write_policy
         self.load_policy = LoadPolicy() if load_policy is None else load_policy
         self.counters, self.sizes = TierCounters(), sizes
-        self._units, self._add_copy = units, add_copy
+        self._units, self._add_copy, self._most_waits = units, add_copy, most_waits
         self._record_bytes, self._num_slots = sizes[:2], (1, sizes.slots_per_row)
         self._storing: dict[Transfer, Record] = {}
         self._loading: dict[Transfer, Piece] = {}
@@ -365,7 +363,7 @@ class PrefixTiers:
         while load.pieces and load.pieces[0].has_landed:
             # Some units are left for what requests evict in the same step.
             is_busy = len(self._free[False, False]) <= len(self._units[False]) // _LEFT
-            may_wait = is_busy and self._storing and load.num_waits < _MOST_WAITS
+            may_wait = is_busy and self._storing and load.num_waits < self._most_waits
             if may_wait and not load.pieces[0].is_row and not has_free_block():
                 load.num_waits += 1
                 return
