@@ -60,7 +60,7 @@ def layer_of(order: str) -> DecoderLayer:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_known_orders_are_told_apart(order: str) -> None:
-    assert head_sizes(layer_of(order)) == (NUM_HEADS, NUM_KV, DIM, ORDERS[order])
+    assert head_sizes(layer_of(order)) == (NUM_HEADS, NUM_KV, DIM, DIM, ORDERS[order])
 
 
 @pytest.mark.parametrize("order", ["k v q", "by channel"])
