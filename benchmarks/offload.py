@@ -28,7 +28,7 @@ from hpu_duo.modeling.loading import read_config
 BLOCK, SEQS, STEP = 128, 16, 2048
 FREE = 96
 """Blocks for requests: 12,288 tokens."""
-NUM_CHATS, NUM_TURNS = 10, 3
+NUM_CHATS, NUM_TURNS = 16, 3
 
 Work = Callable[[HPUDuoModel, Tokens], list[float]]
 
@@ -67,7 +67,7 @@ def mixed(model: HPUDuoModel, tokens: Tokens) -> list[float]:
 
 WORKS: dict[str, Work] = {
     "a document of 8,192 tokens comes back, to its first token": documents,
-    f"{NUM_CHATS} chats of {NUM_TURNS} turns, room for 7, a turn": chats,
+    f"{NUM_CHATS} chats of {NUM_TURNS} turns, room for 7 at the end, a turn": chats,
     "32 mixed requests that share nothing": mixed,
 }
 
