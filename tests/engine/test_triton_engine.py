@@ -64,7 +64,8 @@ def test_half_precision_serves_many_requests_on_a_gpu(tiny: Tiny, graphs: str) -
 
 
 def layers(head_dim: int = 64, softcap: float | None = None) -> Any:
-    return (SimpleNamespace(call=SimpleNamespace(head_dim=head_dim, softcap=softcap)),)
+    call = SimpleNamespace(head_dim=head_dim, value_head_dim=head_dim, softcap=softcap)
+    return (SimpleNamespace(call=call),)
 
 
 def test_auto_takes_triton_on_cuda_whatever_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
