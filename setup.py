@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: with HPU_DUO_PREBUILT=1 a wheel has the kernels for x86 CPUs, built.
+"""Build of the wheel; with HPU_DUO_PREBUILT=1 it includes compiled kernels for x86 CPUs.
 
 It needs g++, and torch in the environment: ``pip wheel --no-build-isolation --no-deps .``. Without the
 variable the wheel is pure.

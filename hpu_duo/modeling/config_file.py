@@ -47,7 +47,7 @@ def read_config_file(file: Path) -> Any:
             embedding is unknown, its weights are quantised in a way that is not read, its model type needs
             code of the checkpoint, or it has an encoder.
     """
-    fields = _parse(file)
+    fields = read_object(file)
     find_quantisation(file, fields)
     check_numbers(file, without_quantisation(fields))
     try:
@@ -68,7 +68,12 @@ def read_config_file(file: Path) -> Any:
     return config
 
 
-def _parse(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
+    """Read a JSON file that has an object.
+
+    Raises:
+        ValueError: it cannot be read, or has something else.
+    """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

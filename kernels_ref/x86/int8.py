@@ -13,6 +13,7 @@ import torch
 
 from kernels_ref.x86.library import lanes, require
 from kernels_ref.x86.linear import PANEL, register_each
+from kernels_ref.x86.quantised import product_shape
 
 _INPUTS = 4
 """Inputs of an output that lie side by side."""
@@ -64,16 +65,10 @@ NAME = "hpu_duo_x86_v3.int8_linear.default"
 """The operator of ``operator``, as torch calls it."""
 
 
-def _shape(
-    x: torch.Tensor, codes: object, scales: object, sums: object, bias: object, size: int, *_: object
-) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], size)
-
-
 @cache
 def _registered() -> None:
     require(None)
-    torch.library.register_fake("hpu_duo_x86_v3::int8_linear", _shape)
+    torch.library.register_fake("hpu_duo_x86_v3::int8_linear", product_shape)
 
 
 def operator() -> Callable[..., torch.Tensor]:

@@ -92,16 +92,17 @@ NAME = "hpu_duo_x86_v3.linear_of_codes.default"
 """The operator of ``operator``, as torch calls it."""
 
 
-def _shape(
-    x: torch.Tensor, codes: object, scales: object, zeros: object, bias: object, size: int, *_: object
+def product_shape(
+    x: torch.Tensor, codes: object, scales: object, sums: object, bias: object, size: int, *_: object
 ) -> torch.Tensor:
+    """An empty result of an operator on codes, ``[..., N]``, for inputs ``[..., K]``."""
     return x.new_empty(*x.shape[:-1], size)
 
 
 @cache
 def _registered() -> None:
     require(None)
-    torch.library.register_fake("hpu_duo_x86_v3::linear_of_codes", _shape)
+    torch.library.register_fake("hpu_duo_x86_v3::linear_of_codes", product_shape)
 
 
 def operator() -> Callable[..., torch.Tensor]:

@@ -22,7 +22,7 @@ from hpu_duo.modeling.quantised.weight import QuantisedWeight
 from hpu_duo.planning import GAUDI2
 from hpu_duo.planning.model import Format
 from hpu_duo.planning.read_model import read_model
-from kernels_ref.x86.library import is_available
+from kernels_ref.x86.library import lanes
 from tests.engine.tiny import PATTERN
 from tests.modeling.families import make_config, save_random
 from tests.quantised.test_checkpoints import LAYOUTS, PROMPTS, SIZES, load, tokens, twins
@@ -155,7 +155,7 @@ def test_formats_and_bytes_of_weights_are_reported(tmp_path: Path) -> None:
     assert found.weight_bytes < whole.weight_bytes * 0.6
 
 
-@pytest.mark.skipif(not is_available(torch.float32), reason="needs a CPU with the kernel and a compiler")
+@pytest.mark.skipif(not lanes(), reason="needs a CPU with AVX2, FMA and F16C")
 @pytest.mark.instruction_set
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_are_read_by_the_kernel_where_there_is_one(name: str, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_codes_are_read_by_the_kernel_where_there_is_one(name: str, tmp_path: Pa
     assert plain.stats().resolved.weights == "plain"
 
 
-@pytest.mark.skipif(not is_available(torch.float32), reason="needs a CPU with the kernel and a compiler")
+@pytest.mark.skipif(not lanes(), reason="needs a CPU with AVX2, FMA and F16C")
 def test_layers_that_the_kernel_does_not_read_are_dequantised(tmp_path: Path) -> None:
     _, path = twins(tmp_path, "LlamaConfig", KINDS["gptq"])  # groups of 16 inputs
     assert load(path).stats().resolved.weights == "plain"

@@ -331,7 +331,10 @@ def _product(
 ) -> torch.Tensor:
     """Product of fp8 matrices, multiplied with the scales of rows and columns."""
     if D is not None or accumulate or B_scale_shape is not None:
-        raise NotImplementedError("simulated are new products, with scales of rows and columns")
+        raise ValueError(
+            "expected no D, accumulate or B_scale_shape for fp8_gemm_v2, with which no layer calls it, got "
+            f"D={D is not None}, accumulate={accumulate}, B_scale_shape={B_scale_shape}"
+        )
     for codes in (A, B):
         if bool((codes.float().abs() > _fp8_max()).any()):
             raise ValueError(f"expected fp8 numbers up to {_fp8_max():g}, got larger ones")

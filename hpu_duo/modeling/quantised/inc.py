@@ -6,7 +6,6 @@ JSON files are read only: the ``.npz`` files beside them are pickles, which may 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import re
@@ -14,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from hpu_duo.modeling.config_file import read_object
 
 VARIABLE = "QUANT_CONFIG"
 """Variable of the environment with the path of the configuration, as for vllm-gaudi."""
@@ -259,7 +260,7 @@ def read_inc(file: Path) -> IncScales:
     Raises:
         ValueError: a file cannot be read, or has what is not served.
     """
-    fields = _object(file)
+    fields = read_object(file)
     mode = _text(file, fields, "mode", "QUANTIZE").upper()
     if mode != "QUANTIZE":
         raise ValueError(
@@ -294,16 +295,6 @@ def read_inc(file: Path) -> IncScales:
     allowed = _listed(file, fields, "allowlist", "whitelist")
     chosen = (file, generation, is_chosen, method, backoffs, blocked, allowed)
     return IncScales(*chosen, measured, scaled, f"{base}*.json")
-
-
-def _object(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"cannot read {file}: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"expected an object in {file}, got {type(found).__name__}")
-    return found
 
 
 def _text(file: Path, fields: Mapping[str, Any], name: str, default: str) -> str:
@@ -394,7 +385,7 @@ def _nodes(base: str, mode: str) -> dict[str, _Node]:
     """Read the files of all ranks, and return the largest value of each module."""
     found: dict[str, _Node] = {}
     for file in _ranks(Path(base)):
-        fields = _object(file)
+        fields = read_object(file)
         if fields.get("Mode") != mode or not isinstance(fields.get("Nodes"), dict):
             raise ValueError(f"{file}: expected Mode {mode} and Nodes, got {fields.get('Mode')!r}")
         for name, given in fields["Nodes"].items():
