@@ -170,7 +170,7 @@ class PrefixTiers:
 
     @property
     def has_loads(self) -> bool:
-        """Whether a request waits for records."""
+        """Whether any request waits for records."""
         return bool(self._loads)
 
     def is_loading(self, request: Request) -> bool:
