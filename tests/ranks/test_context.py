@@ -13,7 +13,8 @@ from hpu_duo.device import run_processes
 from hpu_duo.parallel import head_exchanges
 from hpu_duo.sampling import SamplingParams
 from tests.modeling.families import BLOCK, FAMILIES, VOCAB, Zoo, prompts_of, save_random
-from tests.ranks.test_families import REFUSED, cases_of, differing
+from tests.ranks.test_families import BY_CONTEXT as FAMILIES_BY_CONTEXT
+from tests.ranks.test_families import SERVED, cases_of, differing
 from tests.ranks.test_serving import NUM_LAYERS, captured_ahead, counted_alike, pattern
 from tests.ranks.work import Answer, Case, serve, serve_here
 from tests.tiers import every
@@ -147,15 +148,16 @@ def test_simulated_hpus_capture_everything_ahead(zoo: Zoo, num_ranks: int) -> No
     assert rings[0] > 0
 
 
-SERVED = tuple(name for name in FAMILIES if name not in REFUSED)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(SERVED[::3], id="some families"),
-        pytest.param([*SERVED[1::3], *SERVED[2::3]], id="other families", marks=pytest.mark.exhaustive),
+        pytest.param(FAMILIES_BY_CONTEXT, id="some families"),
+        pytest.param(
+            [name for name in SERVED if name not in FAMILIES_BY_CONTEXT],
+            id="other families",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_two_ranks_give_the_tokens_of_one_for_every_family(zoo: Zoo, names: Sequence[str]) -> None:

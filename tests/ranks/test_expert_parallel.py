@@ -63,7 +63,7 @@ def alone(case: Case) -> Answer:
 
 @from_5
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*IN_ZOO, *every(3, filter(has_experts, SERVED))])
+@pytest.mark.parametrize("name", [*IN_ZOO, *every(6, filter(has_experts, SERVED))])
 def test_two_ranks_give_the_tokens_of_one(
     name: str, cases: dict[str, Case], answers: dict[str, Answer]
 ) -> None:

@@ -61,6 +61,12 @@ DRAFTS: dict[str, Any] = {
 }
 
 
+WHOLE: dict[str, Any] = {
+    "cache": {"kv_prompt": "whole", "kv_chunk": None},
+    "scheduler": {"max_num_batched_tokens": 66},
+}
+
+
 def case_of(zoo: Zoo, name: str, policy: str = "", **settings: dict[str, Any]) -> Case:
     """Requests of a model whose heads have a budget, or keep what the cache's settings say."""
     prompts = prompts_of(LENGTHS, seed=3)
@@ -115,47 +121,49 @@ def cases(zoo: Zoo) -> dict[str, Case]:
 
 @pytest.fixture(scope="module")
 def more_cases(zoo: Zoo) -> dict[str, Case]:
-    """Other families, prompts that are read whole, and each policy for all heads or beside others."""
+    """Every policy and every other reason once, each in one of the ways to share heads."""
     duo = {"heads": {"pattern": PATTERN}}
-    whole = {
-        "cache": {"kv_prompt": "whole", "kv_chunk": None},
-        "scheduler": {"max_num_batched_tokens": 66},
-    }
     return {
-        **{policy: case_of(zoo, "llama", policy) for policy in (*POLICIES[::2], *BY_POSITION)},
-        **{f"copies, {policy}": case_of(zoo, "llama_mqa", policy) for policy in POLICIES[1:4]},
-        "whole prompts in chunks": case_of(zoo, "llama", "tova:protect=2", cache={"kv_prompt": "whole"}),
-        "replayed": case_of(zoo, "llama_mha", "tova:protect=2", **duo, graph={"backend": "replay"}),
-        "copies, strided": case_of(zoo, "llama_mqa", "strided:stride=16"),
-        **{f"pattern, {policy}": case_of(zoo, "llama_mha", policy, **duo) for policy in POLICIES[1::2]},
-        "plan, prefixes": twice(case_of(zoo, "llama_mha", cache={"kv_plan": PLAN})),
-        "few blocks": case_of(zoo, "llama_mha", cache={"kv_plan": FEW_BLOCKS}),
+        **{policy: case_of(zoo, "llama", policy) for policy in (POLICIES[2], *BY_POSITION[::2])},
+        **{
+            f"copies, {policy}": case_of(zoo, "llama_mqa", policy)
+            for policy in (POLICIES[1], POLICIES[3], BY_POSITION[1])
+        },
+        **{f"pattern, {policy}": case_of(zoo, "llama_mha", policy, **duo) for policy in POLICIES[5:]},
         "few blocks, prefixes": twice(case_of(zoo, "llama_mha", cache={"kv_plan": FEW_BLOCKS})),
         "pattern, prefixes": twice(case_of(zoo, "llama_mha", "tova:protect=2", **duo)),
-        "whole prompts": case_of(zoo, "llama", "tova:protect=2", **whole),
-        "whole prompts, copies": case_of(zoo, "llama_mqa", "h2o", **whole),
-        "whole prompts in chunks, copies": case_of(zoo, "llama_mqa", "h2o", cache={"kv_prompt": "whole"}),
+        "whole prompts": case_of(zoo, "llama", "tova:protect=2", **WHOLE),
         "whole prompts in chunks, pattern": case_of(
             zoo, "llama_mha", "snapkv:window=3,kernel=3", cache={"kv_prompt": "whole"}, **duo
-        ),
-        "whole prompts in chunks, plan": case_of(
-            zoo, "llama_mha", cache={"kv_prompt": "whole", "kv_plan": PLAN}
         ),
         "copies, replayed": case_of(zoo, "llama_mqa", "h2o", graph={"backend": "replay"}),
         "copies, drafts": case_of(zoo, "llama_mqa", "h2o", scheduler=DRAFTS),
         "tova, drafts": case_of(zoo, "llama", "tova:protect=2", scheduler=DRAFTS),
-        **{f"{name}, h2o": case_of(zoo, name, "h2o") for name in ("gemma2", "olmo2", "qwen3_moe")},
-        **{f"{name}, tova": case_of(zoo, name, "tova:protect=2") for name in ("gemma3", "phi3", "qwen3")},
+        "gemma2, h2o": case_of(zoo, "gemma2", "h2o"),
+        "phi3, tova": case_of(zoo, "phi3", "tova:protect=2"),
     }
 
 
 @pytest.fixture(scope="module")
 def further_cases(zoo: Zoo) -> dict[str, Case]:
-    """Each policy the other way."""
+    """Each policy the other ways, and further families."""
     duo = {"heads": {"pattern": PATTERN}}
     return {
-        **{policy: case_of(zoo, "llama", policy) for policy in POLICIES[1::2]},
-        **{f"pattern, {policy}": case_of(zoo, "llama_mha", policy, **duo) for policy in POLICIES[::2]},
+        **{policy: case_of(zoo, "llama", policy) for policy in (POLICIES[1], *POLICIES[4:], BY_POSITION[1])},
+        **{f"pattern, {policy}": case_of(zoo, "llama_mha", policy, **duo) for policy in POLICIES[:5]},
+        f"copies, {POLICIES[2]}": case_of(zoo, "llama_mqa", POLICIES[2]),
+        "copies, strided": case_of(zoo, "llama_mqa", "strided:stride=16"),
+        "replayed": case_of(zoo, "llama_mha", "tova:protect=2", **duo, graph={"backend": "replay"}),
+        "plan, prefixes": twice(case_of(zoo, "llama_mha", cache={"kv_plan": PLAN})),
+        "few blocks": case_of(zoo, "llama_mha", cache={"kv_plan": FEW_BLOCKS}),
+        "whole prompts, copies": case_of(zoo, "llama_mqa", "h2o", **WHOLE),
+        "whole prompts in chunks": case_of(zoo, "llama", "tova:protect=2", cache={"kv_prompt": "whole"}),
+        "whole prompts in chunks, copies": case_of(zoo, "llama_mqa", "h2o", cache={"kv_prompt": "whole"}),
+        "whole prompts in chunks, plan": case_of(
+            zoo, "llama_mha", cache={"kv_prompt": "whole", "kv_plan": PLAN}
+        ),
+        **{f"{name}, h2o": case_of(zoo, name, "h2o") for name in ("olmo2", "qwen3_moe")},
+        **{f"{name}, tova": case_of(zoo, name, "tova:protect=2") for name in ("gemma3", "qwen3")},
     }
 
 
@@ -242,8 +250,8 @@ def test_four_ranks_keep_what_one_does(
     zoo: Zoo, cases: dict[str, Case], more_cases: dict[str, Case], further_cases: dict[str, Case]
 ) -> None:
     # Two ranks hold copies of each of two heads, or four of one.
-    of_two = (*POLICIES[:5], "strided:stride=16", "whole prompts in chunks")
-    of_one = ("copies, h2o", "copies, tova:protect=2", "prefixes", "whole prompts in chunks, copies")
+    of_two = ("h2o", "tova", POLICIES[2], "strided:stride=16", "whole prompts in chunks")
+    of_one = ("copies, h2o", "copies, tova:protect=2", "prefixes")
     known = {**further_cases, **more_cases, **cases}
     wanted = {name: known[name] for name in (*of_two, *of_one, "few blocks")}
     # A rank has one head of four, so all or none of a layer have TOVA's choice, or retrieve.
