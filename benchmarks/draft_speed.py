@@ -5,7 +5,7 @@ are replaced by those of a text at the sampler, in both engines. Texts are those
 of both engines alternate; times are CPU time of steps behind the prompts. Greedy loops of random weights are
 no evidence of speed, so there are none.
 
-    python -m benchmarks.draft_speed [--rounds 2] [--tokens 160] [--prompt 512] [--json]
+    python -m benchmarks.draft_speed [--rounds 2] [--tokens 160] [--prompt 512] [--packed] [--json]
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def make_checkpoint(directory: Path) -> Path:
 class Played:
     """An engine whose samples are the tokens of given texts."""
 
-    def __init__(self, path: Path, max_len: int, num_rows: int, config: dict[str, Any] | None) -> None:
+    def __init__(
+        self, path: Path, max_len: int, num_rows: int, config: dict[str, Any] | None, is_packed: bool
+    ) -> None:
         self.served = HPUDuoModel.from_pretrained(
             path,
             dtype="float32",
@@ -63,6 +65,7 @@ class Played:
             max_num_batched_tokens=512,
             max_model_len=max_len,
             enable_prefix_caching=False,
+            pack_weights=is_packed or None,
             speculative_config=config,
         )
         self._texts: dict[str, list[int]] = {}
@@ -104,6 +107,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--drafts", type=int, default=8)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--packed", action="store_true", help="with pack_weights=True")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -126,8 +130,13 @@ def main() -> None:
         path = make_checkpoint(Path(directory))
         for num_rows in asked.rows:
             max_len = asked.prompt + asked.tokens + 16
-            plain = Played(path, max_len, num_rows, None)
-            drafting = Played(path, max_len, num_rows, {"num_speculative_tokens": asked.drafts})
+            # Rounds repeat texts: outputs of earlier requests are no source of drafts.
+            config = {
+                "num_speculative_tokens": asked.drafts,
+                "suffix_decoding_max_cached_requests": 0,
+            }
+            plain = Played(path, max_len, num_rows, None, asked.packed)
+            drafting = Played(path, max_len, num_rows, config, asked.packed)
             for kind, pairs in kinds.items():
                 ratios, steps = list[float](), (0, 0)
                 for number in range(asked.rounds + 1):

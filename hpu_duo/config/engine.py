@@ -103,8 +103,9 @@ class ModelConfig:
     pack_weights: bool | None = option(
         None,
         "Lay linear weights out once on a CPU: in panels for our kernels, bfloat16 with AVX512-BF16 and "
-        "16 bits with AVX2 and dtype auto; bfloat16 for oneDNN without these.",
-        unset="where possible",
+        "16 bits with AVX2 and dtype auto; bfloat16 for oneDNN without these. Float32 weights are laid out "
+        "if it is True.",
+        unset="where possible, but for float32",
     )
     score_bytes: int = option(
         64 << 20,

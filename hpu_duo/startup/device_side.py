@@ -323,18 +323,20 @@ def _pack(
     precision: Precision,
 ) -> None:
     dtype, device = precision.weights, place.device
-    arithmetic = precision.arithmetic if precision.is_mixed else None
+    wanted, is_cpu = config.model.pack_weights, device.type == "cpu"
+    # Torch's product of plain float32 weights is the default: panels add the products in another order.
+    packs_floats = bool(wanted) and is_cpu and dtype == torch.float32 and x86.is_available(dtype)
+    arithmetic = precision.arithmetic if precision.is_mixed or packs_floats else None
     separate_rounded_inputs(model, config.model, dtype, precision.arithmetic, device)
     if device.type == "hpu":
         use_operators(model, device, config.model.activations == PUBLISHED)
-    wanted = config.model.pack_weights
-    possible = device.type == "cpu" and can_pack(dtype, arithmetic)
+    possible = is_cpu and can_pack(dtype, arithmetic)
     if wanted and not possible:
         raise ValueError(
-            "pack_weights needs a CPU, and bfloat16 where our kernels or oneDNN multiply it, or dtype='auto' "
-            f"for a 16-bit checkpoint where our kernels compute in float32: got {name_of(dtype)} on {device}"
+            "pack_weights needs a CPU, and bfloat16 where our kernels or oneDNN multiply it, or weights that "
+            f"our kernels multiply in float32: got {name_of(dtype)} on {device}"
         )
-    has_codes = device.type == "cpu" and bool(quantised_layers(model))
+    has_codes = is_cpu and bool(quantised_layers(model))
     if (possible or has_codes) and wanted is not False:
         # Where the kernel for panels does not run, decodes of one compiled request read plain weights faster
         # than oneDNN's; panels come before both.
@@ -343,7 +345,7 @@ def _pack(
         before = plain_bytes(model)
         head = model.get_output_embeddings()
         pack_linears(model, vector=vector, head=head, live=live, arithmetic=arithmetic)
-        if arithmetic is not None:
+        if arithmetic is not None and precision.is_mixed:
             widen(model, arithmetic)
         leave_files(model, before - plain_bytes(model))
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hpu_duo import HPUDuoModel, SamplingParams
 from hpu_duo.modeling import precision
+from hpu_duo.modeling.packed_linear import PanelLinear
 from kernels_ref.x86 import library
 from tests.engine.tiny import serve, tokens_of
 from tests.modeling.families import BLOCK, FAMILIES, greedy, prompts_of, save_random
@@ -70,3 +73,21 @@ def test_without_packed_weights_all_of_the_model_is_float32(
     served = HPUDuoModel.from_pretrained(path, device="cpu", pack_weights=False, **LIMITS)
     assert {x.dtype for x in served.engine.runner.model.model.parameters()} == {torch.float32}
     assert any("the checkpoint is in float16" in note for note in served.stats().notes)
+
+
+@pytest.mark.parametrize("graphs", ["eager", "replay"])
+def test_float32_weights_are_packed_where_that_is_wanted(
+    graphs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, prompts = save("llama", torch.float32, tmp_path), prompts_of((13, 5, 30), seed=4)
+    options: dict[str, Any] = {"device": "cpu", "graphs": graphs, "pack_weights": True, **LIMITS}
+    served = HPUDuoModel.from_pretrained(path, **options)
+    layers = [type(each) for each in served.engine.runner.model.model.modules()]
+    assert PanelLinear in layers
+    assert nn.Linear not in layers
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    expected = [[greedy(model, prompt, NUM_NEW)] for prompt in prompts]
+    assert tokens_of(serve(served, prompts, GREEDY)) == expected
+    monkeypatch.setattr(library, "is_available", lambda dtype: False)
+    with pytest.raises(ValueError, match="or weights that our kernels multiply in float32: got float32 on"):
+        HPUDuoModel.from_pretrained(path, **options)
