@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
+"""Marks of a further case of what a fast test, or another slow one, tries."""
+
 
 def every(step: int, cases: Iterable[Any]) -> list[Any]:
     """Parameters of which the first and each ``step``-th behind it belong to ``make slow``.
@@ -22,24 +25,22 @@ def every(step: int, cases: Iterable[Any]) -> list[Any]:
     ]
 
 
-def crossed(*factors: Iterable[Any], others: Sequence[pytest.MarkDecorator] | None = None) -> list[Any]:
+def crossed(*factors: Iterable[Any]) -> list[Any]:
     """Parameters of all combinations of values, of which a Latin square stays in the tier of the test.
 
-    There each value occurs, and each two values of two factors if there is a third one.
+    There each value occurs, and each two values of two factors if there is a third one. The others are
+    exhaustive.
 
     Args:
         factors: values, or a mapping whose keys name them in the tests' names.
-        others: marks of the other combinations; those of ``make exhaustive`` by default.
     """
-    if others is None:
-        others = (pytest.mark.slow, pytest.mark.exhaustive)
     lists = [list(values.items() if isinstance(values, Mapping) else _named(values)) for values in factors]
     modulus = min(map(len, lists))
     return [
         pytest.param(
             *(value for _, (_, value) in case),
             id="-".join(name for _, (name, _) in case),
-            marks=() if sum(number for number, _ in case) % modulus == 0 else others,
+            marks=() if sum(number for number, _ in case) % modulus == 0 else EXHAUSTIVE,
         )
         for case in product(*map(enumerate, lists))
     ]

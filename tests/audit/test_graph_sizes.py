@@ -15,7 +15,7 @@ from hpu_duo.heads import HeadPattern
 from hpu_duo.lab.audit import LoweredGraph, build_structure, lower_bucket
 from hpu_duo.planning import GAUDI3
 from tests.modeling.families import IS_5, make_config
-from tests.tiers import every
+from tests.tiers import crossed, every
 
 SIZES: dict[str, dict[str, Any]] = {
     "LlamaConfig": {"hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32},
@@ -84,7 +84,7 @@ def graphs_of(name: str, attention: str, shape: str, directory: Path) -> tuple[L
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["h2o", "snapkv"])
+@pytest.mark.parametrize("policy", every(2, ["h2o", "snapkv"]))
 def test_no_graph_of_a_budget_that_verifies_nine_tokens_is_large(policy: str, tmp_path: Path) -> None:
     config = make_config(
         "LlamaConfig",
@@ -136,8 +136,10 @@ def test_a_step_without_context_is_one_graph_for_each_layer(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["reference", "hpu"])
-@pytest.mark.parametrize("shape", [f"--u/q32/s0/u{BLOCKS}/l32", f"-su/q16/s256/u{BLOCKS}/l16"])
+@pytest.mark.parametrize(
+    ("shape", "attention"),
+    crossed([f"--u/q32/s0/u{BLOCKS}/l32", f"-su/q16/s256/u{BLOCKS}/l16"], ["reference", "hpu"]),
+)
 def test_a_decode_after_a_long_context_is_one_graph_for_each_layer(
     shape: str, attention: str, tmp_path: Path
 ) -> None:
@@ -148,7 +150,7 @@ def test_a_decode_after_a_long_context_is_one_graph_for_each_layer(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not IS_5, reason="before 5, experts have shapes that depend on the routing")
-@pytest.mark.parametrize("shape", [LONG[1], f"csu/q1940/s{BLOCKS}/u{BLOCKS}/l17"])
+@pytest.mark.parametrize("shape", every(2, [LONG[1], f"csu/q1940/s{BLOCKS}/u{BLOCKS}/l17"]))
 def test_no_graph_of_many_experts_is_large(shape: str, tmp_path: Path) -> None:
     check(graphs_of(MANY, "hpu", shape, tmp_path))
 
@@ -156,7 +158,7 @@ def test_no_graph_of_many_experts_is_large(shape: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape", "attention"),
-    every(7, [(*case, attention) for attention in ("hpu", "reference") for case in CASES]),
+    every(10, [(*case, attention) for attention in ("hpu", "reference") for case in CASES]),
 )
 def test_no_graph_of_a_known_model_is_large(name: str, attention: str, shape: str, tmp_path: Path) -> None:
     check(graphs_of(name, attention, shape, tmp_path))

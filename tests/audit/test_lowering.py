@@ -23,6 +23,7 @@ from kernels_ref.partial import Partial
 from kernels_ref.step import PartInputs
 from kernels_ref.units import write, write_kv
 from tests.audit.conftest import engine_config
+from tests.tiers import crossed, every
 
 PHASES = (
     "c--/q16/s0/u0/l1",
@@ -35,8 +36,9 @@ PHASES = (
 STORE, INDEX, NEW = torch.zeros(64, 4), torch.arange(3), torch.ones(3, 4)
 
 
-@pytest.fixture(scope="module", params=[1, 3], ids=lambda m: f"m={m}")
+@pytest.fixture(scope="module")
 def either(request: pytest.FixtureRequest, config_dir: Path, pattern: HeadPattern) -> Structure:
+    """Of steps whose rows decode so many tokens."""
     config = engine_config(config_dir, pattern)
     return build_structure(
         replace(config, scheduler=replace(config.scheduler, decode_len=request.param)), GAUDI2
@@ -44,7 +46,7 @@ def either(request: pytest.FixtureRequest, config_dir: Path, pattern: HeadPatter
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", PHASES)
+@pytest.mark.parametrize(("either", "shape"), crossed([1, 3], PHASES), indirect=["either"])
 def test_a_layer_writes_its_stores_in_place(either: Structure, shape: str) -> None:
     graphs = lower_bucket(either, BatchShape.parse(shape))
     assert graphs[0].region == "prepare"
@@ -182,7 +184,7 @@ def test_a_report_tells_of_stores_that_only_the_compiler_would_copy(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["--u/q4/s0/u16/l4", "csu/q32/s8/u16/l4"])
+@pytest.mark.parametrize("shape", every(2, ["--u/q4/s0/u16/l4", "csu/q32/s8/u16/l4"]))
 def test_graphs_of_too_many_operators_are_noted(structure: Structure, shape: str) -> None:
     bucket = BatchShape.parse(shape)
     sizes = [graph.num_nodes for graph in lower_bucket(structure, bucket)]

@@ -24,7 +24,7 @@ from hpu_duo.startup.tables import StepSizes
 from kernels_ref.chunks import DEFAULT_BOUNDS, ChunkBounds, Slices
 from tests.audit.conftest import TINY, engine_config
 from tests.modeling.families import IS_5, make_config
-from tests.tiers import crossed
+from tests.tiers import crossed, every
 
 CONTEXTS = (1024, 4096, 16_384)
 # Bytes of the plan that attention on a CPU reads: a few numbers for each block of context.
@@ -53,9 +53,7 @@ def weights_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 RULES = (None, "sink_band:sink=8,band=600|strided:stride=64")
 
 
-@pytest.mark.parametrize(
-    ("kind", "attention", "rule"), crossed(KINDS, ["reference", "sdpa"], RULES, others=[pytest.mark.slow])
-)
+@pytest.mark.parametrize(("kind", "attention", "rule"), crossed(KINDS, ["reference", "sdpa"], RULES))
 def test_a_measured_step_needs_no_more_after_a_longer_context(
     weights_dir: Path, kind: StepKind, attention: str, rule: str | None
 ) -> None:
@@ -72,7 +70,7 @@ def test_a_measured_step_needs_no_more_after_a_longer_context(
     assert exact[-1] == padded[-1]
 
 
-@pytest.mark.parametrize(("kind", "rule"), crossed(KINDS, RULES, others=[pytest.mark.slow]))
+@pytest.mark.parametrize(("kind", "rule"), crossed(KINDS, RULES))
 def test_loops_outside_of_layers_need_no_more_after_a_longer_context(
     weights_dir: Path, kind: StepKind, rule: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +85,8 @@ def test_loops_outside_of_layers_need_no_more_after_a_longer_context(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "shape", ["--u/q4/s0/u{n}/l4", "-su/q4/s{n}/u{n}/l4", "cs-/q32/s{n}/u0/l1", "csu/q32/s{n}/u{n}/l4"]
+    "shape",
+    every(2, ["--u/q4/s0/u{n}/l4", "-su/q4/s{n}/u{n}/l4", "csu/q32/s{n}/u{n}/l4", "cs-/q32/s{n}/u0/l1"]),
 )
 def test_an_audited_step_needs_no_more_after_a_longer_context(
     config_dir: Path, pattern: HeadPattern, shape: str

@@ -94,7 +94,7 @@ def test_a_reader_that_has_had_enough_is_no_error(command: list[str]) -> None:
     [
         ["generate", "--help"],
         ["generate", "--prompt", "a", "--max-new-tokens", "3"],
-        SHORT,
+        pytest.param(SHORT, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_full_device_is_told_in_a_sentence(command: list[str]) -> None:

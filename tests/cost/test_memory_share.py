@@ -18,6 +18,7 @@ from hpu_duo.lab.audit import build_structure
 from hpu_duo.planning import GAUDI2, Deployment, Format, Serving
 from hpu_duo.planning.read_model import read_model
 from kernels_ref import PLAIN
+from tests.tiers import every
 
 ROWS, MAX_LEN, BLOCK = 16, 4096, 16
 SHARES = (0.5, DEVICE_MEMORY_UTILIZATION, 1.0)
@@ -42,7 +43,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("share", every(2, SHARES))
 def test_engine_audit_and_capacity_hold_the_same_blocks(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:

@@ -25,6 +25,7 @@ from hpu_duo import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing, serve, tokens_of
 from tests.modeling.families import prompts_of
+from tests.tiers import EXHAUSTIVE
 
 PACKAGES = [str(Path(str(package.__file__)).parent) for package in (hpu_duo, graphs, kernels_ref)]
 HOST_SIDE = tuple(f"{PACKAGES[0]}/{name}" for name in ("engine", "kv", "request.py"))
@@ -87,7 +88,12 @@ def serve_and_interrupt(
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[] if seed < 4 else pytest.mark.slow) for seed in range(12)]
+    "seed",
+    [
+        *range(4),
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in (4, 5)),
+        *(pytest.param(seed, marks=EXHAUSTIVE) for seed in range(6, 12)),
+    ],
 )
 def test_ctrl_c_at_any_line_of_a_step_costs_nobody_a_token(tiny: Tiny, seed: int) -> None:
     expected = tokens_of(serve(tiny.load(**OPTIONS), PROMPTS, PARAMS))
@@ -137,9 +143,7 @@ def test_no_half_trace_stays_behind_a_ctrl_c() -> None:
     assert num_interrupts >= 50
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[] if seed < 2 else pytest.mark.slow) for seed in range(4)]
-)
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=EXHAUSTIVE) for seed in (2, 3))])
 def test_an_interrupted_generate_leaves_nothing_behind_and_takes_nothing_from_others(
     tiny: Tiny, seed: int
 ) -> None:

@@ -23,6 +23,7 @@ from hpu_duo.sampling import SamplingParams, SamplingRow, StructuredOutputs
 from hpu_duo.startup.recorded_steps import options_of, read_log
 from tests.engine.tiny import PATTERN, Tiny, make_tiny, serve, tokens_of
 from tests.modeling.families import VOCAB, prompts_of
+from tests.tiers import EXHAUSTIVE
 
 DECODE_LEN = 4
 EOS = 2
@@ -119,7 +120,7 @@ def _cases() -> Iterator[Any]:
         enumerate(SIZES), enumerate(PARAMS), enumerate(GUESSES)
     ):
         is_latin = (row + column + number) % len(SIZES) == 0
-        marks = [pytest.mark.slow] if is_latin else [pytest.mark.slow, pytest.mark.exhaustive]
+        marks = [pytest.mark.slow] if is_latin else EXHAUSTIVE
         is_fast = sizes == "few blocks" and is_latin
         is_fast |= (sizes, params, guess) in (("few blocks", "samples", "wrong"), ("rings", "seeded", "half"))
         yield pytest.param(sizes, params, guess, marks=[] if is_fast else marks)
@@ -190,7 +191,7 @@ def ending(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 @pytest.mark.parametrize(
     ("kind", "place", "guess"),
     [
-        pytest.param(*case, marks=[] if (case[1] + number) % 3 == 0 else pytest.mark.slow)
+        pytest.param(*case, marks=[] if (case[1] + number) % 3 == 0 else EXHAUSTIVE)
         for number, case in enumerate(product(["stop string", "stop token"], range(2, 9), GUESSES))
     ],
 )

@@ -56,7 +56,6 @@ def test_memory_is_planned_and_taken_to_the_byte(tiny: Tiny, pattern: HeadPatter
     crossed(
         {"eager": "eager", "replay": "replay", "compile": CompileBackend("eager")},
         {"full": None, "duo": PATTERN},
-        others=[pytest.mark.slow],
     ),
 )
 def test_plain_requests_are_counted_in_chunks_batches_and_moved_rows(

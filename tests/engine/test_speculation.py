@@ -18,6 +18,7 @@ from hpu_duo.sampling import FieldError, SamplingParams
 from hpu_duo.startup.recorded_steps import options_of, read_log
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import VOCAB, prompts_of
+from tests.tiers import EXHAUSTIVE
 
 LOOPS = [[5, 9, 6, 8, 7] * 5, [3, 4] * 8, *prompts_of([17, 1], seed=4)]
 """Prompts of which two repeat themselves, so that drafts are found at once."""
@@ -39,8 +40,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1,
             SUFFIX, replace(SEEDED, n=3), {"graphs": "replay", "pattern": PATTERN}, marks=pytest.mark.slow
         ),
         pytest.param(SUFFIX, GREEDY, {"device": "hpu-sim", "num_blocks": 30}, marks=pytest.mark.slow),
-        pytest.param(NGRAM, SEEDED, {"graphs": "compile", "pattern": PATTERN}, marks=pytest.mark.slow),
-        pytest.param(NGRAM, GREEDY, {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param(NGRAM, SEEDED, {"graphs": "compile", "pattern": PATTERN}, marks=EXHAUSTIVE),
+        pytest.param(NGRAM, GREEDY, {"tensor_parallel_size": 2}, marks=EXHAUSTIVE),
     ],
 )
 def test_tokens_are_those_without_drafts(

@@ -16,6 +16,7 @@ from kernels_ref import Implementation
 from tests.modeling.budget_driving import assert_follows, run_budget
 from tests.modeling.families import Zoo, prompts_of
 from tests.modeling.test_kv_budget import BUDGET, CHUNK, MASK, WHOLE, load
+from tests.tiers import every
 from tests.triton_interpreter import replacing_once
 
 pytest.importorskip("triton")
@@ -29,10 +30,12 @@ POLICIES = [
     "tova",
     "snapkv:window=3,kernel=3",
     "streaming-llm",
-    "streaming-llm:positions=cache",
     "h2o:positions=cache",
     "expected-attention:sink=2,future=20",
-    "local",
+    *(
+        pytest.param(policy, marks=pytest.mark.exhaustive)
+        for policy in ("streaming-llm:positions=cache", "local")
+    ),
 ]
 
 
@@ -68,7 +71,9 @@ def test_kept_sets_logits_and_tokens_are_those_of_the_definition(zoo: Zoo, polic
     assert_served(zoo, "llama", policy)
 
 
-@pytest.mark.parametrize(("name", "policy"), [("llama_mha", "h2o"), ("llama_mqa", "tova"), ("qwen3", "h2o")])
+@pytest.mark.parametrize(
+    ("name", "policy"), every(2, [("llama_mha", "h2o"), ("qwen3", "h2o"), ("llama_mqa", "tova")])
+)
 def test_groups_of_any_size_follow_the_definition(zoo: Zoo, name: str, policy: str) -> None:
     assert_served(zoo, name, policy)
 
@@ -78,7 +83,7 @@ def test_soft_caps_and_sink_logits_take_their_part(zoo: Zoo, name: str) -> None:
     assert_served(zoo, name, "h2o")
 
 
-@pytest.mark.parametrize("policy", ["h2o", "snapkv:window=3,kernel=3"])
+@pytest.mark.parametrize("policy", every(2, ["h2o", "snapkv:window=3,kernel=3"]))
 def test_whole_prompts_are_cut_once(zoo: Zoo, policy: str) -> None:
     assert_served(zoo, "llama", policy, **WHOLE)
 

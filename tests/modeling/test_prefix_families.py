@@ -14,7 +14,7 @@ from tests.tiers import every
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", every(3, FAMILIES))
+@pytest.mark.parametrize("family", every(5, FAMILIES))
 def test_a_full_cache_changes_no_token_of_any_family(zoo: Zoo, family: str) -> None:
     draw = Random(family)
     options = {"block_size": BLOCK, "max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 96}

@@ -70,7 +70,12 @@ def peak_of_loading(member: Member, path: Path, parallel: dict[str, Any]) -> tup
     return peak[0], sum(parameter.nbytes for parameter in share.model.parameters())
 
 
-CASES = [(name, size) for name in FAMILIES for size in (2, 4) if (name, size) != ("widths of experts", 4)]
+FURTHER = [("llama", 2), *((name, 4) for name in FAMILIES if name not in ("llama", "widths of experts"))]
+CASES = [
+    ("llama", 4),
+    *((name, 2) for name in FAMILIES if name != "llama"),
+    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in FURTHER),
+]
 
 
 @pytest.mark.slow

@@ -28,16 +28,18 @@ PLAN = KVPlan(
 @pytest.mark.parametrize(
     "options",
     [
-        {"kv_policy": "h2o", "kv_budget": 10},
+        pytest.param({"kv_policy": "h2o", "kv_budget": 10}, marks=pytest.mark.exhaustive),
         {"kv_policy": "tova", "kv_budget": 10, "pattern": PATTERN},
         {"kv_policy": "snapkv:window=4", "kv_budget": 10},
         {"kv_policy": "streaming-llm:positions=cache", "kv_budget": 10},
-        {"kv_policy": "h2o:positions=cache", "kv_budget": 10},
+        pytest.param({"kv_policy": "h2o:positions=cache", "kv_budget": 10}, marks=pytest.mark.exhaustive),
         {"kv_policy": "expected-attention", "kv_budget": 10},
         {"kv_plan": PLAN},
         {"kv_policy": "fastgen", "kv_budget": 10},
         {"kv_policy": "h2o", "kv_budget": 10, **WHOLE},
-        {"kv_policy": "h2o", "kv_budget": 10, "kv_prompt": "whole"},
+        pytest.param(
+            {"kv_policy": "h2o", "kv_budget": 10, "kv_prompt": "whole"}, marks=pytest.mark.exhaustive
+        ),
         {"kv_policy": "snapkv:window=4", "kv_budget": 10, "kv_prompt": "whole", "pattern": PATTERN},
         {"kv_policy": "h2o", "kv_budget": 10, **DRAFTS},
         {"kv_policy": "tova:positions=cache", "kv_budget": 10, "pattern": PATTERN, **DRAFTS},
