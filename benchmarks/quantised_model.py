@@ -58,6 +58,7 @@ def served(name: str, path: Path, rows: int, length: int, tokens: int) -> HPUDuo
     return HPUDuoModel.from_pretrained(
         options.pop("path"),
         device="cpu",
+        graphs="auto",
         enable_prefix_caching=False,
         max_num_seqs=rows,
         max_model_len=length,
