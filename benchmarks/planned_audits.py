@@ -24,10 +24,10 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen3MoeC
 from benchmarks.kernel_work import work_of
 from graphs import BatchShape, BucketTable
 from hpu_duo.config.engine import CacheConfig, EngineConfig, HeadConfig, ModelConfig, SchedulerConfig
-from hpu_duo.device.rules import REGION_NODES
 from hpu_duo.heads import HeadPattern
 from hpu_duo.kv.plan import LayerKV
 from hpu_duo.lab.audit import Structure, build_structure, lower_step
+from hpu_duo.lab.rules import REGION_NODES
 from hpu_duo.planning import (
     GAUDI3,
     Deployment,

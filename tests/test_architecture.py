@@ -44,7 +44,7 @@ TORCH_INTERNALS = (
     "hpu_duo.lab.audit.fake_tensors",
     "hpu_duo.device.collectives",
     "hpu_duo.modeling.packed_linear",
-    "hpu_duo.device.rules",
+    "hpu_duo.lab.rules",
     "hpu_duo.lab.sim.tensor",
     "kernels_ref.native",
     "kernels_ref.sdpa.prefill",

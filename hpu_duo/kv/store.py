@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from hpu_duo.device.rules import mark_null
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
 from hpu_duo.kv.row_state import HeadRows, KindRows, RowState, UnitCopies, Units
 from hpu_duo.not_picklable import NotPicklable
@@ -45,6 +44,18 @@ def reserved_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.dev
     except (OSError, OverflowError) as error:
         raise MemoryError(f"expected room for {num_bytes:,} bytes of keys or values: {error}") from error
     return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
+
+
+def mark_null(store: torch.Tensor, begin: int, end: int, *, is_state: bool = False) -> None:
+    """Let entries ``[begin, end)`` of a store be written twice where a device checks writes.
+
+    Args:
+        store: its entries are those of dimension 0.
+        is_state: it is small relative to keys and values, so that a compiler may copy it to write it.
+    """
+    mark = getattr(store, "mark_null", None)
+    if mark is not None:
+        mark(begin, end, is_state)
 
 
 class KVStore(NotPicklable):

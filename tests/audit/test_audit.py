@@ -11,7 +11,6 @@ import torch
 
 from bias_builders import Window
 from graphs import BatchShape
-from hpu_duo.device.rules import Rule
 from hpu_duo.engine.executor import bucket_step
 from hpu_duo.heads import HeadPattern
 from hpu_duo.lab.audit import (
@@ -26,6 +25,7 @@ from hpu_duo.lab.audit import (
     native_operators,
     native_sources,
 )
+from hpu_duo.lab.rules import Rule
 from hpu_duo.modeling.step_model import run_layer
 from hpu_duo.planning import GAUDI2
 from kernels_ref import Blocks, HeadGroup, Rings

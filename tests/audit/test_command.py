@@ -10,8 +10,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 from hpu_duo.cli.app import app
-from hpu_duo.device import rules
 from hpu_duo.heads import HeadPattern
+from hpu_duo.lab import rules
 from kernels_ref import reference
 from tests.audit.conftest import BUCKETS
 from tests.modeling.families import FAMILIES, IS_5
@@ -131,7 +131,7 @@ def test_a_forbidden_operator_ends_with_one(run: Run, monkeypatch: pytest.Monkey
 @pytest.mark.slow
 def test_an_operator_without_source_fails_only_when_asked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     table = {name: each for name, each in rules.native_operators().items() if name != "silu"}
-    for module in ("hpu_duo.lab.audit.report", "hpu_duo.device.rules"):
+    for module in ("hpu_duo.lab.audit.report", "hpu_duo.lab.rules"):
         monkeypatch.setattr(f"{module}.native_operators", lambda: table)
     shown = run("--bucket", BUCKETS[0])
     assert shown.exit_code == 0, shown.output

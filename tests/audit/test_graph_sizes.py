@@ -10,9 +10,9 @@ import pytest
 
 from graphs import BatchShape
 from hpu_duo.config.engine import CacheConfig, EngineConfig, HeadConfig, ModelConfig, SchedulerConfig
-from hpu_duo.device.rules import REGION_NODES
 from hpu_duo.heads import HeadPattern
 from hpu_duo.lab.audit import LoweredGraph, build_structure, lower_bucket
+from hpu_duo.lab.rules import REGION_NODES
 from hpu_duo.planning import GAUDI3
 from tests.modeling.families import IS_5, make_config
 from tests.tiers import crossed, every

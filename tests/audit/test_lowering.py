@@ -12,11 +12,11 @@ import torch
 from torch import fx
 
 from graphs import BatchShape
-from hpu_duo.device.rules import Rule, StoreCopy, store_copies
 from hpu_duo.heads import HeadPattern
 from hpu_duo.lab.audit import Severity, Structure, audit, audit_bucket, build_structure, lower_bucket
 from hpu_duo.lab.audit.fake_tensors import aot_backend
 from hpu_duo.lab.audit.lowering import lowering_findings
+from hpu_duo.lab.rules import Rule, StoreCopy, store_copies
 from hpu_duo.planning import GAUDI2
 from kernels_ref import KVRecord, KVUnits, reference
 from kernels_ref.partial import Partial

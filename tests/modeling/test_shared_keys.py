@@ -11,9 +11,9 @@ import torch
 
 from graphs.backends.compile import CompileBackend
 from hpu_duo import HPUDuoModel
-from hpu_duo.device.rules import HpuRuleViolation
 from hpu_duo.heads import HeadPattern
 from hpu_duo.lab.identify import Band, FullFrom, GatedModel
+from hpu_duo.lab.rules import HpuRuleViolation
 from hpu_duo.modeling.attention import Probe
 from hpu_duo.sampling import SamplingParams
 from tests.modeling.families import (

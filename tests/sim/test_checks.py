@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpu_duo.device.rules import Rule
+from hpu_duo.lab.rules import Rule
 from hpu_duo.lab.sim.checks import Checks
 
 

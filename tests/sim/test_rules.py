@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from hpu_duo.device.rules import mark_null
+from hpu_duo.kv.store import mark_null
 from hpu_duo.lab import sim
 from hpu_duo.lab.sim import HpuRuleViolation, Rule
 

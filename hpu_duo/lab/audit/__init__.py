@@ -4,7 +4,6 @@ Steps are traced with tensors that have shapes and no data, without weights, mem
 nothing about compilers or speed; see docs/audit.md.
 """
 
-from hpu_duo.device.rules import Engine, NativeOperator, native_operators, native_sources
 from hpu_duo.lab.audit.allocations import peak_allocated_bytes
 from hpu_duo.lab.audit.audit import Progress, audit, audit_bucket
 from hpu_duo.lab.audit.findings import Finding, Severity
@@ -13,6 +12,7 @@ from hpu_duo.lab.audit.report import AuditReport, LayerRecipe, OperatorUse, Step
 from hpu_duo.lab.audit.structure import Structure, build_structure
 from hpu_duo.lab.audit.tracer import StepTracer
 from hpu_duo.lab.audit.work import OperatorWork, operator_work
+from hpu_duo.lab.rules import Engine, NativeOperator, native_operators, native_sources
 
 __all__ = [
     "AuditReport",

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from graphs import BatchShape
-from hpu_duo.device.rules import STEP_OPERATORS, Rule
 from hpu_duo.engine.executor import bucket_step
 from hpu_duo.lab.audit.findings import Finding, Severity, TraceEnded
 from hpu_duo.lab.audit.lowering import lowering_findings
 from hpu_duo.lab.audit.report import AuditReport, LayerRecipe, StepAudit
 from hpu_duo.lab.audit.structure import HPU, Structure
 from hpu_duo.lab.audit.tracer import Part, StepTracer, Tally, without_memory
+from hpu_duo.lab.rules import STEP_OPERATORS, Rule
 from hpu_duo.modeling.step_model import run_layer
 from hpu_duo.planning.attention_counts import GroupSizes, count_attention
 from hpu_duo.planning.region_calls import num_region_calls, scratch_copies

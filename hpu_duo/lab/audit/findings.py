@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from hpu_duo.device.rules import Rule
+from hpu_duo.lab.rules import Rule
 
 
 class Severity(str, Enum):

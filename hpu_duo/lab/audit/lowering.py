@@ -19,13 +19,13 @@ from torch import fx
 from graphs import BatchShape
 from graphs.backends.compile import CompileBackend
 from graphs.buffers import pack
-from hpu_duo.device.rules import REGION_NODES, Rule, StoreCopy, store_copies
 from hpu_duo.engine.executor import STAGED, staged_step
 from hpu_duo.engine.step_input import message_fields
 from hpu_duo.lab.audit.fake_tensors import aot_backend
 from hpu_duo.lab.audit.findings import Finding, FindingKey, Severity
 from hpu_duo.lab.audit.structure import HPU, Structure
 from hpu_duo.lab.audit.tracer import Like, without_memory
+from hpu_duo.lab.rules import REGION_NODES, Rule, StoreCopy, store_copies
 from hpu_duo.modeling.step_model import run_layer
 
 

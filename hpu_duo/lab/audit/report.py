@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from bias_builders import Window
-from hpu_duo.device.rules import Engine, NativeOperator, native_operators
 from hpu_duo.lab.audit.findings import Finding, FindingKey, Severity
 from hpu_duo.lab.audit.tracer import Tally
 from hpu_duo.lab.audit.work import OperatorWork
+from hpu_duo.lab.rules import Engine, NativeOperator, native_operators
 from hpu_duo.planning import Work
 from hpu_duo.planning.work import OPERATIONS_PER_SCORE
 from kernels_ref import Budget, HeadGroup, Rings

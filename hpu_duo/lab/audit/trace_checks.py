@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from hpu_duo.device.rules import Engine, Operator, Rule, StoreOperand, StoreUse, Transfer, calling_line
 from hpu_duo.lab.audit.fake_tensors import memory_key, tree_leaves
 from hpu_duo.lab.audit.findings import Finding, Severity, TraceEnded
+from hpu_duo.lab.rules import Engine, Operator, Rule, StoreOperand, StoreUse, Transfer, calling_line
 
 _HERE = str(Path(__file__).parent)
 _WIDE = (torch.int64, torch.float64, torch.complex128)

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from hpu_duo.device.rules import Engine, Operator, OpOverload, base_name, describe
 from hpu_duo.lab.audit.fake_tensors import DispatchMode, memory_key, tree_leaves, tree_map_only
 from hpu_duo.lab.audit.findings import Finding, FindingKey
 from hpu_duo.lab.audit.trace_checks import TraceChecks
 from hpu_duo.lab.audit.work import OperatorWork, operator_work
+from hpu_duo.lab.rules import Engine, Operator, OpOverload, base_name, describe
 
 _NO_WORK = OperatorWork()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hpu_duo.device.rules import Engine
+from hpu_duo.lab.rules import Engine
 
 _READS_BY_INDEX = frozenset({"index_select", "gather", "embedding", "index"})
 """Operators that read as much of their first operand as they return."""

@@ -8,7 +8,7 @@ It proves that rules are kept, and numerics. It does not prove that Synapse comp
 device memory.
 """
 
-from hpu_duo.device.rules import HpuRuleViolation, Rule
+from hpu_duo.lab.rules import HpuRuleViolation, Rule
 from hpu_duo.lab.sim.capture import SimBackend
 from hpu_duo.lab.sim.installation import allow, install, installed, problem, watch
 from hpu_duo.lab.sim.journal import Watch

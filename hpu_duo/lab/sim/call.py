@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hpu_duo.device.rules import Operator
+from hpu_duo.lab.rules import Operator
 from hpu_duo.lab.sim.tensor import HPU, SimTensor
 
 _CPU = torch.device("cpu")

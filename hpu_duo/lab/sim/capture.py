@@ -9,7 +9,7 @@ import torch
 
 from graphs.backends.base import Inputs, Outputs, Region
 from graphs.shape import BatchShape
-from hpu_duo.device.rules import STEP_OPERATORS, Rule
+from hpu_duo.lab.rules import STEP_OPERATORS, Rule
 from hpu_duo.lab.sim.simulated import SimulatedHpu
 from hpu_duo.lab.sim.tensor import SimTensor
 

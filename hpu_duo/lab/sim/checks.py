@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hpu_duo.device.rules import Engine, Operator, Rule, StoreUse
+from hpu_duo.lab.rules import Engine, Operator, Rule, StoreUse
 from hpu_duo.lab.sim.call import Call
 from hpu_duo.lab.sim.tensor import SimTensor
 
@@ -73,7 +73,7 @@ class Checks:
         # Collectives are the business of the device's own library.
         is_known = operator.is_view or operator.is_dynamic or _is_collective(operator.name)
         if operator.engine is None and not is_known:
-            self._break(Rule.UNKNOWN_OPERATOR, operator.name, "see hpu_duo/device/operators.json")
+            self._break(Rule.UNKNOWN_OPERATOR, operator.name, "see hpu_duo/lab/operators.json")
 
     def after(self, call: Call, result: Any, had_nan: bool) -> None:
         """Check what a call has made.

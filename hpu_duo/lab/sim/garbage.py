@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hpu_duo.device.rules import Operator
+from hpu_duo.lab.rules import Operator
 
 
 def with_any_index(operator: Operator, args: list[Any]) -> list[Any]:

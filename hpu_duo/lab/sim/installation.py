@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from hpu_duo.device.rules import Rule
+from hpu_duo.lab.rules import Rule
 from hpu_duo.lab.sim import fused
 from hpu_duo.lab.sim.guard import load_guard
 from hpu_duo.lab.sim.journal import Journal, Watch

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from hpu_duo.device.rules import Rule
+from hpu_duo.lab.rules import Rule
 from hpu_duo.lab.sim.report import SimReport, StepTraffic
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpu_duo.device.rules import Rule
+from hpu_duo.lab.rules import Rule
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

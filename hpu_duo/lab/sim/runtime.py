@@ -9,8 +9,8 @@ from torch import nn
 
 from hpu_duo.device import DeviceMetrics
 from hpu_duo.device.placing import replace_tensors
-from hpu_duo.device.rules import Rule
 from hpu_duo.device.runtime import host_memory, resident_bytes
+from hpu_duo.lab.rules import Rule
 from hpu_duo.lab.sim.capture import SimBackend
 from hpu_duo.lab.sim.simulated import SimulatedHpu
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hpu_duo.device.rules import (
+from hpu_duo.lab.rules import (
     HpuRuleViolation,
     Operator,
     OpOverload,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hpu_duo.device.rules import StoreOperand
+from hpu_duo.lab.rules import StoreOperand
 
 HPU = torch.device("hpu", 0)
 

@@ -17,6 +17,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from graphs.backends.base import MOST_OPERATORS
+from hpu_duo import device
 
 REGION_NODES = 600
 """Nodes of a graph that is compiled by itself, such as a layer: some seconds to trace and to compile."""
@@ -74,8 +75,8 @@ def native_sources() -> Mapping[str, str]:
     return MappingProxyType(sources)
 
 
-_TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parent)
+_UNTOLD = (str(Path(torch.__file__).parent), str(Path(device.__file__).parent), __file__, "<")
+"""Beginnings of the paths of code that no finding names."""
 
 
 class Rule(str, Enum):
@@ -138,22 +139,10 @@ def calling_line(*skipped: str) -> str:
         skipped: directories of the checks, as beginnings of paths.
     """
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE, "<", *skipped)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_UNTOLD, *skipped)):
         frame = frame.f_back
     code = frame.f_code
     return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
-
-
-def mark_null(store: torch.Tensor, begin: int, end: int, *, is_state: bool = False) -> None:
-    """Let entries ``[begin, end)`` of a store be written twice where a device checks writes.
-
-    Args:
-        store: its entries are those of dimension 0.
-        is_state: it is small relative to keys and values, so that a compiler may copy it to write it.
-    """
-    mark = getattr(store, "mark_null", None)
-    if mark is not None:
-        mark(begin, end, is_state)
 
 
 _DYNAMIC = frozenset(
@@ -489,7 +478,6 @@ __all__ = [
     "base_name",
     "calling_line",
     "describe",
-    "mark_null",
     "native_operators",
     "native_sources",
     "store_copies",
