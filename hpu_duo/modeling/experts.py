@@ -5,10 +5,17 @@ Shapes: T tokens, k experts of each, E experts, X of them (or of their copies) a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+
+from hpu_duo.modeling.quantised.panels import Arena
+from hpu_duo.modeling.transformers_internals import EXPERTS
+from kernels_ref.x86 import linear as panels
 
 NAME = "hpu_duo"
 
@@ -45,6 +52,64 @@ def register_experts() -> str | None:
         return None
     ALL_EXPERTS_FUNCTIONS.register(NAME, run_experts)
     return NAME
+
+
+class PanelExperts(nn.Module):
+    """Weights of all experts of a layer for one projection, in panels for our kernel.
+
+    Slices of one expert are functions that multiply with its weight. It stands for a parameter ``[E, outputs,
+    inputs]`` or ``[E, inputs, outputs]`` in a module that ``run_experts`` runs, uncompiled.
+
+    Args:
+        weight: the parameter.
+        is_transposed: whether inputs come before outputs.
+        memory: receives the panels; see ``num_bytes``.
+    """
+
+    packed: torch.Tensor
+
+    def __init__(self, weight: torch.Tensor, is_transposed: bool, memory: Arena) -> None:
+        super().__init__()
+        shape = self._shape(weight, is_transposed)
+        packed = memory.take(shape, weight.dtype)
+        for each, panels_of_one in zip(weight.detach(), packed):
+            panels.pack(each.t() if is_transposed else each, panels_of_one)
+        self.register_buffer("packed", packed, persistent=False)
+        self.out_features = weight.shape[2 if is_transposed else 1]
+
+    @staticmethod
+    def _shape(weight: torch.Tensor, is_transposed: bool) -> tuple[int, ...]:
+        outputs, inputs = weight.shape[:0:-1] if is_transposed else weight.shape[1:]
+        return len(weight), *panels.packed_shape(outputs, inputs, weight.dtype)
+
+    @classmethod
+    def num_bytes(cls, weight: torch.Tensor, is_transposed: bool) -> int:
+        """Bytes of the packed weights."""
+        return math.prod(cls._shape(weight, is_transposed)) * weight.dtype.itemsize
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PanelExperts:
+        """Leave the panels in the dtype of the checkpoint, whatever their inputs are."""
+        return self
+
+    def __len__(self) -> int:
+        """Number of experts."""
+        return len(self.packed)
+
+    def __getitem__(self, some: slice) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the product of inputs ``[1, X, inputs]`` with the weight of the first expert of a slice."""
+        operator = torch.ops.hpu_duo_x86_v3.linear.default
+        packed = self.packed[some.start]
+        return partial(operator, packed=packed, bias=None, out_features=self.out_features, live=None)
+
+
+def stacked_weights(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the weights of all experts in a module that ``run_experts`` runs."""
+    if getattr(getattr(module, "config", None), EXPERTS, None) != NAME or not hasattr(
+        module, "is_transposed"
+    ):
+        return ()
+    names = ("gate_up_proj", "up_proj", "down_proj")
+    return tuple(name for name, _ in module.named_parameters(recurse=False) if name in names)
 
 
 def copies_weights(num_chosen: int, num_experts: int) -> bool:
@@ -148,7 +213,7 @@ def of_own(
     if (first := getattr(self, "first_expert", None)) is None:
         return index_Tk, top_k_weights
     own_Tk = index_Tk - first
-    is_own = (own_Tk >= 0) & (own_Tk < self.down_proj.shape[0])
+    is_own = (own_Tk >= 0) & (own_Tk < len(self.down_proj))
     return torch.where(is_own, own_Tk, -1), torch.where(is_own, top_k_weights, 0)
 
 
@@ -249,7 +314,10 @@ def _activated(self: Any, x: torch.Tensor, pick: Pick) -> torch.Tensor:
 
 def _project(self: Any, x: torch.Tensor, name: str, pick: Pick) -> torch.Tensor:
     weights = pick(getattr(self, name))
-    product = torch.matmul(x, weights if self.is_transposed else weights.transpose(1, 2))
+    if isinstance(weights, torch.Tensor):
+        product = torch.matmul(x, weights if self.is_transposed else weights.transpose(1, 2))
+    else:  # of ``PanelExperts``
+        product = weights(x)
     return product + pick(getattr(self, f"{name}_bias"))[:, None] if _has(self, "bias", False) else product
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import mmap
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FunctionType
@@ -19,6 +19,7 @@ from torch import nn
 
 from graphs.backends.trace import Call, Value
 from hpu_duo.modeling.attention import LiveRows
+from hpu_duo.modeling.experts import PanelExperts, stacked_weights
 from hpu_duo.modeling.quantised.linear import QuantisedLinear
 from hpu_duo.modeling.quantised.panels import Int8PanelLinear, PanelQuantisedLinear, multiplies_int8
 from hpu_duo.modeling.quantised.panels import fits as fits_codes
@@ -212,6 +213,7 @@ def pack_linears(
     head: nn.Module | None = None,
     live: LiveRows | None = None,
     arithmetic: torch.dtype | None = None,
+    experts: bool = False,
 ) -> int:
     """Replace linear layers that can be packed in place, plain or of codes; returns their number.
 
@@ -222,6 +224,7 @@ def pack_linears(
         head: the linear with rows of logits as input; all others have query tokens.
         live: numbers of rows that are not padding.
         arithmetic: dtype of the inputs of linears; None = that of their weights.
+        experts: whether to pack weights of all experts in one tensor as well, for our kernels.
     """
     as_vectors = {id(module) for parent in vector for module in parent.modules()}
     inputs = arithmetic or next(model.parameters()).dtype
@@ -235,7 +238,16 @@ def pack_linears(
     if arithmetic == torch.float32 and not library.is_available(arithmetic):
         return 0
     linears = (getattr(module, name) for module, name in targets)
-    memory = HugePages(sum(_panel_bytes(each, arithmetic) for each in linears))
+    stacks = [*_stacks(model, arithmetic)] if experts else []
+    bytes_of_stacks = (PanelExperts.num_bytes(getattr(*each), each[0].is_transposed) for each in stacks)
+    memory = HugePages(
+        sum(_panel_bytes(each, arithmetic) for each in linears) + sum(map(HugePages.rounded, bytes_of_stacks))
+    )
+    for module, name in stacks:
+        weight = getattr(module, name)
+        delattr(module, name)
+        setattr(module, name, PanelExperts(weight, module.is_transposed, memory))
+        del weight
     for module, name in targets:
         child = getattr(module, name)
         packed: nn.Module
@@ -248,6 +260,14 @@ def pack_linears(
             packed = VectorLinear(child) if id(child) in as_vectors else PackedLinear(child)
         setattr(module, name, packed)
     return len(targets)
+
+
+def _stacks(model: nn.Module, arithmetic: torch.dtype | None) -> Iterator[tuple[Any, str]]:
+    """Yield modules of experts and the names of weights that can be packed."""
+    for module in model.modules():
+        for name in stacked_weights(module):
+            if panels.fits(getattr(module, name), arithmetic):
+                yield module, name
 
 
 def _can_pack(child: nn.Module, arithmetic: torch.dtype | None, inputs: torch.dtype) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hpu_duo.modeling.experts import PanelExperts
 from hpu_duo.modeling.loading import resolve_dtype
 from hpu_duo.modeling.packed_linear import PanelLinear, can_pack, is_native
 from hpu_duo.modeling.quantised.panels import Int8PanelLinear, PanelQuantisedLinear
@@ -108,11 +109,15 @@ class StoredEmbedding(nn.Module):
         super().__init__()
         # No parameter: transformers takes the dtype of the first one for that of the model.
         self.register_buffer("weight", table.weight.detach())
+        self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
         self._arithmetic = arithmetic
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Look up token ids ``[...]``: ``[..., hidden]``."""
         return nn.functional.embedding(input_ids, self.weight).to(self._arithmetic)
+
+
+_PACKED = (PanelLinear, PanelQuantisedLinear, Int8PanelLinear, PanelExperts)
 
 
 def widen(model: PreTrainedModel, arithmetic: torch.dtype) -> None:
@@ -121,14 +126,17 @@ def widen(model: PreTrainedModel, arithmetic: torch.dtype) -> None:
     Args:
         arithmetic: dtype of activations.
     """
-    table = model.get_input_embeddings()
+    outer = model.get_input_embeddings()
+    table = getattr(outer, "inner", outer)  # of a rank's part of the vocabulary
+    stored = None  # for a family that computes with its table
     if type(table) is nn.Embedding:
-        model.set_input_embeddings(StoredEmbedding(table, arithmetic))
-        stored = model.get_input_embeddings()
-    else:  # a family that computes with its table
-        stored = None
+        stored = StoredEmbedding(table, arithmetic)
+        if table is outer:
+            model.set_input_embeddings(stored)
+        else:
+            outer.inner = stored
     for module in model.modules():
-        if module is stored or isinstance(module, PanelLinear | PanelQuantisedLinear | Int8PanelLinear):
+        if module is stored or isinstance(module, _PACKED):
             continue
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if tensor.is_floating_point() and tensor.dtype.itemsize == 2:

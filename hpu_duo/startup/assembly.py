@@ -25,8 +25,7 @@ from hpu_duo.modeling.config_checks import NoPositionsError, frequencies_note
 from hpu_duo.modeling.loading import build_without_weights, load_model, read_config
 from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import probe, read_layers
-from hpu_duo.modeling.quantised.execution import choose_execution, execution_note, kernel_for, rounding_of
-from hpu_duo.modeling.quantised.linear import DEQUANTISED
+from hpu_duo.modeling.quantised.execution import choose_execution, execution_note, rounding_of
 from hpu_duo.request import TokenLimits
 from hpu_duo.scheduling import make_policy
 from hpu_duo.startup.blueprint import fix_served_len, request_len
@@ -34,7 +33,7 @@ from hpu_duo.startup.device_side import DeviceSide, Place
 from hpu_duo.startup.heads import check_pattern, latent_note
 from hpu_duo.startup.kv_formats import check_scales, scales_note, unused_note
 from hpu_duo.startup.offloading import attach_tiers
-from hpu_duo.startup.sharding import build_led, native_code_built, settle
+from hpu_duo.startup.sharding import build_led, executed, native_code_built, settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,13 +105,11 @@ def assemble(
         check_scales(config.cache, device)  # and these
         precision = Precision.choose(config.model.dtype, hf_config, device.type)
         with collector_paused(), native_code_built(config.model, place, precision.arithmetic):
-            execution = choose_execution(config.model, precision.arithmetic, device)
-            if execution.keeps is not DEQUANTISED.keeps and kernel_for(device, precision.arithmetic) is None:
-                precision = Precision.of(precision.arithmetic)
+            execution, precision = executed(config.model, precision, device)
             model = load_model(config.model.path, hf_config, precision.weights, place.first_device, execution)
             side = _device_side(model, config, place, precision)
     precision = Precision.choose(config.model.dtype, hf_config, device.type)
-    # Ranks, and models whose linears are not packed, have weights in the dtype of arithmetic.
+    # Models whose linears are not packed have weights in the dtype of arithmetic.
     precision = replace(precision, weights=weight_dtype(side.runner))
     engine = engine_around(side, config, eos_token_ids, tokenizer, seed)
     engine.notes = (

@@ -344,7 +344,9 @@ def _pack(
         vector = [layer.module for layer in layers] if is_vector else []
         before = plain_bytes(model)
         head = model.get_output_embeddings()
-        pack_linears(model, vector=vector, head=head, live=live, arithmetic=arithmetic)
+        # Compiled, experts run in static shapes, which gather plain weights.
+        experts = place.backend.name != "compile"
+        pack_linears(model, vector=vector, head=head, live=live, arithmetic=arithmetic, experts=experts)
         if arithmetic is not None and precision.is_mixed:
             widen(model, arithmetic)
         leave_files(model, before - plain_bytes(model))

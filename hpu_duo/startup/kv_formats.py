@@ -17,6 +17,7 @@ from hpu_duo.modeling.quantised.execution import inc_scales
 from hpu_duo.modeling.quantised.hpu import GAUDI2_MAX, is_gaudi2
 from hpu_duo.modeling.quantised.inc import VARIABLE, IncScales, quant_config, read_inc
 from hpu_duo.modeling.quantised.kv_scales import kv_scales
+from hpu_duo.parallel.head_exchange import ContextParallelBlocks
 from hpu_duo.startup.heads import HeadAssignment
 from kernels_ref import PLAIN, Blocks, Budget, GroupKind, Implementation, KVFormat, LayerSpec, Owner, Rings
 from kernels_ref.formats import INC, ROUNDED, format_of, within
@@ -176,7 +177,7 @@ def _is_in_place(kind: GroupKind) -> bool:
     """Whether our kernels read all units of a kind; torch's operators would widen whole stores."""
     if isinstance(kind, Blocks):
         return kind.rule is None
-    return isinstance(kind, Rings | Budget) and kind.takes_any_format
+    return isinstance(kind, Rings | Budget | ContextParallelBlocks) and kind.takes_any_format
 
 
 def _is_read(head_dim: int, value_dim: int, precision: Precision) -> bool:

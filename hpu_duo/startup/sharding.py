@@ -34,7 +34,8 @@ from hpu_duo.modeling.hub import model_fingerprint
 from hpu_duo.modeling.loading import build_without_weights, read_config
 from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import DecoderLayer, probe, read_layers
-from hpu_duo.modeling.quantised.execution import choose_execution
+from hpu_duo.modeling.quantised.execution import choose_execution, kernel_for
+from hpu_duo.modeling.quantised.linear import DEQUANTISED, WeightExecution
 from hpu_duo.parallel import ExpertShare, RankHeads, Sums, narrowed_config
 from hpu_duo.parallel.config import check_plan
 from hpu_duo.parallel.loading import load_share, make_cutter
@@ -364,13 +365,34 @@ def build_share(
     hf_config = read_config(path)
     check_alike(config, place.runtime, membership)
     check_same_plan(read_kv_plan(config), membership)
-    dtype = Precision.choose(config.model.dtype, hf_config, place.device.type).arithmetic
-    check_exchanges(membership, place.device, dtype, sends_to_each=config.parallel.deals_blocks)
-    with native_code_built(config.model, place, dtype):
-        share = load_rank(config, hf_config, dtype, place.device, membership.ranks, membership.group)
+    precision = Precision.choose(config.model.dtype, hf_config, place.device.type)
+    arithmetic = precision.arithmetic
+    check_exchanges(membership, place.device, arithmetic, sends_to_each=config.parallel.deals_blocks)
+    with native_code_built(config.model, place, arithmetic):
+        execution, precision = executed(config.model, precision, place.device)
+        membership.compare("dtypes (of weights, of keys and values, of arithmetic)", str(precision))
+        share = load_rank(
+            config, hf_config, precision, place.device, membership.ranks, membership.group, execution
+        )
         check_same_pattern(share.chosen.pattern, membership)
         shared = Shared(membership, hf_config, share.sums, followers)
-        return DeviceSide.build(share.model, share.layers, config, place, share.chosen, shared)
+        return DeviceSide.build(share.model, share.layers, config, place, share.chosen, shared, precision)
+
+
+def executed(
+    model: ModelConfig, precision: Precision, device: torch.device
+) -> tuple[WeightExecution, Precision]:
+    """How the weights of a checkpoint are executed, and the dtypes to load it in.
+
+    Plain weights beside codes that no kernel reads are in the dtype of arithmetic.
+
+    Raises:
+        ValueError: see ``choose_execution``.
+    """
+    execution = choose_execution(model, precision.arithmetic, device)
+    if execution.keeps is not DEQUANTISED.keeps and kernel_for(device, precision.arithmetic) is None:
+        precision = Precision.of(precision.arithmetic)
+    return execution, precision
 
 
 class RankShare(NamedTuple):
@@ -392,20 +414,22 @@ class RankShare(NamedTuple):
 def load_rank(
     config: EngineConfig,
     hf_config: Any,
-    dtype: torch.dtype,
+    precision: Precision,
     device: torch.device,
     ranks: Ranks,
     group: str,
+    execution: WeightExecution = DEQUANTISED,
 ) -> RankShare:
-    """Load one rank's share of a model.
+    """Load one rank's share of a model, in the dtype of its weights.
 
     Args:
         group: name of the ranks' process group.
+        execution: of quantised weights.
 
     Raises:
         ValueError: see ``load_share``, ``probe`` and ``choose_heads``; or a share attends in another way.
     """
-    path = config.model.path
+    path, dtype = config.model.path, precision.weights
     whole = build_without_weights(path, hf_config, dtype)
     whole_layers = read_layers(whole)
     max_len = request_len(config, hf_config.get_text_config())
@@ -417,8 +441,7 @@ def load_rank(
         for index, (layer, each) in enumerate(zip(whole_layers, chosen.heads))
     ]
     experts = _experts(config, hf_config, ranks)
-    check_share(path, hf_config, dtype, whole, whole_layers, heads, ranks, experts)
-    execution = choose_execution(config.model, dtype, device)
+    check_share(path, hf_config, precision.arithmetic, whole, whole_layers, heads, ranks, experts)
     model = load_share(path, hf_config, dtype, whole, whole_layers, heads, ranks, experts, execution)
     fix_served_len(model, config)
     layers = probe(model)

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from hpu_duo.lab.audit import peak_allocated_bytes
 from hpu_duo.modeling import experts
+from hpu_duo.modeling.packed_linear import pack_linears
 from hpu_duo.startup.tables import LayerHeads, StepSizes
 from kernels_ref import HeadGroup
 from kernels_ref.chunks import DEFAULT_BOUNDS
 from kernels_ref.groups import Blocks
+from kernels_ref.x86 import library
 from tests.modeling.families import BASE, IS_5, make_config
 
 pytestmark = pytest.mark.skipif(not IS_5, reason="before 5, experts are modules of their own")
@@ -155,6 +157,25 @@ def test_only_a_cpu_that_runs_uncaptured_looks_at_the_routing(monkeypatch: pytes
     with monkeypatch.context() as patch:
         patch.setattr(experts, "run_in_static_shapes", refuse)
         torch.testing.assert_close(experts.run_experts(made, *routed), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.instruction_set
+@pytest.mark.skipif(not library.is_available(torch.float32), reason="our kernels in float32 cannot run here")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_keep_16_bits_with_float32_arithmetic(kind: str, dtype: torch.dtype) -> None:
+    made = make_experts(kind)
+    for parameter in made.parameters():
+        parameter.copy_(parameter.to(dtype))
+    routed = route(12, 2, seed=1)
+    expected = made(*routed)
+    made.config._experts_implementation = experts.register_experts()
+    made = share_of(made.to(dtype), 0, NUM_EXPERTS)
+    pack_linears(made, arithmetic=torch.float32, experts=True)
+    made.float()
+    assert {x.dtype for x in made.buffers() if x.dim() > 3} == {dtype}
+    assert all(x.dim() < 3 for x in made.parameters())
+    torch.testing.assert_close(made(*routed), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_what_overflows_in_an_expert_that_nobody_chose_is_dropped() -> None:

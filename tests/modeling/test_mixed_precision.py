@@ -63,6 +63,7 @@ def test_tokens_are_those_of_float32_on_the_same_weights(
             expected = tokens_of(serve(plain, prompts, GREEDY))
     assert tokens_of(serve(served, prompts, GREEDY)) == expected
     assert served.stats().notes == ()
+    assert all(x.dim() < 3 for x in served.engine.runner.model.model.parameters())  # experts are packed
 
 
 def test_without_packed_weights_all_of_the_model_is_float32(

@@ -1,16 +1,65 @@
-"""Ranks in bfloat16, whose linears are packed on a CPU that multiplies packed weights."""
+"""Ranks with packed weights of 16 bits: bfloat16 where a CPU multiplies it, else float32 arithmetic."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from hpu_duo import HPUDuoModel
+from hpu_duo import HPUDuoModel, SamplingParams
 from hpu_duo.builtin import MODEL_DIR
+from hpu_duo.device import run_processes
 from hpu_duo.lab.tasks.passkeys import document, question, token_counter
+from hpu_duo.modeling import precision
 from hpu_duo.modeling.packed_linear import can_pack
+from kernels_ref.x86 import library
+from tests.modeling.families import prompts_of
+from tests.modeling.test_mixed_precision import save
+from tests.ranks.work import Case, serve, serve_here
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
+
+
+@contextmanager
+def float32_arithmetic(name: str) -> Iterator[None]:
+    """As on a CPU that does not multiply 16-bit floats."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precision, "_is_multiplied", lambda dtype: False)
+        yield
+
+
+CASES: dict[str, tuple[str, torch.dtype, dict[str, object]]] = {
+    "heads": ("llama", torch.bfloat16, {}),
+    "context": ("llama", torch.float16, {"retrieval_parallel": "context"}),
+    "experts": ("mixtral", torch.bfloat16, {"expert_parallel": True}),
+    "widths of experts": ("mixtral", torch.float16, {}),
+}
+
+
+@pytest.mark.skipif(not library.is_available(torch.float32), reason="our kernels in float32 cannot run here")
+@pytest.mark.parametrize(
+    "names", [("context", "experts"), pytest.param(("heads", "widths of experts"), marks=pytest.mark.slow)]
+)
+def test_two_ranks_keep_16_bits_and_give_the_tokens_of_one(names: tuple[str, ...], tmp_path: Path) -> None:
+    def case(name: str) -> Case:
+        family, dtype, parallel = CASES[name]
+        path = save(family, dtype, tmp_path / name)
+        greedy = [SamplingParams(max_tokens=10, temperature=0)] * 3
+        return Case(path, prompts_of((13, 5, 30)), greedy, model={"dtype": "auto"}, parallel=parallel)
+
+    cases = {name: case(name) for name in names}
+    answers = run_processes(serve, (cases, float32_arithmetic), [{}] * 2, 120)[0]
+    for name, each in cases.items():
+        with float32_arithmetic(name):
+            alone = serve_here(replace(each, parallel={}))
+        assert answers[name].tokens == alone.tokens
+        stored = answers[name].seen["dtypes"]
+        assert stored == alone.seen["dtypes"]
+        assert stored[0] == stored[1] != "float32"
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from hpu_duo.config.engine import CacheConfig, EngineConfig, ModelConfig, Parall
 from hpu_duo.device import Member, run_processes
 from hpu_duo.device.ranks import Ranks
 from hpu_duo.modeling.loading import read_config
+from hpu_duo.modeling.precision import Precision
 from hpu_duo.startup.sharding import load_rank
 from tests.modeling.families import make_config
 
@@ -64,7 +65,7 @@ def peak_of_loading(member: Member, path: Path, parallel: dict[str, Any]) -> tup
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    share = load_rank(config, hf_config, torch.float32, torch.device("cpu"), ranks, "")
+    share = load_rank(config, hf_config, Precision.of(torch.float32), torch.device("cpu"), ranks, "")
     is_done.set()
     watcher.join()
     return peak[0], sum(parameter.nbytes for parameter in share.model.parameters())

@@ -339,6 +339,7 @@ def _answer(engine: Engine, case: Case) -> Answer:
         "preemptions": stats.num_preemptions,
         "kv_bytes": engine.runner.store.num_bytes,
         "retrieval": engine.stats().resolved.num_retrieval_heads,
+        "dtypes": (stats.resolved.weight_dtype, stats.resolved.kv_cache_dtype, stats.resolved.dtype),
         "promoted": (stats.resolved.num_promoted_heads, stats.resolved.promoted_bytes),
         "captures": engine.runner.graphs.counters.captures,
         "misses": stats.num_graph_misses,
