@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 _RATE = 0.2
 """Weight of the newest draft in a mean."""
 _FIRST_CHANCE = 0.5
+_FIRST_OF_MODEL = [0.8**place for place in range(1, 32)]
+"""Chances of drafts that a model makes, before any is verified."""
 _NUM_TIMES, _MAX_AGE = 8, 1024
-_MOST_LOSS = 0.02
+_MOST_LOSS = 0.005
 """Share of the time of decodes that drafts may lose to find out whether they are accepted."""
 _FREE_STEPS = 4
 _LEAST_GAIN = 0.1
@@ -70,8 +72,8 @@ class DraftLengths:
     """Chooses the tokens of a row in each step: the size with the most expected tokens per second.
 
     A size whose time is unknown is tried. Sizes that lose are tried now and then, while the estimated loss of
-    all steps stays below 2 % of their time. A request with drafts that are not worth verifying pauses for a
-    growing number of steps.
+    all steps stays below 0.5 % of their time. A request with drafts that are not worth verifying pauses for
+    a growing number of steps.
 
     Args:
         lens: the sizes, ascending, see ``StepLimits.draft_lens``.
@@ -79,8 +81,9 @@ class DraftLengths:
 
     def __init__(self, lens: Sequence[int]) -> None:
         self._lens, self.times = tuple(lens), StepTimes()
-        self._all = Acceptance()
-        self._of: dict[object, Acceptance] = {}
+        # Drafts of text (False), and those that a model makes.
+        self._all = {False: Acceptance(), True: Acceptance(_FIRST_OF_MODEL)}
+        self._of: dict[tuple[object, bool], Acceptance] = {}
         self._pauses: dict[object, list[int]] = {}
         self._loss_s = self._total_s = 0.0
         self._num_tries = 0
@@ -93,15 +96,26 @@ class DraftLengths:
         pause[0] -= 1
         return True
 
-    def choose(self, num_drafts: Mapping[Any, int], num_rows: int, has_chain: bool = False) -> int:
+    def prefers_model(self, request: object, num_of_text: int, num_of_model: int) -> bool:
+        """Whether a model's drafts are expected to add more than twice the tokens that a draft of text adds.
+
+        Args:
+            num_of_text, num_of_model: tokens of both drafts.
+        """
+        of_text, of_model = self._chances(request, False), self._chances(request, True)
+        return 2 * of_text.expected(num_of_text) < of_model.expected(num_of_model)
+
+    def choose(
+        self, num_drafts: Mapping[Any, int], num_rows: int, of_model: Collection[Any] = frozenset()
+    ) -> int:
         """Return the tokens of a row of the next step.
 
         Args:
             num_drafts: length of the draft of each request that has one.
             num_rows: rows of the step.
-            has_chain: whether a model makes some of the drafts.
+            of_model: requests whose drafts a model makes.
         """
-        shortest = self._lens[0]
+        shortest, has_chain = self._lens[0], bool(of_model)
         if not num_drafts:
             return shortest
         longest = max(num_drafts.values()) + 1
@@ -119,7 +133,7 @@ class DraftLengths:
         best, rate = shortest, num_rows / plain_s
         for each, seconds in known.items():
             assert seconds is not None, "all are known"
-            gained = self._expected(num_drafts, each)
+            gained = self._expected(num_drafts, of_model, each)
             # Measured times are noisy: what saves next to nothing is not worth a difference of them.
             if gained > _LEAST_GAIN * num_rows and (num_rows + gained) / seconds > rate:
                 best, rate = each, (num_rows + gained) / seconds
@@ -131,9 +145,12 @@ class DraftLengths:
                 self._pause(request)
         return best
 
-    def _expected(self, num_drafts: Mapping[Any, int], row_len: int) -> float:
+    def _chances(self, request: object, of_model: bool) -> Acceptance:
+        return self._of.get((request, of_model), self._all[of_model])
+
+    def _expected(self, num_drafts: Mapping[Any, int], of_model: Collection[Any], row_len: int) -> float:
         return sum(
-            self._of.get(request, self._all).expected(min(number, row_len - 1))
+            self._chances(request, request in of_model).expected(min(number, row_len - 1))
             for request, number in num_drafts.items()
         )
 
@@ -141,12 +158,16 @@ class DraftLengths:
         _, length = self._pauses.get(request, [0, 1])
         self._pauses[request] = [length, min(2 * length, _LONGEST_PAUSE)]
 
-    def verified(self, request: object, num_drafts: int, num_accepted: int) -> None:
-        """Note the drafts of a request that a step has verified."""
-        if request not in self._of:
-            self._of[request] = Acceptance(self._all.chances)
-        self._of[request].add(num_drafts, num_accepted)
-        self._all.add(num_drafts, num_accepted)
+    def verified(self, request: object, num_drafts: int, num_accepted: int, of_model: bool = False) -> None:
+        """Note a draft of a request that a step has verified, or that is known to be right or wrong since.
+
+        Args:
+            of_model: whether a model made it.
+        """
+        if (request, of_model) not in self._of:
+            self._of[request, of_model] = Acceptance(self._all[of_model].chances)
+        self._of[request, of_model].add(num_drafts, num_accepted)
+        self._all[of_model].add(num_drafts, num_accepted)
         if num_accepted:
             self._pauses.pop(request, None)
 
@@ -172,5 +193,6 @@ class DraftLengths:
 
     def end(self, request: object) -> None:
         """Forget a request."""
-        self._of.pop(request, None)
+        for of_model in (False, True):
+            self._of.pop((request, of_model), None)
         self._pauses.pop(request, None)

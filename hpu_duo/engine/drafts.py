@@ -134,6 +134,8 @@ class Drafting:
         self._num_known: dict[Request, int] = {}
         self._predicted: dict[Request, PredictedOutput] = {}
         self._follows: set[Request] = set()
+        # Drafts of text that no step verifies, and where they begin: whether they are right shows later.
+        self._watched: dict[Request, tuple[int, Sequence[int]]] = {}
         self._num_left = _TOKENS_A_STEP
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
@@ -141,14 +143,35 @@ class Drafting:
 
         Drafts of a model are ``FROM_DEVICE``.
         """
-        state = self._samples.get(request.request_id)
-        if state is None or (self._lengths is not None and self._lengths.pauses(request)):
+        state, lengths = self._samples.get(request.request_id), self._lengths
+        if request in self._watched:
+            self._settle(request)
+        if state is None or (lengths is not None and lengths.pauses(request)):
             return ()
         drafts = () if self._has_failed else self._of_text(request, state, most)
         num = min(self._num_model_drafts, most)
-        if 2 * len(drafts) < num and state.takes_model_drafts:
+        if not num or not state.takes_model_drafts:
+            return drafts
+        if 2 * len(drafts) < num or (
+            lengths is not None and lengths.prefers_model(request, len(drafts), num)
+        ):
+            self._watch(request, drafts)
             return [FROM_DEVICE] * num
         return drafts
+
+    def _watch(self, request: Request, drafts: Sequence[int]) -> None:
+        if drafts and self._lengths is not None and drafts[0] != FROM_DEVICE:
+            self._watched.setdefault(request, (request.num_tokens, drafts))
+
+    def _settle(self, request: Request) -> None:
+        """Note a draft that was not verified, once its first wrong token is known, or all of it."""
+        start, drafts = self._watched[request]
+        known = request.tokens[start : min(request.num_tokens, start + len(drafts))].tolist()
+        right = next((n for n, token in enumerate(known) if token != drafts[n]), len(known))
+        if right < len(known) or len(known) == len(drafts):
+            del self._watched[request]
+            if self._lengths is not None:
+                self._lengths.verified(request, len(drafts), right)
 
     def _of_text(self, request: Request, state: SampleState, most: int) -> Sequence[int]:
         try:
@@ -171,7 +194,7 @@ class Drafting:
     def choose(self, found: Mapping[Request, Any], num_rows: int, longest: int) -> int:
         """Return the most tokens of a row of the step, at most ``longest``, from the drafts of its rows."""
         own = {request: len(drafts) for request, drafts in found.items() if not request.num_drafts}
-        has_chain = any(drafts[0] == FROM_DEVICE for request, drafts in found.items() if request in own)
+        of_model = {request for request in own if found[request][0] == FROM_DEVICE}
         if not own:
             if num_rows:
                 self.counters.without["none proposed"] += 1
@@ -180,13 +203,15 @@ class Drafting:
         if given:
             chosen = 1 + given[0]
         else:
-            chosen = longest if self._lengths is None else self._lengths.choose(own, num_rows, has_chain)
+            chosen = longest if self._lengths is None else self._lengths.choose(own, num_rows, of_model)
         forced = max((len(drafts) for request, drafts in found.items() if request.num_drafts), default=0)
         longest = min(longest, max(chosen, 1 + forced))
         if longest > 1:
             self.counters.num_steps += 1
         else:
             self.counters.without["few expected"] += 1
+            for request in own:
+                self._watch(request, found[request])
         return longest
 
     def skip(self, reason: str) -> None:
@@ -260,11 +285,15 @@ class Drafting:
         except Exception:  # of a tokenizer; the same token ends the request by name
             return 1
 
-    def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Count the drafts of a row that were verified."""
+    def verified(self, request: Request, num_drafts: int, num_accepted: int, of_model: bool = False) -> None:
+        """Count the drafts of a row that were verified.
+
+        Args:
+            of_model: whether a model made them.
+        """
         self.counters.count(num_drafts, num_accepted)
         if self._lengths is not None:
-            self._lengths.verified(request, num_drafts, num_accepted)
+            self._lengths.verified(request, num_drafts, num_accepted, of_model)
         if request in self._follows:
             predicted = self._predicted[request]
             predicted.num_accepted += num_accepted
@@ -280,6 +309,7 @@ class Drafting:
         self.has_host_rows |= request.params.host_sampler is not None
         self._predicted.pop(request, None)
         self._follows.discard(request)
+        self._watched.pop(request, None)
         if self._lengths is not None:
             self._lengths.end(request)
         if self._num_known.pop(request, None) is not None and not self._has_failed:
@@ -340,7 +370,7 @@ def num_verified(
             if drafting is not None and row.ring_row in drafted:
                 num_taken = drafting.num_before_end(request, num_taken)
             if drafting is not None and request.num_output_tokens >= len(request.params.forced_token_ids):
-                drafting.verified(request, num_drafts, num_taken - 1)
+                drafting.verified(request, num_drafts, num_taken - 1, row.ring_row in drafted)
         accepted.append(num_taken)
     return accepted
 

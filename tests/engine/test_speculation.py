@@ -74,6 +74,16 @@ def test_the_most_drafts_may_be_given_by_the_number_of_rows(tiny: Tiny) -> None:
         assert bool(stats.num_drafts) == bool(most)
 
 
+def test_drafts_that_are_not_verified_show_whether_they_were_right(tiny: Tiny) -> None:
+    config = {**SUFFIX, "num_speculative_tokens_per_batch_size": [[1, 4, 0]]}
+    drafting = tiny.load(max_num_batched_tokens=24, speculative_config=config)
+    ((done,),) = serve(drafting, LOOPS[:1], replace(GREEDY, prediction_token_ids=[7] * 30))
+    lengths = drafting.engine.scheduler.drafting._lengths  # type: ignore[union-attr]
+    unknown, wrong = 2.5, lengths._all[False].expected(5)
+    serve(drafting, LOOPS[:1], replace(GREEDY, prediction_token_ids=done.token_ids))
+    assert wrong < unknown < lengths._all[False].expected(5)
+
+
 def test_one_request_may_take_fewer_drafts_or_none(tiny: Tiny) -> None:
     expected = serve(tiny.load(), LOOPS[:1], GREEDY)
     for speculate, most in ((False, 0), (0, 0), (2, 2), (True, 5)):
