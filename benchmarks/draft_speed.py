@@ -6,12 +6,14 @@ of both engines alternate; times are CPU time of steps behind the prompts. Greed
 no evidence of speed, so there are none.
 
     python -m benchmarks.draft_speed [--rounds 2] [--tokens 160] [--prompt 512] [--packed] [--json]
+    python -m benchmarks.draft_speed --half-load [--packed]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import tempfile
 import time
@@ -82,21 +84,72 @@ class Played:
 
         runner.finish = replaced  # type: ignore[method-assign]
 
+    def add(self, name: str, pair: Pair) -> None:
+        """Add a request whose output is a text."""
+        prompt, self._texts[name] = pair
+        params = SamplingParams(temperature=0, max_tokens=len(pair[1]), ignore_eos=True)
+        self.served.engine.add_request(prompt, params, request_id=name)
+
     def run(self, pairs: Sequence[Pair]) -> tuple[float, int]:
         """Serve texts together; CPU seconds of the steps behind their prompts, and the number of these."""
         engine, waiting = self.served.engine, set[str]()
-        for number, (prompt, output) in enumerate(pairs):
-            name = str(number)
-            self._texts[name] = output
-            params = SamplingParams(temperature=0, max_tokens=len(output), ignore_eos=True)
-            engine.add_request(prompt, params, request_id=name)
-            waiting.add(name)
+        for number, pair in enumerate(pairs):
+            self.add(str(number), pair)
+            waiting.add(str(number))
         while waiting:
             waiting -= {each.request_id for each in engine.step()}
         began, num_steps = time.process_time(), engine.stats().num_steps
         while engine.has_unfinished:
             engine.step()
         return time.process_time() - began, engine.stats().num_steps - num_steps
+
+    def arriving(self, pairs: Sequence[Pair], gaps: Sequence[float]) -> float:
+        """Serve texts that arrive one after the other; returns CPU seconds.
+
+        Args:
+            gaps: CPU seconds in front of each; idle time is skipped.
+        """
+        engine, number, now, due = self.served.engine, 0, 0.0, gaps[0]
+        while number < len(pairs) or engine.has_unfinished:
+            if not engine.has_unfinished:
+                now = max(now, due)
+            while number < len(pairs) and due <= now:
+                self.add(str(number), pairs[number])
+                number += 1
+                due += gaps[number] if number < len(pairs) else 0.0
+            began = time.process_time()
+            engine.step()
+            now += time.process_time() - began
+        return now
+
+
+def half_load(path: Path, kinds: dict[str, list[Pair]], num_rows: int, is_packed: bool) -> dict[str, Any]:
+    """Steps by whether they verify drafts, or the reason why not, at half of the highest rate.
+
+    Texts of all kinds, twice each, arrive at random.
+    """
+    rng = random.Random(0)
+    pairs = [pair for each in kinds.values() for pair in each] * 2
+    rng.shuffle(pairs)
+    max_len = max(len(prompt) + len(output) for prompt, output in pairs) + 16
+    config = {"num_speculative_tokens": 8, "suffix_decoding_max_cached_requests": 0}
+    engine = Played(path, max_len, num_rows, config, is_packed)
+    full_s = [engine.arriving(pairs, [0.0] * len(pairs)) for _ in range(2)][1]
+    rate, before = len(pairs) / full_s / 2, engine.served.stats().speculation
+    took_s = engine.arriving(pairs, [rng.expovariate(rate) for _ in pairs])
+    after = engine.served.stats().speculation
+    assert before is not None, "it drafts"
+    assert after is not None, "it drafts"
+    counts = {key: num - before.num_steps_without[key] for key, num in after.num_steps_without.items()}
+    counts["drafts"] = after.num_steps - before.num_steps
+    total = sum(counts.values())
+    return {
+        "requests": len(pairs),
+        "CPU seconds at once": round(full_s, 1),
+        "at half of the rate": round(took_s, 1),
+        "steps": total,
+        "shares": {key: round(num / total, 3) for key, num in counts.items()},
+    }
 
 
 def main() -> None:
@@ -107,13 +160,14 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--drafts", type=int, default=8)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--half-load", action="store_true", help="count steps of traffic instead")
     parser.add_argument("--packed", action="store_true", help="with pack_weights=True")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     encoder, found = tokenizer(), texts("HEAD")
     kinds: dict[str, list[Pair]] = {}
-    for kind in ("edits", "prose"):
+    for kind in found if asked.half_load else ("edits", "prose"):
         pairs = [(encoder.encode(prompt).ids, encoder.encode(text).ids) for prompt, text in found[kind]]
         if kind == "prose":
             # Eight pieces of the pages.
@@ -129,6 +183,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = make_checkpoint(Path(directory))
         for num_rows in asked.rows:
+            if asked.half_load:
+                print(json.dumps(half_load(path, kinds, num_rows, asked.packed)), flush=True)
+                continue
             max_len = asked.prompt + asked.tokens + 16
             # Rounds repeat texts: outputs of earlier requests are no source of drafts.
             config = {

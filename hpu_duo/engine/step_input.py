@@ -16,6 +16,7 @@ from hpu_duo.engine.batch import StepBatch, StepGeometry, fill
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.pool import NO_COPIES, Copy, CopyLists, padded_size
 from hpu_duo.kv.tiers.link import Transfers
+from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.sampling import RowError, SampledTokens, SamplingBatch, SamplingRoute, SamplingRow, TokenLogprobs
 
 BLOCK_COPIES = "block_copies"
@@ -192,7 +193,13 @@ def apart(table: torch.Tensor, message: StepInput) -> tuple[torch.Tensor, npt.ND
 
 
 class AddsDrafts(Protocol):
-    """Interface of tables of model drafts to the builder of messages; see ``model_drafts``."""
+    """Interface of tables of model drafts to the builder of messages; see ``model_drafts``.
+
+    Attributes:
+        geometry: of drafts.
+    """
+
+    geometry: StepGeometry
 
     def add_to(
         self, message: StepInput, plan: StepPlan, token_ids: npt.NDArray[np.int32], decode_len: int
@@ -226,6 +233,11 @@ class RunsDrafts(Protocol):
     @property
     def tables(self) -> AddsDrafts:
         """Tables of their fields."""
+        ...
+
+    @property
+    def model(self) -> StepModel:
+        """The model that drafts."""
         ...
 
     @property

@@ -449,7 +449,7 @@ class TableMemory(NamedTuple):
     """Memory that the graphs of a table keep on one device, if each has intermediates of its own.
 
     Attributes:
-        num_graphs: buckets of the table.
+        num_graphs: buckets of the table, and those of drafts that the model makes.
         kept_bytes: sum over the table, with the portable kernels.
         kept_blocks: KV blocks that would fit there instead; 0 where no head needs any.
         fused_bytes, fused_blocks: the same with fused operators.

@@ -16,6 +16,7 @@ from graphs.backends.replay import ReplayBackend
 from graphs.buffers import pack
 from hpu_duo.config.engine import EngineConfig
 from hpu_duo.config.limits import DeviceBudget
+from hpu_duo.config.speculation import SpeculativeConfig
 from hpu_duo.device import DeviceRuntime, own_device, resolve_device, runtime_for
 from hpu_duo.device.ranks import Membership, WorkerRanks
 from hpu_duo.engine.executor import Executor
@@ -199,7 +200,7 @@ class DeviceSide:
                 "trim_chunks needs a table of buckets to trim to: expected graphs other than 'eager', or "
                 "buckets"
             )
-        memory = _plan_memory(blueprint, budget, tables, 1.0 if draft is None else draft.share_of(blueprint))
+        memory = _plan_memory(blueprint, budget, tables, draft)
         if shared is not None:
             memory = _agreed(memory, blueprint, tables, shared)
         if chosen is None:
@@ -274,13 +275,14 @@ def _agreed(memory: MemoryPlan, blueprint: Blueprint, tables: StepTables, shared
 
 
 def _plan_memory(
-    blueprint: Blueprint, budget: DeviceBudget, tables: StepTables, share: float = 1.0
+    blueprint: Blueprint, budget: DeviceBudget, tables: StepTables, draft: DraftModel | None
 ) -> MemoryPlan:
     """Plan the stores after reserving memory for graphs, which is configured or estimated.
 
     Args:
-        share: of the memory of blocks; the rest is that of another model.
+        draft: a model that drafts, which has a share of the memory of blocks.
     """
+    share = 1.0 if draft is None else draft.share_of(blueprint)
     asked, cache = blueprint.config.graph.memory_bytes, blueprint.config.cache
     if share < 1:
         budget = within(budget, share)
@@ -289,11 +291,20 @@ def _plan_memory(
     if asked is not None:
         return blueprint.memory(budget, cache, graph_bytes=asked)
     bound, dtype_bytes = budget.graph_bytes(), blueprint.dtype.itemsize
+    speculation = blueprint.config.scheduler.speculation
+
+    def needed_of(plan: MemoryPlan) -> int:
+        drafts = None
+        if speculation is not None and speculation.is_by_model:
+            own = None if draft is None else (draft.blueprint.specs, draft.blueprint.text_config)
+            drafts = _draft_fields(speculation, tables, plan), own
+        return tables.graph_bytes(plan, dtype_bytes, drafts)
+
     plan = plan_with_graphs(
         lambda graph_bytes: blueprint.memory(budget, cache, graph_bytes=graph_bytes),
-        lambda plan: min(bound, tables.graph_bytes(plan, dtype_bytes)),
+        lambda plan: min(bound, needed_of(plan)),
     )
-    needed = tables.graph_bytes(plan, dtype_bytes)
+    needed = needed_of(plan)
     if needed > bound:
         _log.warning(
             "graphs may keep %.1f GiB if each has intermediates of its own, and %.1f GiB are reserved: fewer "
@@ -424,18 +435,25 @@ def _drafts(
         backend = _backend(config, place.device, place.runtime)
         return GraphCache(backend, buckets, policy, config.graph.max_captured_tokens)
 
-    window, own = None, None
+    own = None
     if draft is None:
         _check_stores(model)
-        window = DraftWindow(speculation.draft_sink, speculation.draft_recent)
     else:
         store, model = draft.build(memory)
         shapes_of = partial(message_fields, geometry)
         own = OwnStores(store, graphs_of(table), geometry, lambda bucket: pack(shapes_of(bucket)))
-    fields = DraftTables(geometry, window, memory.uses_blocks)
+    fields = _draft_fields(speculation, tables, memory)
     graphs = graphs_of(fields.table(table, geometry.row_len))
     stages = place.runtime.compiles_operators
     return DraftSteps(model, fields, graphs, place.device, own, stages=stages)
+
+
+def _draft_fields(speculation: SpeculativeConfig, tables: StepTables, memory: MemoryPlan) -> DraftTables:
+    """The fields of drafts that a model makes."""
+    window = None
+    if speculation.method == "duo":
+        window = DraftWindow(speculation.draft_sink, speculation.draft_recent)
+    return DraftTables(tables.geometry(memory), window, memory.uses_blocks)
 
 
 def _check_stores(model: StepModel) -> None:

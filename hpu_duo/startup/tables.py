@@ -26,6 +26,7 @@ from graphs.shape import row_len
 from hpu_duo.config.engine import EngineConfig
 from hpu_duo.device.habana_environment import card_type
 from hpu_duo.engine.batch import RowCounts, StepGeometry
+from hpu_duo.engine.model_drafts.tables import DraftTables
 from hpu_duo.engine.step_input import message_fields
 from hpu_duo.kv.plan import MemoryPlan, chunk_grid, last_chunk, widest_row
 from hpu_duo.modeling.experts import EXPERTS_PER_TOKEN, HELD, NUM_EXPERTS, expert_bytes
@@ -434,24 +435,46 @@ class StepTables:
         limits, table = self.limits(memory), self.table(memory)
         return limits.largest if not len(table) else limits.largest | table.envelope
 
-    def graph_bytes(self, memory: MemoryPlan, dtype_bytes: int) -> int:
-        """Estimated device memory of the graphs of all buckets, with the staged inputs."""
-        kept, limits = KEPT.get(self.backend.name, UNKNOWN), self.limits(memory)
-        graphs = GraphMemory(
-            kept,
-            len(set(self._specs)) if kept.is_per_kind else 1,
-            StepSizes.of(
-                self._specs,
-                self._text_config,
-                memory.block_size,
-                dtype_bytes,
-                decode_len=limits.decode_len,
-                draft_lens=limits.draft_lens,
-            ),
-            self.config.graph.max_captured_tokens,
+    def graph_bytes(
+        self,
+        memory: MemoryPlan,
+        dtype_bytes: int,
+        drafts: tuple[DraftTables, tuple[Sequence[LayerSpec], Any] | None] | None = None,
+    ) -> int:
+        """Estimated device memory of the graphs of all buckets, with the staged inputs.
+
+        Args:
+            drafts: fields of drafts of a model, and its layers if it has stores of its own.
+        """
+        geometry, table = self.geometry(memory), self.table(memory)
+        staged = staged_bytes(geometry, self.largest(memory))
+        if self.backend.name == "eager":
+            return staged
+        served = self._specs, self._text_config
+        found = self._graphs(*served, geometry, dtype_bytes).total_bytes(table)
+        if drafts is not None:
+            fields, own = drafts
+            chain = self._graphs(*(own or served), fields.geometry, dtype_bytes)
+            found += chain.total_bytes(fields.table(table, geometry.row_len))
+            if own is not None:
+                found += self._graphs(*own, geometry, dtype_bytes).total_bytes(table)
+        return staged + found
+
+    def _graphs(
+        self, specs: Sequence[LayerSpec], text_config: Any, geometry: StepGeometry, dtype_bytes: int
+    ) -> GraphMemory:
+        """Memory of the graphs of a model's steps."""
+        kept = KEPT.get(self.backend.name, UNKNOWN)
+        sizes = StepSizes.of(
+            specs,
+            text_config,
+            geometry.block_size,
+            dtype_bytes,
+            decode_len=geometry.decode_len,
+            draft_lens=geometry.draft_lens,
         )
-        staged = staged_bytes(self.geometry(memory), self.largest(memory))
-        return staged + (graphs.total_bytes(self.table(memory)) if self.backend.name != "eager" else 0)
+        num_units = len(set(specs)) if kept.is_per_kind else 1
+        return GraphMemory(kept, num_units, sizes, self.config.graph.max_captured_tokens)
 
 
 def check_table(table: BucketTable, limits: StepLimits) -> None:

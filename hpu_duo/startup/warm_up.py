@@ -330,7 +330,9 @@ class WarmUp:
             check_jobs(num_jobs, engine, config, self.cache)
             graphs_of = self._configuration
             self._task = JobTask.of(engine, config, self._table, graphs_of, compile_only=compile_only)
-        self.estimate = estimate_of(self.buckets, GraphCosts.of(engine), self._count_routes(), measured)
+        self.estimate = estimate_of(
+            self.buckets, GraphCosts.of(engine, self.buckets), self._count_routes(), measured
+        )
         self._costs: dict[BatchShape, GraphRecord] = {
             record.shape: record for record in (measured.graphs if measured is not None else ())
         }

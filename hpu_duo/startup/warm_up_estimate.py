@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 import transformers
 
-from graphs import BatchShape
+from graphs import BatchShape, GraphCache
 from graphs.backends import CHOSEN_LATER
 from graphs.manifest import Configuration, Manifest
 from hpu_duo.config.engine import EngineConfig
@@ -22,6 +22,7 @@ from hpu_duo.engine.batch import StepGeometry
 from hpu_duo.engine.engine import Engine
 from hpu_duo.modeling.loading import read_config
 from hpu_duo.modeling.precision import Precision, name_of
+from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.modeling.transformers_internals import NAME_OR_PATH
 from hpu_duo.parallel.config import NARROWED
 from hpu_duo.planning.attention_counts import GroupSizes
@@ -222,6 +223,7 @@ class GraphCosts:
         sizes: sizes of a step.
         max_captured_tokens: longer buckets run uncaptured, so they retain nothing; None = no limit.
         operators: operators of one unit in a bucket; None without a known dependency on their number.
+        others: graphs of drafts that are captured with a bucket, and their costs.
     """
 
     prior: Prior
@@ -229,14 +231,37 @@ class GraphCosts:
     sizes: StepSizes
     max_captured_tokens: int | None = None
     operators: Callable[[BatchShape], float] | None = None
+    others: Mapping[BatchShape, Sequence[tuple[GraphCosts, BatchShape]]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, engine: Engine) -> GraphCosts:
-        """Return the costs for an engine."""
-        graphs, kinds = engine.runner.graphs, engine.runner.model.kinds
+    def of(cls, engine: Engine, buckets: Iterable[BatchShape] | None = None) -> GraphCosts:
+        """Return the costs for an engine.
+
+        Args:
+            buckets: to be captured; None = those of its table.
+        """
+        executor = engine.runner.executor
+        geometry, drafts = executor.geometry, executor.drafts
+        costs = cls._of_model(executor.graphs, executor.model, geometry)
+        if drafts is None:
+            return costs
+        whole = cls._of_model(executor.graphs, drafts.model, geometry)
+        chain = cls._of_model(drafts.graphs, drafts.model, drafts.tables.geometry)
+        others: dict[BatchShape, list[tuple[GraphCosts, BatchShape]]] = {}
+        seen = set[BatchShape]()
+        for bucket in executor.graphs.table if buckets is None else buckets:
+            others[bucket] = [(whole, bucket)] if drafts.num_bytes else []
+            drafted = drafts.tables.bucket(bucket)
+            if geometry.row_len(bucket) > 1 and drafted not in seen:
+                seen.add(drafted)
+                others[bucket].append((chain, drafted))
+        return replace(costs, others=others)
+
+    @classmethod
+    def _of_model(cls, graphs: GraphCache, model: StepModel, geometry: StepGeometry) -> GraphCosts:
+        kinds = model.kinds
         prior = PRIORS.get(graphs.backend.name, UNKNOWN)
         num_units = len(kinds) if prior.kept.is_per_kind else 1
-        model, geometry = engine.runner.model, engine.runner.executor.geometry
         config, dtype = model.model.config.get_text_config(), model.model.dtype
         sizes = StepSizes.of(
             model.specs,
@@ -254,20 +279,27 @@ class GraphCosts:
 
     def seconds(self, shape: BatchShape) -> tuple[float, float]:
         """Seconds of the graph of a bucket, low and high."""
-        scale, trace_s = 1.0, self.trace_s(shape)
+        scale, trace_s = 1.0, self._own_trace_s(shape)
         if self.operators is not None and self.prior.num_operators is not None:
             scale = graph_scale(self.operators(shape), self.prior.num_operators)
-        low, high = self.prior.low_s, self.prior.high_s
-        return self.num_units * low * scale + trace_s, self.num_units * high * scale + trace_s
+        low = self.num_units * self.prior.low_s * scale + trace_s
+        high = self.num_units * self.prior.high_s * scale + trace_s
+        drafts = [costs.seconds(other) for costs, other in self.others.get(shape, ())]
+        return low + sum(each for each, _ in drafts), high + sum(each for _, each in drafts)
 
     def trace_s(self, shape: BatchShape) -> float:
         """Seconds in which torch traces the graph of a bucket, each kind of layer once; 0 if not known."""
+        drafts = sum(costs.trace_s(other) for costs, other in self.others.get(shape, ()))
+        return self._own_trace_s(shape) + drafts
+
+    def _own_trace_s(self, shape: BatchShape) -> float:
         return 0.0 if self.operators is None else self.num_units * self.operators(shape) * self.prior.trace_s
 
     def kept_bytes(self, shape: BatchShape) -> int:
         """Bytes of the graph of a bucket: code, results, and its own working memory."""
         memory = GraphMemory(self.prior.kept, self.num_units, self.sizes, self.max_captured_tokens)
-        return memory.kept_bytes(shape)
+        drafts = sum(costs.kept_bytes(other) for costs, other in self.others.get(shape, ()))
+        return memory.kept_bytes(shape) + drafts
 
 
 def estimate_of(

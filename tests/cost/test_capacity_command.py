@@ -273,6 +273,14 @@ def test_drafts_of_the_model_itself_pay_where_keys_outweigh_weights(config_dir: 
     words = ["capacity", "--model", str(config_dir), "--sparsity", "0", "--speculative-config", given]
     contexts = ["--context", "4096", "--context", "65536"]
     found = json.loads(CliRunner().invoke(app, [*words, *contexts, "--json"]).output)["drafts_pay_from"]
+    of_text = given.replace("duo", "suffix")
+    reports = [
+        json.loads(CliRunner().invoke(app, [*words[:-1], each, "--json"]).output) for each in (given, of_text)
+    ]
+    memories = [report["capacities"][0]["graph_memory"] for report in reports]
+    # A graph of drafts for each number of rows.
+    assert 0 < memories[0]["num_graphs"] - memories[1]["num_graphs"] < memories[1]["num_graphs"] / 2
+    assert memories[0]["kept_bytes"] > memories[1]["kept_bytes"]
     needed = {(each["context"], each["num_rows"]): each["tokens"]["5"] for each in found}
     assert needed[65536, 1] < needed[4096, 1]
     printed = " ".join(CliRunner().invoke(app, [*words, *contexts]).output.split())

@@ -15,6 +15,7 @@ from hpu_duo.lab import sim
 from hpu_duo.lab.replay import replay
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.startup.recorded_steps import options_of, read_log
+from hpu_duo.startup.warm_up_estimate import GraphCosts
 from tests.engine.tiny import PATTERN, Tiny, serve, text_of, tokens_of
 from tests.modeling.families import prompts_of
 
@@ -102,6 +103,19 @@ def test_rows_whose_sampling_depends_on_drafts_take_none_of_the_model(tiny: Tiny
 def test_heads_whose_stores_drafts_would_change_are_refused(tiny: Tiny) -> None:
     with pytest.raises(ValueError, match="method 'duo' drafts over the stores of the model: expected heads"):
         load_drafting(tiny, kv_policy="h2o", kv_budget=8, max_num_batched_tokens=96)
+
+
+def test_memory_and_warm_up_count_the_graphs_of_drafts(tiny: Tiny) -> None:
+    options = {"graphs": "compile", "max_num_batched_tokens": 24}
+    of_text = {"num_speculative_tokens": 3}
+    plain, drafting = (tiny.load(**options, speculative_config=each) for each in (of_text, DUO))
+    reserved = [each.stats().resolved.graph_bytes for each in (plain, drafting)]
+    assert reserved[0] < reserved[1] < 1.5 * reserved[0]
+    costs = [GraphCosts.of(each.engine) for each in (plain, drafting)]
+    table = drafting.engine.runner.table
+    extra = [bucket for bucket in table if costs[1].kept_bytes(bucket) > costs[0].kept_bytes(bucket)]
+    assert len(extra) == len(drafting.engine.runner.executor.drafts.graphs.table)  # type: ignore[union-attr]
+    assert all(costs[1].seconds(each) > costs[0].seconds(each) for each in extra)
 
 
 def test_text_comes_first(tiny: Tiny) -> None:

@@ -248,11 +248,14 @@ class HardwareOptions:
             for one in self._formats()
         ]
 
-    def graph_memories(self, model: Path, size: ModelSize, serving: Serving) -> list[TableMemory | None]:
+    def graph_memories(
+        self, model: Path, size: ModelSize, serving: Serving, drafts_itself: bool = False
+    ) -> list[TableMemory | None]:
         """Memory of the graphs of the default table of every choice of ``compare``; None where nothing fits.
 
         Args:
             model: directory with a config.json, or the file.
+            drafts_itself: whether the model makes drafts, by graphs of their own.
         """
         from graphs import BucketTable
         from hpu_duo.planning import Deployment, step_cost, step_limits
@@ -268,6 +271,8 @@ class HardwareOptions:
                 limits, cost = step_limits(deployment), step_cost(deployment)
                 table, lens = BucketTable.exponential(limits, cost=cost), serving.draft_lens
                 buckets = table.with_drafts(lens).buckets if lens else table.buckets
+                if drafts_itself:
+                    buckets += chain_buckets(buckets, lens)
                 found.append(graph_memory(model, deployment, buckets, draft_lens=lens))
         return found
 
@@ -419,6 +424,15 @@ def served_graph_bytes(
     memory = serving.hardware.memory_bytes
     # A device has a part of each block where they are dealt, which is as long as a block without.
     return graph_bytes(model, deployment.model, layers, serving.block_size, decode_len, memory, attention)
+
+
+def chain_buckets(buckets: Sequence[BatchShape], draft_lens: tuple[int, ...]) -> tuple[BatchShape, ...]:
+    """Buckets of the drafts that a model makes in front of longer rows: one for each number of rows."""
+    from graphs import BatchShape, Phase
+    from graphs.shape import row_len
+
+    longer = {bucket.num_logits for bucket in buckets if row_len(bucket, 1, draft_lens) > 1}
+    return tuple(BatchShape(Phase(unique=True), rows, 0, 0, rows) for rows in sorted(longer))
 
 
 def graph_memory(

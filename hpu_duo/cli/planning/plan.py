@@ -25,6 +25,7 @@ from hpu_duo.cli.options import (
 from hpu_duo.cli.planning.hardware import (
     HARDWARE,
     HardwareOptions,
+    chain_buckets,
     graph_bytes,
     graph_memory,
     report_fields,
@@ -225,10 +226,10 @@ def capacity(
 
         size = read_model(model)
         found = served.compare(size, serving)
-        memories = served.graph_memories(model, size, serving)
         window, speculation = None, SchedulerConfig(speculative_config=speculative_config).speculation
         if speculation is not None and speculation.method == "duo":
             window = speculation.draft_sink + speculation.draft_recent
+        memories = served.graph_memories(model, size, serving, drafts_itself=window is not None)
         evens = served.break_evens(size, serving, found, window) if serving.draft_lens else []
         if png is not None:
             from hpu_duo.cli.planning.tables import draw
@@ -321,7 +322,9 @@ def plan(
             planned_padding = PlannedPadding.by(cost, reports[table.strategy].mean)
             write(output.out, output.gaudi_out, shapes, comment, planned_padding)
             if setting.deployment is not None:
-                kept_memory = graph_memory(model, setting.deployment, shapes, limits.decode_len, lens)
+                drafted = chain_buckets(shapes, lens) if _drafts_itself(asked) else ()
+                captured = (*shapes, *drafted)
+                kept_memory = graph_memory(model, setting.deployment, captured, limits.decode_len, lens)
     if as_json:
         typer.echo(json.dumps(_fields(setting, reports, shapes, kept_memory), indent=2))
     else:
@@ -335,6 +338,11 @@ def _draft_lens(asked: EngineOverrides) -> tuple[int, ...]:
         ValueError: ``speculative_config`` is none.
     """
     return SchedulerConfig(speculative_config=asked.get("speculative_config")).draft_lens
+
+
+def _drafts_itself(asked: EngineOverrides) -> bool:
+    speculation = SchedulerConfig(speculative_config=asked.get("speculative_config")).speculation
+    return speculation is not None and speculation.method == "duo"
 
 
 def _graph_bytes(model: Path, setting: Setting) -> Callable[[BatchShape], float]:
