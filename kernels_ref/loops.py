@@ -12,7 +12,7 @@ import torch
 from bias_builders import Rule, Window, causal_mask, decode_rule, encode_rule, ring_mask
 from kernels_ref import reference
 from kernels_ref.chunks import num_parts
-from kernels_ref.formats import PLAIN, KVFormat, format_of
+from kernels_ref.formats import LATENT, PLAIN, KVFormat, format_of
 from kernels_ref.hpu.attention import FusedOperators
 from kernels_ref.hpu.parts import FusedKernels
 from kernels_ref.partial import Partial, Scoring, Softmax, empty, merge
@@ -109,7 +109,7 @@ def as_operator(name: str, q: torch.Tensor, tensors: Sequence[torch.Tensor], how
     )
     rule = encode_rule(how.rule)
     ints = [*flags, len(rule), *rule, *(how.layout or ())]
-    if not how.format.is_plain:
+    if how.format != PLAIN:
         name = f"{name} {how.format.name}"
     return Partial(*operator(name, q, list(tensors), ints, [scoring.softcap or 0.0, operators.inverse_scale]))
 
@@ -127,6 +127,7 @@ def run_loop(
         name: of the loop, and behind a space that of the format of keys and values if it is not plain.
     """
     name, _, kv_format = name.partition(" ")
+    plain = {"": PLAIN, LATENT.name: LATENT}
     fast, attention, softmax, blocks, line_bytes, size, num_rows, rounds, value_dim, length, *rest = ints
     layout = rest[length:]
     how = How(
@@ -137,7 +138,7 @@ def run_loop(
         rounds,
         decode_rule(rest[:length]),
         UnitLayout(*layout) if layout else None,
-        format_of(kv_format) if kv_format else PLAIN,
+        plain.get(kv_format) or format_of(kv_format),
         value_dim,
     )
     return tuple(_loops[name](q, tensors, how))

@@ -13,7 +13,8 @@ import torch
 
 from kernels_ref.chunks import DEFAULT_BOUNDS, DEFAULT_SLICES, ChunkBounds, Slices
 from kernels_ref.decoding import DecodingKernels
-from kernels_ref.groups import GroupKind, HeadGroup, Owner
+from kernels_ref.formats import LATENT
+from kernels_ref.groups import GroupKind, HeadGroup, LatentKV, Owner
 from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators
 from kernels_ref.impl import Implementation, Kernels, kernels, looped
 from kernels_ref.partial import Partial, Scoring, Softmax, normalise, placed, sink_logits
@@ -74,6 +75,11 @@ class LayerSpec:
     def scoring(self) -> Scoring:
         """The rule from scores of the layer to weights."""
         return Scoring(self.softcap, self.softmax, self.slices, self.chunks)
+
+    @property
+    def stores_latents(self) -> bool:
+        """Whether the layer gets latents in place of keys and values."""
+        return any(group.kind.plain_format == LATENT for group in self.groups)
 
     @property
     def num_kv_heads(self) -> int:
@@ -179,7 +185,7 @@ class RowKernels:
 
 def unified_attention(
     q_QHD: torch.Tensor,
-    k_QKD: torch.Tensor,
+    k_QKD: torch.Tensor | LatentKV,
     v_QKD: torch.Tensor,
     cache: Iterable[KVUnits],
     step: Step,
@@ -189,7 +195,8 @@ def unified_attention(
     """Store the new keys and values and attend with every head of a layer.
 
     Args:
-        q_QHD, k_QKD, v_QKD: after rotary embedding; heads in the order of the groups.
+        q_QHD, k_QKD, v_QKD: after rotary embedding; heads in the order of the groups. Groups that store
+            latents get those instead of keys, and values that are not read.
         cache: units of each group, written in place; iterated once.
         sinks_H: learned attention-sink logit of each query head.
     Returns:
@@ -208,7 +215,11 @@ def unified_attention(
     outputs, end = [], 0
     for group, units in zip(spec.groups, cache):
         begin, end = end, end + group.num_heads
-        new = NewKV(k_QKD[:, begin:end], v_QKD[:, begin:end])
+        new: Any
+        if isinstance(k_QKD, LatentKV):
+            new = k_QKD.of_heads(begin, end)
+        else:
+            new = NewKV(k_QKD[:, begin:end], v_QKD[:, begin:end])
         sinks = None if sinks_KG is None else sinks_KG[begin:end]
         inputs = PartInputs(q_QKGD[:, begin:end], new, units, step.tensors, scoring, sinks=sinks)
         output = group.kind.attend(run, inputs, step)

@@ -75,6 +75,8 @@ class Encoding(NamedTuple):
     def decoded(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[..., D]`` from some vectors of each tensor of a store."""
         if self.format.is_plain:
+            if len(tensors) == 1:
+                return tensors[0], tensors[0][..., : self.value_dim]
             k, v = tensors
             return k, v
         keys, num = self.format.keys, self.format.keys.num_parts
@@ -291,8 +293,7 @@ def floats(units: KVUnits) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if not units.encoding.format.is_plain:
         check_plain(units)
-    k, v = units.views
-    return k, v
+    return units.encoding.decoded(units.views)
 
 
 def stored_floats(units: KVUnits) -> tuple[torch.Tensor, torch.Tensor]:
@@ -302,7 +303,9 @@ def stored_floats(units: KVUnits) -> tuple[torch.Tensor, torch.Tensor]:
         ValueError: the units have another format.
     """
     kv_format = units.encoding.format
-    if not (kv_format.is_plain or kv_format.is_floats):
+    if kv_format.is_plain:
+        return units.encoding.decoded(units.views)
+    if not kv_format.is_floats:
         check_plain(units)
     k, v = units.views
     return k, v

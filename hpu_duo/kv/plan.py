@@ -18,6 +18,9 @@ from kernels_ref import (
     GroupKind,
     HeadGroup,
     KVFormat,
+    LatentBlocks,
+    LatentRings,
+    LatentSize,
     Owner,
     Rings,
     RowKind,
@@ -71,6 +74,28 @@ def sparse_groups(kinds: Sequence[GroupKind]) -> tuple[list[int], tuple[HeadGrou
     numbers = [distinct.index(kind) for kind in kinds]
     groups = (HeadGroup(numbers.count(number), kind) for number, kind in enumerate(distinct))
     return numbers, tuple(groups)
+
+
+def with_latents(groups: tuple[HeadGroup, ...], latent: LatentSize | None) -> tuple[HeadGroup, ...]:
+    """Return the groups of a layer with latents stored in place of the keys and values of each head.
+
+    A layer with groups that are neither of blocks nor of rings keeps its groups, and one with more than one
+    group of either, each of which would store all latents.
+
+    Args:
+        latent: of the layer; None = it has none.
+    """
+    kinds = [type(group.kind) for group in groups]
+    if latent is None or not {*kinds} <= {Blocks, Rings} or len(set(kinds)) < len(kinds):
+        return groups
+    found: list[GroupKind] = []
+    for kind in (group.kind for group in groups):
+        if isinstance(kind, Rings):
+            found.append(LatentRings(kind.window, kind.slack, latent))
+        else:
+            assert isinstance(kind, Blocks)
+            found.append(LatentBlocks(kind.rule, latent))
+    return tuple(replace(group, kind=kind) for group, kind in zip(groups, found))
 
 
 def in_format(
@@ -169,7 +194,7 @@ class LayerKV:
 
     def token_bytes(self, group: HeadGroup, dtype_bytes: int) -> int:
         """Bytes of one token's key and value in one head of a group, as they are stored."""
-        return group.format.token_bytes(self.head_dim, self.value_dim, dtype_bytes)
+        return group.format.token_bytes(*group.kind.stored_dims(self.head_dim, self.value_dim), dtype_bytes)
 
     @property
     def has_row_states(self) -> bool:

@@ -111,7 +111,8 @@ class KVStore(NotPicklable):
     ) -> KVUnits:
         num_units = self.plan.num_units(group.kind)
         layout = group.kind.layout(num_units, group.num_heads, self.plan.block_size)
-        encoding = Encoding(group.format, layer.head_dim, layer.value_dim, dtype)
+        dims = group.kind.stored_dims(layer.head_dim, layer.value_dim)
+        encoding = Encoding(group.format, *dims, dtype)
         null = self.plan.null_unit(group.kind)
         store, scratch = [], []
         for part in encoding.parts:

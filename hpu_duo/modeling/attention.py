@@ -7,7 +7,7 @@ passes on. At load, it records calls for a probe, or attends for a trial, see ``
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -17,9 +17,12 @@ from torch import nn
 
 from graphs import BatchShape
 from graphs.backends.compile import cut_at
+from hpu_duo.modeling.latents import Expansion, LatentProjection
 from kernels_ref import (
     Encoding,
     KVUnits,
+    LatentKV,
+    LatentSize,
     LayerCache,
     LayerSpec,
     PromptRegions,
@@ -69,6 +72,7 @@ class AttentionCall:
         mask: what the layer got as its mask.
         unknown: names of unknown arguments that are set.
         source: number of the first call with the same keys and values; None = this is the first one.
+        latent: sizes of the latents that its keys and values are expanded from; None = they are not.
     """
 
     module: nn.Module
@@ -83,13 +87,19 @@ class AttentionCall:
     mask: torch.Tensor | None
     unknown: tuple[str, ...]
     source: int | None = None
+    latent: LatentSize | None = None
 
 
 @dataclass
 class Probe:
-    """Attends in place of layers with stores: records the calls of one forward, in order."""
+    """Attends in place of layers with stores: records the calls of one forward, in order.
+
+    Attributes:
+        expansions: of latents, by the ``id`` of their modules.
+    """
 
     calls: list[AttentionCall] = field(default_factory=list)
+    expansions: Mapping[int, Expansion] = field(default_factory=dict)
     _keys: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def record(
@@ -107,6 +117,8 @@ class Probe:
         same = (number for number, (key, value) in enumerate(self._keys) if key is k and value is v)
         source = next(same, None)
         self._keys.append((k, v))
+        expansion = self.expansions.get(id(module))
+        is_expanded = expansion is not None and expansion.k is k and expansion.v is v
         self.calls.append(
             AttentionCall(
                 module=module,
@@ -121,6 +133,7 @@ class Probe:
                 mask=mask,
                 unknown=tuple(sorted(n for n, x in kwargs.items() if x is not None and n not in known)),
                 source=source,
+                latent=expansion.size if expansion is not None and is_expanded else None,
             )
         )
         return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
@@ -198,6 +211,7 @@ class AttentionLayer(nn.Module):
     Args:
         scales: of keys and of values, which are divided by them for all stores of the layer; scores and
             results are those of the keys and values themselves.
+        latents: the projection of a layer that stores latents, which gets them in place of keys and values.
 
     Attributes:
         counts_clipped: whether heads store keys or values in a format of constant scales.
@@ -215,8 +229,10 @@ class AttentionLayer(nn.Module):
         running: RunningStep,
         rows: RowTensors = (),
         scales: tuple[float, float] | None = None,
+        latents: LatentProjection | None = None,
     ) -> None:
         super().__init__()
+        self.latents = latents
         self.has_scales = scales is not None
         if scales is not None:
             device = cache[0].tensors[0].device
@@ -272,7 +288,8 @@ class AttentionLayer(nn.Module):
             q, k, v = q * k_scale, k / k_scale, v / v_scale
         if self.counts_clipped and step.parts.causal:
             self._count_clipped(k, v, step)
-        output = unified_attention(q, k, v, cache, step, self.spec, sinks)
+        keys: torch.Tensor | LatentKV = k if self.latents is None else self.latents(k, v)
+        output = unified_attention(q, keys, v, cache, step, self.spec, sinks)
         if self.has_scales:
             output = output * v_scale
         for kind, names in self._rows:

@@ -28,6 +28,7 @@ from hpu_duo.modeling.attention import (
     attending,
     placeholder_mask,
 )
+from hpu_duo.modeling.latents import check_expansions, recording_expansions
 from kernels_ref import RowKind
 from kernels_ref.groups.budget_chunks import turned, turns
 
@@ -373,6 +374,7 @@ def probe(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
     """
     layers = read_layers(model)
     try_flat_batch(model, [layer.call for layer in layers])
+    check_expansions(type(model).__name__, layers)
     return layers
 
 
@@ -445,7 +447,7 @@ def _record_calls(model: PreTrainedModel) -> list[AttentionCall]:
     recorder = Probe()
     device = next(model.parameters()).device
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
-    with refusing(model), attending(model, recorder):
+    with refusing(model), attending(model, recorder), recording_expansions(model) as recorder.expansions:
         model(
             input_ids=token,
             position_ids=token,

@@ -22,6 +22,7 @@ from hpu_duo.modeling.attention import (
     RunningStep,
     placeholder_mask,
 )
+from hpu_duo.modeling.latents import keep_latents
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.not_picklable import NotPicklable
 from kernels_ref import LayerCache, LayerSpec, Step, stores_of
@@ -102,7 +103,8 @@ class StepModel(NotPicklable):
         for layer, spec, cache, rows, of_kv in zip(
             layers, specs, caches, of_rows, scales or [None] * len(caches)
         ):
-            attention = AttentionLayer(spec, cache, self._running, rows, of_kv)
+            latents = keep_latents(layer) if spec.stores_latents else None
+            attention = AttentionLayer(spec, cache, self._running, rows, of_kv, latents)
             setattr(layer.attention, LAYER_ATTRIBUTE, attention)
             self._attention.append(attention)
             kind = LayerKind(layer.module, spec)

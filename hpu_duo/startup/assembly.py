@@ -200,7 +200,7 @@ def engine_around(
     engine = Engine(runner, scheduler, token_limits, tokenizer, seed, ranker)
     engine.notes = (
         *frequencies_note(blueprint.text_config, blueprint.max_len),
-        *latent_note(blueprint.layers, blueprint.text_config),
+        *latent_note(blueprint.layers, blueprint.specs, blueprint.text_config),
         *unused_note(blueprint.specs, config.cache, blueprint.dtype),
         *scales_note(blueprint.specs, runner.model.kv_scales, config.cache, config.model.path),
     )

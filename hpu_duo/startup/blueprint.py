@@ -309,6 +309,8 @@ def _triton_problem(device: torch.device, layers: tuple[DecoderLayer, ...]) -> s
     if largest > served:
         return f"its kernels serve head sizes of up to {served}, and this model has heads of {largest}"
     for call in calls:
+        if call.latent is not None:
+            return "its kernels read keys and values of each head, and this model stores latents"
         if call.value_head_dim != call.head_dim:
             return (
                 f"its kernels serve keys and values of one size, and this model has keys of {call.head_dim} "

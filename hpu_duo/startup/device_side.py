@@ -28,6 +28,7 @@ from hpu_duo.heads import permute_heads
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.attention import LiveRows
+from hpu_duo.modeling.latents import keep_latents
 from hpu_duo.modeling.packed_linear import can_pack, fuse_modules, leave_files, pack_linears, plain_bytes
 from hpu_duo.modeling.precision import Precision, name_of, widen
 from hpu_duo.modeling.probe import DecoderLayer
@@ -210,6 +211,10 @@ class DeviceSide:
                 [layer.call.head_dim for layer in layers],
                 [layer.call.value_head_dim for layer in layers],
             )
+        # Before packing: packed linears do not split.
+        for layer, spec in zip(layers, blueprint.specs):
+            if spec.stores_latents:
+                keep_latents(layer)
         if kernels.impl is Implementation.HPU:
             fused = fuse_modules(model, [layer.attention for layer in layers], device)
             _log.info("by fused operators: %s", ", ".join((*kernels.operators.names, *fused)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,14 @@ from hpu_duo.config.limits import HPU_LAYER_KINDS
 from hpu_duo.device.ranks import Ranks
 from hpu_duo.heads import CountRule, HeadLayout, HeadPattern, fewest_promotions
 from hpu_duo.heads.pattern import FINGERPRINT_KEY, check_origin
-from hpu_duo.kv.plan import LayerKV, budget_groups, head_groups, ring_slack, sparse_groups
+from hpu_duo.kv.plan import (
+    LayerKV,
+    budget_groups,
+    head_groups,
+    ring_slack,
+    sparse_groups,
+    with_latents,
+)
 from hpu_duo.modeling.attention import LayerKind
 from hpu_duo.modeling.hub import has_weights, model_fingerprint, model_name
 from hpu_duo.modeling.probe import DecoderLayer, pattern_rows
@@ -42,7 +49,7 @@ from hpu_duo.startup.kv_budget import (
     resolve_max_ring_window,
     rules_by_head,
 )
-from kernels_ref import Blocks, Budget, GroupKind, HeadGroup, Owner
+from kernels_ref import Blocks, Budget, GroupKind, HeadGroup, LayerSpec, Owner
 
 _log = logging.getLogger(__name__)
 
@@ -312,14 +319,21 @@ def assign_heads(
             window = Window(pattern.sink, pattern.recent).validate().clipped(max_len)
         sliding_window = call.sliding_window if _has_window(layer, max_len) else None
         group_of, groups = kinds.of(index, sliding_window, streams, window)
+        groups = with_latents(groups, call.latent)
         assigned.append(HeadAssignment(HeadLayout.by_group(group_of, call.num_heads), groups))
     return assigned
 
 
-def latent_note(layers: Sequence[DecoderLayer], text_config: Any) -> tuple[str, ...]:
-    """Return a sentence on what it costs to store latent keys and values expanded; nothing without them."""
+def latent_note(
+    layers: Sequence[DecoderLayer], specs: Iterable[LayerSpec], text_config: Any
+) -> tuple[str, ...]:
+    """Return a sentence on what it costs to store latent keys and values expanded; nothing where none are.
+
+    Args:
+        specs: of the same layers.
+    """
     rank = getattr(text_config, "kv_lora_rank", None)
-    if not rank:
+    if not rank or all(spec.stores_latents for spec in specs):
         return ()
     size = rank + (getattr(text_config, "qk_rope_head_dim", None) or 0)
     most = max(

@@ -20,7 +20,7 @@ from hpu_duo.modeling.quantised.kv_scales import kv_scales
 from hpu_duo.parallel.head_exchange import ContextParallelBlocks
 from hpu_duo.startup.heads import HeadAssignment
 from kernels_ref import PLAIN, Blocks, Budget, GroupKind, Implementation, KVFormat, LayerSpec, Owner, Rings
-from kernels_ref.formats import INC, ROUNDED, format_of, within
+from kernels_ref.formats import INC, LATENT, ROUNDED, format_of, within
 from kernels_ref.formats.fp8 import LARGEST, Fp8
 from kernels_ref.x86 import library as x86
 
@@ -54,6 +54,8 @@ def with_formats(
         has_window = layer.call.sliding_window is not None
         is_skipped = str(number) in skipped or (has_window and SLIDING_WINDOW in skipped)
         chosen = (PLAIN, PLAIN) if is_skipped else (of_blocks, of_rows)
+        if any(group.format == LATENT for group in each.groups):
+            _check_latents(chosen, number)
         for kv_format in chosen:
             _check_sizes(kv_format, layer.call, number)
         found.append(each._replace(groups=in_format(each.groups, *chosen)))
@@ -176,7 +178,7 @@ def stored_cache(
 def _is_in_place(kind: GroupKind) -> bool:
     """Whether our kernels read all units of a kind; torch's operators would widen whole stores."""
     if isinstance(kind, Blocks):
-        return kind.rule is None
+        return kind.rule is None and kind.takes_any_format
     return isinstance(kind, Rings | Budget | ContextParallelBlocks) and kind.takes_any_format
 
 
@@ -223,6 +225,15 @@ def check_scales(cache: CacheConfig, device: torch.device) -> None:
         )
     if INC in names:
         inc_scales(f"kv_cache_dtype {INC!r}", device)
+
+
+def _check_latents(chosen: Iterable[KVFormat], number: int) -> None:
+    for setting, kv_format in zip(("kv_cache_dtype", "ring_dtype"), chosen):
+        if not kv_format.is_plain:
+            raise ValueError(
+                f"{setting} {kv_format.name!r} is not served for latents, whose rotary part needs a scale of "
+                f"its own: expected {PLAIN.name!r}, or layer {number} in kv_cache_dtype_skip_layers"
+            )
 
 
 def _check_sizes(kv_format: KVFormat, call: AttentionCall, number: int) -> None:

@@ -10,13 +10,14 @@ from dataclasses import replace
 
 import torch
 
-from kernels_ref.formats.base import Floats, KVFormat, Rounded, VectorFormat, VectorPart
+from kernels_ref.formats.base import Floats, KVFormat, LeadingOfKeys, Rounded, VectorFormat, VectorPart
 from kernels_ref.formats.fp8 import Fp8, ScaledFp8
 from kernels_ref.formats.int4 import Int4
 from kernels_ref.formats.int8 import Int8
 
 __all__ = [
     "INC",
+    "LATENT",
     "PAIR",
     "PLAIN",
     "ROUNDED",
@@ -30,6 +31,8 @@ __all__ = [
 
 PLAIN = KVFormat("auto", Floats(), Floats(), is_plain=True)
 """Keys and values in the model's dtype."""
+LATENT = KVFormat("latent", Floats(), LeadingOfKeys(), is_plain=True)
+"""Latents in the model's dtype, which are keys, and values by their leading elements."""
 ROUNDED = {
     dtype: KVFormat(str(dtype).removeprefix("torch."), Rounded(dtype), Rounded(dtype))
     for dtype in (torch.bfloat16, torch.float16)

@@ -81,6 +81,25 @@ class Floats(VectorFormat):
 
 
 @dataclass(frozen=True)
+class LeadingOfKeys(VectorFormat):
+    """Values that are the leading elements of their keys, so that a store has no tensor of them."""
+
+    num_parts: ClassVar[int] = 0
+
+    def parts(self, dim: int) -> tuple[VectorPart, ...]:
+        """Return no tensor."""
+        return ()
+
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return nothing: the keys are stored."""
+        return ()
+
+    def decode(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Raise TypeError: ``Encoding.decoded`` returns a view of keys."""
+        raise TypeError("values that are elements of keys have no tensors to decode")
+
+
+@dataclass(frozen=True)
 class Rounded(VectorFormat):
     """Vectors in another dtype of floats than the model's; numbers beyond its range are cut.
 
@@ -111,7 +130,7 @@ class KVFormat:
     Attributes:
         name: by which users choose it.
         keys, values: the formats.
-        is_plain: whether both are ``Floats``.
+        is_plain: whether both are in the model's dtype, as they are.
         is_floats: whether they are plain, or 16-bit floats, which kernels of a CPU read by pointer.
     """
 

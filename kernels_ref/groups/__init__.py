@@ -10,6 +10,7 @@ from kernels_ref.groups.kind import (
     PartSizes,
 )
 from kernels_ref.groups.kv_policy import FutureQueries, KVPolicy, SlotView, TokenClass
+from kernels_ref.groups.latents import LatentBlocks, LatentKV, LatentRings, LatentSize
 from kernels_ref.groups.rings import Rings
 from kernels_ref.groups.whole_prompts import WholePrompts
 from kernels_ref.step import BlockStep, PartInputs, RingStep
@@ -26,6 +27,10 @@ __all__ = [
     "HeadGroup",
     "HeadSizes",
     "KVPolicy",
+    "LatentBlocks",
+    "LatentKV",
+    "LatentRings",
+    "LatentSize",
     "Owner",
     "PartInputs",
     "PartSizes",

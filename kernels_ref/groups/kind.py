@@ -46,10 +46,12 @@ class GroupKind(ABC):
     Attributes:
         name: of the kind, in plural, as reports and fingerprints show it.
         owner: owner of its units.
+        plain_format: of keys and values in the model's dtype.
     """
 
     name: ClassVar[str]
     owner: ClassVar[Owner]
+    plain_format: ClassVar[KVFormat] = PLAIN
 
     @property
     @abstractmethod
@@ -139,6 +141,10 @@ class GroupKind(ABC):
         """Heads that a unit stores, for a group of ``num_heads``: more if it stores those of other ranks."""
         return num_heads
 
+    def stored_dims(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        """Return the elements of a stored key and value, for heads of these sizes."""
+        return head_dim, value_dim
+
     def layout(self, num_units: int, num_heads: int, block_size: int) -> UnitLayout:
         """Return the layout of its units in the store of a layer.
 
@@ -207,7 +213,7 @@ class HeadGroup:
     Attributes:
         num_heads: key/value heads; 0 only if its units store heads of other ranks.
         kind: their storage and attention.
-        format: of their keys and values.
+        format: of their keys and values; plain ones are the ``plain_format`` of the kind.
     """
 
     num_heads: int
@@ -215,6 +221,8 @@ class HeadGroup:
     format: KVFormat = PLAIN
 
     def __post_init__(self) -> None:
+        if self.format.is_plain:
+            object.__setattr__(self, "format", self.kind.plain_format)
         if self.num_heads < 0 or self.kind.num_kept(self.num_heads) < 1:
             raise ValueError(f"expected a group of 1 head or more, got {self.num_heads}")
         if not (self.format.is_plain or self.kind.takes_any_format):

@@ -1,4 +1,4 @@
-"""Families whose keys and values have different sizes: latent attention in its expanded form, and MiMo."""
+"""Families whose keys and values have different sizes: those with latents, which store them, and MiMo."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from graphs.backends.compile import CompileBackend
 from hpu_duo import HPUDuoModel
 from hpu_duo.heads import HeadPattern
 from hpu_duo.sampling import SamplingParams
+from kernels_ref import LatentBlocks
 from tests.modeling.driving import greedy_logits, teacher_forced
 from tests.modeling.families import BASE, BLOCK, LENGTHS, WINDOW, greedy, prompts_of, save_random
 
@@ -90,8 +91,14 @@ def test_logits_of_chunked_prompts_are_those_of_transformers(tmp_path: Path, nam
         store = served.engine.runner.store
         assert {(layer.head_dim, layer.value_dim) for layer in store.plan.layers} == {(KEY, VALUE)}
         assert store.num_bytes == store.plan.total_bytes
-        has_note = any("stored expanded" in note for note in served.stats().notes)
-        assert has_note == ("kv_lora_rank" in FAMILIES[name])
+        assert not any("stored expanded" in note for note in served.stats().notes)
+        has_latents = "kv_lora_rank" in FAMILIES[name]
+        for layer, units in zip(store.plan.layers, store.layers):
+            assert isinstance(layer.groups[0].kind, LatentBlocks) == has_latents
+            if has_latents:
+                assert sum(each.nbytes for each in units[0].tensors) == 4 * (16 + 8) * BLOCK * (
+                    store.plan.num_blocks + 1
+                )
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -115,7 +122,7 @@ def test_captured_steps_prefixes_and_samples_have_the_same_tokens(
 
 
 def test_a_saved_context_and_stored_codes_have_both_sizes(tmp_path: Path) -> None:
-    saved(tmp_path, "deepseek_v3")
+    saved(tmp_path, "mimo_v2_flash", layer_types=["full_attention"] * 4)
     served = HPUDuoModel.from_pretrained(tmp_path, kv_cache_dtype="k8v4", attention="reference", **OPTIONS)
     prompt, rest = prompts_of([40, 2])
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -147,6 +154,6 @@ def test_head_patterns_move_heads_of_both_sizes(tmp_path: Path) -> None:
 
 
 def test_triton_kernels_are_refused_by_the_sizes(tmp_path: Path) -> None:
-    saved(tmp_path, "deepseek_v3")
+    saved(tmp_path, "mimo_v2_flash")
     with pytest.raises(ValueError, match="keys of 24 and values of 16 elements"):
         HPUDuoModel.from_pretrained(tmp_path, attention="triton", **OPTIONS)

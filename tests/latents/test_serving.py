@@ -1,0 +1,45 @@
+"""Models with latent attention, which store latents, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpu_duo import HPUDuoModel
+from hpu_duo.sampling import SamplingParams
+from tests.modeling.families import greedy, prompts_of
+from tests.modeling.test_value_sizes import NUM_NEW, OPTIONS, saved
+
+
+def test_other_formats_of_keys_and_values_are_refused_by_name(tmp_path: Path) -> None:
+    saved(tmp_path, "deepseek_v3")
+    with pytest.raises(ValueError, match="kv_cache_dtype 'k8v4' is not served for latents"):
+        HPUDuoModel.from_pretrained(tmp_path, kv_cache_dtype="k8v4", **OPTIONS)
+
+
+def test_triton_kernels_are_refused_by_name(tmp_path: Path) -> None:
+    saved(tmp_path, "deepseek_v3")
+    with pytest.raises(ValueError, match="this model stores latents"):
+        HPUDuoModel.from_pretrained(tmp_path, attention="triton", **OPTIONS)
+
+
+def test_a_kv_budget_stores_each_head_and_a_note_has_the_factor(tmp_path: Path) -> None:
+    saved(tmp_path, "deepseek_v3")
+    served = HPUDuoModel.from_pretrained(tmp_path, kv_policy="h2o", kv_budget=40, **OPTIONS)
+    assert any("stored expanded: 160 elements" in note for note in served.stats().notes)
+
+
+def test_a_saved_context_has_latents(tmp_path: Path) -> None:
+    model = saved(tmp_path, "deepseek_v3")
+    served, again = (HPUDuoModel.from_pretrained(tmp_path, **OPTIONS) for _ in range(2))
+    prompt, rest = prompts_of([40, 2])
+    params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
+    with served.prefill(prompt) as context:
+        context.save(tmp_path / "context")
+    with again.load_context(tmp_path / "context"):
+        [[found]] = again.engine.generate([[*prompt, *rest]], params)
+    assert found.token_ids == greedy(model, [*prompt, *rest], NUM_NEW)
+    prefixes = again.stats().prefixes
+    assert prefixes is not None
+    assert prefixes.num_hit_tokens == len(prompt)
