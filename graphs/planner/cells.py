@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -261,30 +261,3 @@ def _halve(cells: Cells, column: Levels, after: Levels, cost: CostFunction, deco
     )
     lowest, highest = lowest[is_reachable], highest[is_reachable]
     return Cells(lowest, highest, price(cost, lowest), price(cost, highest))
-
-
-def grid_cells(axes: dict[int, Levels], limits: StepLimits, phase: Phase) -> Iterator[tuple[Levels, Levels]]:
-    """Boxes between neighbouring sizes on given axes, some at a time.
-
-    Args:
-        axes: ascending sizes of each of the columns Q, NS, NU and N; boxes end at each of them and at
-            the limits.
-    """
-    lowest, largest = lowest_of(limits, phase), limits.largest_of(phase).levels
-    highs, lows = [], []
-    for column, low in zip(_SIZES, lowest):
-        inside = axes[column][(axes[column] >= low) & (axes[column] < largest[column])]
-        high = np.concatenate([inside, [largest[column]]])
-        highs.append(high)
-        lows.append(np.concatenate([[low], inside + 1]))
-    letters = np.array(largest[:QUERY], dtype=np.int64)
-    for low_query, high_query in zip(lows[0], highs[0]):
-        box_high = _product(letters, [np.array([high_query]), *highs[1:]])
-        box_low = _product(letters, [np.array([low_query]), *lows[1:]])
-        box_low, box_high, is_reachable = reachable_corners(box_low, box_high, limits.decode_len)
-        yield box_low[is_reachable], box_high[is_reachable]
-
-
-def _product(letters: Levels, columns: list[Levels]) -> Levels:
-    grid = np.stack(np.meshgrid(*columns, indexing="ij"), axis=-1).reshape(-1, len(columns))
-    return np.concatenate([np.broadcast_to(letters, (len(grid), QUERY)), grid], axis=1)
