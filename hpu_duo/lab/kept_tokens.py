@@ -10,13 +10,37 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from hpu_duo.engine.telemetry import kept_positions
 from hpu_duo.heads.permute import ORDER_ATTRIBUTE
+from hpu_duo.kv.store import KVStore
 from hpu_duo.request import RequestStatus
 from kernels_ref import Budget, GroupKind, Rings
 
 if TYPE_CHECKING:
     from hpu_duo.engine.engine import Engine
+
+
+def kept_positions(
+    store: KVStore, row: int, num_tokens: int
+) -> tuple[tuple[npt.NDArray[np.int32], ...], ...]:
+    """Return the positions that each head with a budget stores of a row, ascending, layer by layer.
+
+    Heads are in the order of their group; a layer without a budget has none. Synchronizes with the device.
+
+    Args:
+        num_tokens: tokens of the row that are in the cache.
+    """
+    found = []
+    for layer, cache in zip(store.plan.layers, store.layers):
+        heads: list[npt.NDArray[np.int32]] = []
+        for group, units in zip(layer.groups, cache):
+            if isinstance(group.kind, Budget) and units.state is not None:
+                versions = group.kind.versions
+                shape = versions, group.num_heads, units.layout.num_slots
+                lines = units.state.position[row].cpu().numpy().reshape(shape)[(num_tokens - 1) % versions]
+                # With one version occupied slots come first, else free ones have negative positions.
+                heads += [np.sort(line[:num_tokens] if versions == 1 else line[line >= 0]) for line in lines]
+        found.append(tuple(heads))
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,14 @@ if TYPE_CHECKING:
         busiest_rank,
         graph_scale,
     )
-    from hpu_duo.planning.fit import PublishedRow, published_rows, published_sources, split_rows
+    from hpu_duo.planning.fit import (
+        PublishedRow,
+        Step,
+        published_rows,
+        published_sources,
+        split_rows,
+        step_work,
+    )
     from hpu_duo.planning.kept import KeptByHeads
     from hpu_duo.planning.model import (
         GAUDI2,
@@ -52,10 +59,8 @@ if TYPE_CHECKING:
         PUBLISHED_LAYER_LAUNCHES,
         Formats,
         KernelWork,
-        Step,
         Work,
         kernels_of,
-        step_work,
     )
 
 __all__ = [
@@ -145,9 +150,9 @@ _HOMES = {
     "WarmUp": "hpu_duo.planning.engine_work",
     "graph_scale": "hpu_duo.planning.engine_work",
     "Formats": "hpu_duo.planning.work",
-    "Step": "hpu_duo.planning.work",
+    "Step": "hpu_duo.planning.fit",
     "Work": "hpu_duo.planning.work",
-    "step_work": "hpu_duo.planning.work",
+    "step_work": "hpu_duo.planning.fit",
 }
 
 

@@ -22,6 +22,7 @@ from hpu_duo.kv.allocations import block_moves
 from hpu_duo.kv.plan import LayerKV, MemoryPlan, chunk_grid, in_format, last_chunk, ring_slack
 from hpu_duo.kv.snapshots import default_snapshots_within
 from hpu_duo.planning.engine_work import EngineWork, WarmUp
+from hpu_duo.planning.fit import Step
 from hpu_duo.planning.kept import KeptByHeads
 from hpu_duo.planning.kv_formats import name_of
 from hpu_duo.planning.model import Format, Hardware, ModelSize, TableMemory
@@ -34,7 +35,7 @@ from hpu_duo.planning.retrieval_choice import (
 )
 from hpu_duo.planning.roofline import ERROR_FACTORS, Prediction
 from hpu_duo.planning.step_seconds import StepSeconds
-from hpu_duo.planning.work import Formats, Step, kernels_of
+from hpu_duo.planning.work import Formats, kernels_of
 from kernels_ref import Implementation, KVFormat
 from kernels_ref.chunks import ChunkBounds
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
@@ -48,36 +48,6 @@ class Arrivals(Protocol):
     def ended(self, request: Request, now: float) -> None:
         """Called when a request has all of its tokens at ``now``."""
         ...
-
-
-class Trace:
-    """Arrivals at given times, independent of other requests.
-
-    Args:
-        requests: pairs of time and request; siblings have the time of their parent and follow it in the list.
-            Requests of the same time arrive in this order.
-    """
-
-    def __init__(self, requests: Iterable[tuple[float, Request]]) -> None:
-        self._coming = deque(sorted(requests, key=_time))
-
-    def due(self, now: float) -> list[Request]:
-        """Return the requests that have arrived."""
-        found = []
-        while self._coming and self._coming[0][0] <= now:
-            found.append(self._coming.popleft()[1])
-        return found
-
-    def next_time(self) -> float | None:
-        """Return the time of the first request that is left."""
-        return self._coming[0][0] if self._coming else None
-
-    def ended(self, request: Request, now: float) -> None:
-        """Do nothing: no request of a trace waits for the end of another one."""
-
-
-def _time(coming: tuple[float, Request]) -> float:
-    return coming[0]
 
 
 class StepShapes:

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from hpu_duo.cli.app import app
-from hpu_duo.device.collectives import Exchange, check_collectives, check_values
+from hpu_duo.lab.collectives_check import Exchange, check_collectives, check_values
 from tests.vendor import importable
 
 NUM_BYTES = 4096

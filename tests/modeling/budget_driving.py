@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hpu_duo import HPUDuoModel
-from hpu_duo.engine.telemetry import kept_positions
+from hpu_duo.lab.kept_tokens import kept_positions
 from hpu_duo.request import Request
 from hpu_duo.sampling import SamplingParams
 from tests.modeling.budget_oracle import BudgetOracle, budget_logits

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +15,7 @@ from graphs import BatchShape, BucketTable, GraphMissError, StepLimits
 from graphs.backends.compile import CompileBackend
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
-from hpu_duo.planning.simulation import SimulatedEngine, SimulatedStep, Simulation, Trace
+from hpu_duo.planning.simulation import SimulatedEngine, SimulatedStep, Simulation
 from hpu_duo.planning.synthetic_drafts import SyntheticDrafts
 from hpu_duo.request import FinishReason, Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
@@ -45,6 +45,32 @@ def drawn(longest: int) -> st.SearchStrategy[Drawn]:
 def params_of(num_outputs: int, is_forced: bool, **others: int) -> SamplingParams:
     forced = (3,) * num_outputs if is_forced else ()
     return SamplingParams(max_tokens=num_outputs, ignore_eos=True, forced_token_ids=forced, **others)
+
+
+class Trace:
+    """Arrivals at given times, independent of other requests.
+
+    Args:
+        requests: pairs of time and request; siblings have the time of their parent and follow it in the list.
+            Requests of the same time arrive in this order.
+    """
+
+    def __init__(self, requests: Iterable[tuple[float, Request]]) -> None:
+        self._coming = deque(sorted(requests, key=lambda coming: coming[0]))
+
+    def due(self, now: float) -> list[Request]:
+        """Return the requests that have arrived."""
+        found = []
+        while self._coming and self._coming[0][0] <= now:
+            found.append(self._coming.popleft()[1])
+        return found
+
+    def next_time(self) -> float | None:
+        """Return the time of the first request that is left."""
+        return self._coming[0][0] if self._coming else None
+
+    def ended(self, request: Request, now: float) -> None:
+        """Do nothing: no request of a trace waits for the end of another one."""
 
 
 def trace(asked: Drawn, limits: StepLimits, is_forced: bool = False) -> list[tuple[float, Request]]:

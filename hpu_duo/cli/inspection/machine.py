@@ -65,7 +65,7 @@ def doctor(
 
 def _collectives(device: str, num_processes: int) -> Fact:
     from hpu_duo.device import WorkerError
-    from hpu_duo.device.collectives import check_collectives
+    from hpu_duo.lab.collectives_check import check_collectives
 
     try:
         with Waiting(f"checking what {num_processes} processes exchange"):

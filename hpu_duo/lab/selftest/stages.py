@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from hpu_duo.device import resolve_device
-from hpu_duo.device.collectives import check_collectives
+from hpu_duo.lab.collectives_check import check_collectives
 from hpu_duo.lab.selftest.finding import Notes
 from hpu_duo.lab.selftest.machine import describe_machine
 from hpu_duo.lab.selftest.operators import compare_operators
