@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -124,10 +123,10 @@ def in_turn(
     return times
 
 
-def resident() -> int:
-    """Resident bytes of this process."""
+def resident(field: str = "VmRSS") -> int:
+    """Resident bytes of this process: now, or with "VmHWM" the most there were."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) << 10
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) << 10
 
 
 def peak(name: str, path: Path) -> None:
@@ -135,8 +134,7 @@ def peak(name: str, path: Path) -> None:
     before = resident()
     model = served(name, path, 1, 256, 64)
     run(model, [prompt(32, 1)], [8])
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    print(json.dumps([most - before, resident() - before, model.stats().resolved.weight_bytes]))
+    print(json.dumps([resident("VmHWM") - before, resident() - before, model.stats().resolved.weight_bytes]))
 
 
 SCENARIOS = {"decode step, one row": decode, "32 mixed requests": mixed, "prompt of 8192": prefill}

@@ -5,6 +5,8 @@ Norms and rotary embeddings by the fused operators of Gaudi's software are here 
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import inspect
 import math
 import mmap
@@ -23,6 +25,7 @@ from hpu_duo.modeling.experts import PanelExperts, stacked_weights
 from hpu_duo.modeling.quantised.linear import QuantisedLinear
 from hpu_duo.modeling.quantised.panels import Int8PanelLinear, PanelQuantisedLinear, multiplies_int8
 from hpu_duo.modeling.quantised.panels import fits as fits_codes
+from hpu_duo.modeling.quantised.state import quantised_layers
 from kernels_ref.x86 import int8, library, linear
 from kernels_ref.x86 import linear as panels
 from kernels_ref.x86 import quantised as codes
@@ -294,6 +297,26 @@ _Place = tuple[int, tuple[int, ...], tuple[int, ...]]
 def plain_bytes(model: nn.Module) -> int:
     """Bytes of the checkpoint's weights that the model still references; shared ones once."""
     return sum(x.nbytes for x in _by_place(_weights(model)).values())
+
+
+def code_bytes(model: nn.Module, plain: torch.dtype | None) -> int:
+    """Bytes that the codes of a model have in its checkpoint, before they are packed.
+
+    Args:
+        plain: dtype of the weights there, if they were plain ones and rounded.
+    """
+    layers = quantised_layers(model).values()
+    if plain is not None:
+        return sum(each.in_features * each.out_features for each in layers) * plain.itemsize
+    return sum(each.codes.nbytes for each in layers)
+
+
+def return_memory() -> None:
+    """Free objects in cycles, and return free memory to the system where the C library can (glibc)."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def leave_files(model: nn.Module, packed_bytes: int) -> int:

@@ -29,9 +29,18 @@ from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.attention import LiveRows
 from hpu_duo.modeling.latents import keep_latents
-from hpu_duo.modeling.packed_linear import can_pack, fuse_modules, leave_files, pack_linears, plain_bytes
+from hpu_duo.modeling.packed_linear import (
+    can_pack,
+    code_bytes,
+    fuse_modules,
+    leave_files,
+    pack_linears,
+    plain_bytes,
+    return_memory,
+)
 from hpu_duo.modeling.precision import Precision, name_of, widen
 from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.modeling.quantised.checkpoint import quantisation_of
 from hpu_duo.modeling.quantised.execution import PUBLISHED, separate_rounded_inputs
 from hpu_duo.modeling.quantised.hpu import use_operators
 from hpu_duo.modeling.quantised.state import quantised_layers
@@ -358,7 +367,8 @@ def _pack(
         # than oneDNN's; panels come before both.
         is_vector = config.scheduler.max_num_seqs == 1 and place.backend.name == "compile"
         vector = [layer.module for layer in layers] if is_vector else []
-        before = plain_bytes(model)
+        rounded = dtype if quantisation_of(config.model.path) is None else None
+        before = plain_bytes(model) + code_bytes(model, rounded)
         head = model.get_output_embeddings()
         # Compiled, experts run in static shapes, which gather plain weights.
         experts = place.backend.name != "compile"
@@ -366,6 +376,8 @@ def _pack(
         if arithmetic is not None and precision.is_mixed:
             widen(model, arithmetic)
         leave_files(model, before - plain_bytes(model))
+        if has_codes:
+            return_memory()
 
 
 def _make_executor(

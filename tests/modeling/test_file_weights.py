@@ -20,9 +20,10 @@ def mapped(path: Path) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.skipif(not can_pack(torch.bfloat16), reason="packs nothing")
-def test_a_packed_model_leaves_its_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
+def test_a_packed_model_leaves_its_file(quantization: str, tmp_path: Path) -> None:
     save_random(FAMILIES["llama_biases_tied"](), tmp_path).to(torch.bfloat16).save_pretrained(tmp_path)
-    model = HPUDuoModel.from_pretrained(tmp_path, max_model_len=64, max_num_seqs=1)
+    model = HPUDuoModel.from_pretrained(tmp_path, max_model_len=64, max_num_seqs=1, quantization=quantization)
     assert not mapped(tmp_path / "model.safetensors")
     assert model.generate([[3, 4, 5]], max_new_tokens=2).shape == (1, 5)
 
