@@ -80,6 +80,7 @@ class Recipe:
         inputs: places among the tensors of the arguments that are read or returned, with value and layout.
         around: values that are neither arguments nor made in the region: the same for all.
         outputs: a value, or a nest of tuples and lists of them.
+        is_local: whether no call exchanges data with other ranks.
     """
 
     structure: Hashable
@@ -88,6 +89,7 @@ class Recipe:
     inputs: list[tuple[int, Value, Hashable]]
     around: list[tuple[Value, Callable[[], torch.Tensor | None]]]
     outputs: Any
+    is_local: bool
 
     @classmethod
     def of(
@@ -115,7 +117,8 @@ class Recipe:
                 around.append((value, find))
             else:
                 return None
-        return cls(arguments.structure, calls, [*_ends(calls, outputs)], inputs, around, outputs)
+        is_local = not any("c10d" in str(call.func) for call in calls)
+        return cls(arguments.structure, calls, [*_ends(calls, outputs)], inputs, around, outputs, is_local)
 
     def start(self, arguments: Arguments) -> dict[Value, torch.Tensor] | None:
         """Return the tensors that a region with other arguments reads, by values of the recipe.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -39,6 +39,7 @@ Arrange: TypeAlias = Callable[[Sequence[Call], Any], list[Call]]
 """A pass over a trace: from its calls and the nest of returned values to new calls."""
 
 _current: ContextVar[_Tracer | None] = ContextVar("_current", default=None)
+_is_unused: ContextVar[bool] = ContextVar("_is_unused", default=False)
 
 
 def call_compiled(code: Callable[[list[Any]], Any], args: tuple[Any, ...]) -> Any:
@@ -53,6 +54,16 @@ def untraced() -> Iterator[None]:
     tracer = _current.get()
     with nullcontext() if tracer is None else tracer.given_up():
         yield
+
+
+@contextmanager
+def results_unused() -> Iterator[None]:
+    """Run steps of padding inside: a trace needs the operators of repeated regions, and not their results."""
+    token = _is_unused.set(True)
+    try:
+        yield
+    finally:
+        _is_unused.reset(token)
 
 
 class TracedStep(Generic[Outputs]):
@@ -163,7 +174,8 @@ class _Tracer(DispatchMode):
         recipe = self._recipes.get(key)
         found = None if recipe is None else recipe.start(arguments)
         if recipe is not None and found is not None and key in trials.passed:
-            return self._repeat(recipe, found)
+            repeat = self._write_down if _is_unused.get() and recipe.is_local else self._repeat
+            return repeat(recipe, found)
         begin, num_constants = len(self._calls), len(self._constants)
         values = {value: self._named(tensor) for value, tensor in (found or {}).items()}
         places = {self._value_of.get(tensor): place for place, tensor in enumerate(arguments.tensors)}
@@ -212,6 +224,28 @@ class _Tracer(DispatchMode):
                 self._calls.append(call.with_values(values))
                 for value in ended:
                     del tensors[value]
+        return self._outputs(recipe, tensors, values)
+
+    def _write_down(self, recipe: Recipe, tensors: dict[Value, torch.Tensor]) -> Any:
+        """Append the calls of a recipe without running them; returns other tensors of the same layouts."""
+        values = {value: self._named(tensor) for value, tensor in tensors.items()}
+        for call in recipe.calls:
+            for old in call.results:
+                base = None if old.base is None else values[old.base]
+                values[old] = old.renamed(f"x{self._num_variables}", base)
+                self._num_variables += 1
+            self._calls.append(call.with_values(values))
+        with self._away():
+            tensors |= {
+                value: _stand_in(value, tensors)
+                for value in values_in(recipe.outputs)
+                if value not in tensors
+            }
+        return self._outputs(recipe, tensors, values)
+
+    def _outputs(
+        self, recipe: Recipe, tensors: Mapping[Value, torch.Tensor], values: Mapping[Value, Value]
+    ) -> Any:
         outputs = replaced(recipe.outputs, tensors)
         for tensor, value in zip(tensors_of(outputs), values_in(replaced([recipe.outputs], values))):
             self._value_of[tensor] = value
@@ -285,6 +319,16 @@ class _Tracer(DispatchMode):
             self._constants[value.name] = _weakly(item)
             self._value_of[item] = value
         return value
+
+
+def _stand_in(value: Value, tensors: Mapping[Value, torch.Tensor]) -> torch.Tensor:
+    """Return a tensor with the layout of a value: one of ``tensors`` under another identity, or zeros."""
+    layout = value.shape, value.stride, value.offset, value.dtype
+    for other, tensor in tensors.items():
+        if (other.shape, other.stride, other.offset, other.dtype) == layout:
+            return tensor.detach()
+    last = value.offset + sum((size - 1) * step for size, step in zip(value.shape, value.stride))
+    return torch.zeros(last + 1, dtype=value.dtype).as_strided(value.shape, value.stride, value.offset)
 
 
 def _is_view(func: Any, args: tuple[Any, ...], result: torch.Tensor) -> bool:

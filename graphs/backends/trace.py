@@ -41,6 +41,10 @@ class Value:
         stride, offset = (tuple(tensor.stride()), int(tensor.storage_offset())) if is_strided else ((), 0)
         return cls(name, tuple(tensor.shape), stride, offset, tensor.dtype, base, is_variable)
 
+    def renamed(self, name: str, base: Value | None) -> Value:
+        """Return the variable of this layout that another call makes."""
+        return Value(name, self.shape, self.stride, self.offset, self.dtype, base, is_variable=True)
+
     @property
     def owner(self) -> Value:
         """The value that owns the memory: itself, or the one that it is a view of, directly or not."""

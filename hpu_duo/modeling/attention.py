@@ -17,6 +17,7 @@ from torch import nn
 
 from graphs import BatchShape
 from graphs.backends.compile import cut_at
+from graphs.backends.replay import results_unused
 from hpu_duo.modeling.latents import Expansion, LatentProjection
 from kernels_ref import (
     Encoding,
@@ -452,6 +453,7 @@ class LiveRows:
         self._tokens[:] = bucket.query_len, 0
         self._logits[:] = bucket.num_logits * decode_len, 0
         try:
-            yield
+            with results_unused():
+                yield
         finally:
             self._tokens[:] = self._logits[:] = 0

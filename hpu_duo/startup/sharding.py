@@ -382,7 +382,7 @@ def build_share(
 def executed(
     model: ModelConfig, precision: Precision, device: torch.device
 ) -> tuple[WeightExecution, Precision]:
-    """How the weights of a checkpoint are executed, and the dtypes to load it in.
+    """Choose the execution of the weights of a checkpoint, and the dtypes to load it in.
 
     Plain weights beside codes that no kernel reads are in the dtype of arithmetic.
 

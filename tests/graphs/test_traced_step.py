@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphs.backends.replay import ReplayBackend, TracedStep, call_compiled
+from graphs.backends.replay import ReplayBackend, TracedStep, call_compiled, results_unused
 from tests.graphs.small_step import SHAPE, SIZE, Inputs, inputs_of
 
 
@@ -278,6 +278,28 @@ def test_a_region_is_traced_once_for_all_layers_unless_the_second_one_differs(od
     num_traced = {None: [1, 1, 0, 0, 0], 1: [1] * 5, 3: [1, 1, 0, 1, 0]}[odd]
     assert [layer.num_calls for layer in layers] == num_traced
     assert traced.is_replayed
+
+
+def test_a_step_of_padding_does_not_run_the_layers_whose_operators_are_known() -> None:
+    layers, backend = [Layer(number) for number in range(5)], ReplayBackend()
+    plain = copy.deepcopy(layers)
+    regions = [backend.region(SHAPE, "layer", run_layer) for _ in layers]
+
+    def step(inputs: Inputs, layers: list[Layer], runs: Sequence[Any]) -> Tensor:
+        x, waves = inputs["x"], (inputs["x"].cos(), inputs["x"].sin())
+        for layer, run in zip(layers, runs):
+            x = run(layer, x, waves)
+        return x
+
+    traced = backend.capture(lambda inputs: step(inputs, layers, regions), SHAPE)
+    before = [layer.store.clone() for layer in layers]
+    with results_unused():
+        traced(inputs_of(0))
+    assert [torch.equal(layer.store, was) for layer, was in zip(layers, before)] == [False] * 2 + [True] * 3
+    for layer, was in zip(layers, before):
+        layer.store.copy_(was)
+    for seed in range(3):
+        assert torch.equal(traced(inputs_of(seed)), step(inputs_of(seed), plain, [run_layer] * 5))
 
 
 @pytest.mark.parametrize("how", ["hook", "forward"])
