@@ -26,6 +26,7 @@ from kernels_ref import (
     RowKind,
     WholePrompts,
 )
+from kernels_ref.formats import LATENT
 
 _GIB = 1 << 30
 
@@ -76,25 +77,25 @@ def sparse_groups(kinds: Sequence[GroupKind]) -> tuple[list[int], tuple[HeadGrou
     return numbers, tuple(groups)
 
 
-def with_latents(groups: tuple[HeadGroup, ...], latent: LatentSize | None) -> tuple[HeadGroup, ...]:
+def with_latents(groups: tuple[HeadGroup, ...], latent: tuple[int, int] | None) -> tuple[HeadGroup, ...]:
     """Return the groups of a layer with latents stored in place of the keys and values of each head.
 
     A layer with groups that are neither of blocks nor of rings keeps its groups, and one with more than one
     group of either, each of which would store all latents.
 
     Args:
-        latent: of the layer; None = it has none.
+        latent: elements of a latent of the layer, and of its rotary part; None = it has none.
     """
     kinds = [type(group.kind) for group in groups]
     if latent is None or not {*kinds} <= {Blocks, Rings} or len(set(kinds)) < len(kinds):
         return groups
-    found: list[GroupKind] = []
+    size, found = LatentSize(*latent), list[GroupKind]()
     for kind in (group.kind for group in groups):
         if isinstance(kind, Rings):
-            found.append(LatentRings(kind.window, kind.slack, latent))
+            found.append(LatentRings(kind.window, kind.slack, size))
         else:
             assert isinstance(kind, Blocks)
-            found.append(LatentBlocks(kind.rule, latent))
+            found.append(LatentBlocks(kind.rule, size))
     return tuple(replace(group, kind=kind) for group, kind in zip(groups, found))
 
 
@@ -176,6 +177,11 @@ class LayerKV:
     def own_groups(self) -> tuple[HeadGroup, ...]:
         """Groups that have stores in this layer: all, or none if it reads those of another layer."""
         return self.groups if self.source is None else ()
+
+    @property
+    def stores_latents(self) -> bool:
+        """Whether groups store latents, which heads on all ranks read."""
+        return any(group.format == LATENT for group in self.groups)
 
     @property
     def num_heads(self) -> int:

@@ -8,24 +8,16 @@ from functools import cached_property
 
 from graphs import CARD_STEP_TOKENS, BatchShape, Phase, StepLimits
 from graphs.planner import GraphBudget
-from hpu_duo.config.engine import ParallelConfig
 from hpu_duo.config.limits import (
-    CARD_LIMITS,
-    GRAPH_MEMORY_SHARE,
-    HPU_LAYER_KINDS,
-    CacheConfig,
     DeviceBudget,
-    SchedulerConfig,
 )
-from hpu_duo.heads import HeadPattern
 from hpu_duo.kv.allocations import block_moves
-from hpu_duo.kv.plan import LayerKV, MemoryPlan, chunk_grid, in_format, last_chunk, ring_slack
+from hpu_duo.kv.plan import LayerKV, MemoryPlan, chunk_grid, in_format, last_chunk
 from hpu_duo.kv.snapshots import default_snapshots_within
 from hpu_duo.planning.engine_work import EngineWork, WarmUp
 from hpu_duo.planning.fit import Step
-from hpu_duo.planning.kept import KeptByHeads
 from hpu_duo.planning.kv_formats import name_of
-from hpu_duo.planning.model import Format, Hardware, ModelSize, TableMemory
+from hpu_duo.planning.model import Format, ModelSize, TableMemory
 from hpu_duo.planning.retrieval_choice import (
     ChoiceCosts,
     RetrievalChoice,
@@ -34,126 +26,12 @@ from hpu_duo.planning.retrieval_choice import (
     obstacle_to_context,
 )
 from hpu_duo.planning.roofline import ERROR_FACTORS, Prediction
+from hpu_duo.planning.serving import Serving
 from hpu_duo.planning.step_seconds import StepSeconds
 from hpu_duo.planning.work import Formats, kernels_of
-from kernels_ref import Implementation, KVFormat
-from kernels_ref.chunks import ChunkBounds
+from kernels_ref import KVFormat
 
 _GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class Serving:
-    """The devices that serve a model, and the division of their memory.
-
-    Attributes:
-        hardware: of each device.
-        num_devices: devices that share weights, heads and work evenly (tensor parallel).
-        retrieval_parallel: what they share of retrieval heads, see ``ParallelConfig``; a ``Deployment``
-            resolves "auto".
-        weights: format of the weights of layers.
-        block_size: tokens of a KV block, on one device.
-        max_num_seqs: most running requests, even if more fit.
-        max_num_batched_tokens: of one step; longer prompts are cut into chunks.
-        device_memory_utilization: share of the devices' memory for weights, graphs and KV cache together; see
-            ``hpu_duo.config.limits``.
-        graph_memory: share of that without weights, for graphs instead of the KV cache.
-        enable_prefix_caching, num_prefix_snapshots: see ``CacheConfig``.
-        sink, recent: tokens that streaming heads store.
-        pattern: scores by which heads stream; None spreads them evenly over the layers.
-        max_layer_kinds: see ``HeadConfig``; None is no bound.
-        attention: kernels, ``hpu`` on the fused operators of Gaudi's software or ``reference``.
-        decode_len: most tokens of a request that are decoded together.
-        draft_lens: see ``StepLimits``; speeds are those of the first.
-        max_chunk_rows: prompts that may continue with several tokens in the same step.
-        kept: what streaming heads store instead of rings, or, with a plan, all heads.
-    """
-
-    hardware: Hardware
-    num_devices: int = 1
-    retrieval_parallel: str = ParallelConfig.retrieval_parallel
-    weights: Format = Format.BF16
-    block_size: int = CacheConfig.block_size
-    max_num_seqs: int = CARD_LIMITS.max_num_seqs
-    max_num_batched_tokens: int = CARD_LIMITS.max_num_batched_tokens
-    device_memory_utilization: float = CacheConfig.device_memory_utilization
-    graph_memory: float = GRAPH_MEMORY_SHARE
-    enable_prefix_caching: bool = CacheConfig.enable_prefix_caching
-    num_prefix_snapshots: int | None = None
-    sink: int = 128
-    recent: int = 256
-    pattern: HeadPattern | None = None
-    max_layer_kinds: int | None = HPU_LAYER_KINDS
-    attention: str = Implementation.HPU.value
-    decode_len: int = SchedulerConfig.decode_len
-    draft_lens: tuple[int, ...] = ()
-    max_chunk_rows: int = SchedulerConfig.max_chunk_rows
-    kept: KeptByHeads | None = None
-
-    def __post_init__(self) -> None:
-        self.hardware.check_devices(self.num_devices)
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "decode_len", "max_chunk_rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
-        # Validated like an engine.
-        CacheConfig(
-            block_size=self.block_size,
-            enable_prefix_caching=self.enable_prefix_caching,
-            num_prefix_snapshots=self.num_prefix_snapshots,
-            device_memory_utilization=self.device_memory_utilization,
-        )
-        if not 0.0 <= self.graph_memory < 1.0:
-            raise ValueError(f"expected graph_memory in [0, 1), got {self.graph_memory}")
-        kernels_of(self.attention)
-        ParallelConfig(tensor_parallel_size=self.num_devices, retrieval_parallel=self.retrieval_parallel)
-
-    @property
-    def deals_blocks(self) -> bool:
-        """Whether blocks are context-parallel; known once it is not "auto"."""
-        return self.retrieval_parallel == "context" and self.num_devices > 1
-
-    @property
-    def engine_block_size(self) -> int:
-        """Tokens of a block of the engine: on each device, where blocks are dealt over them."""
-        return self.block_size * (self.num_devices if self.deals_blocks else 1)
-
-    def shared_by(self, retrieval_parallel: str) -> Serving:
-        """The same where devices share retrieval heads by ``"heads"`` or by ``"context"``."""
-        kept = None if self.kept is None else self.kept.shared_by(retrieval_parallel)
-        return replace(self, retrieval_parallel=retrieval_parallel, kept=kept)
-
-    @property
-    def chunks(self) -> ChunkBounds:
-        """Bounds of chunks of context."""
-        return ChunkBounds.of_hpu(self.hardware.memory_bytes)
-
-    @property
-    def ring_slack(self) -> int:
-        """Slots of a ring beyond its window."""
-        return ring_slack(self.decode_len)
-
-    @property
-    def not_served(self) -> tuple[str, ...]:
-        """Names of what is priced and cannot be run by the engine of this version."""
-        # A Gaudi multiplies no int8: the engine makes such weights bf16 when they load.
-        return ("int8 weights",) if self.weights is Format.INT8 else ()
-
-    def kv_budget_bytes(self, model: ModelSize) -> int:
-        """Bytes for the KV cache on all devices together.
-
-        Raises:
-            ValueError: the weights alone do not fit, or KV heads do not divide among the devices.
-        """
-        model.check_split(self.num_devices)
-        memory = self.num_devices * self.hardware.memory_bytes
-        weight_bytes = model.weight_bytes(self.weights)
-        if weight_bytes >= memory:
-            raise ValueError(
-                f"the {self.weights.value} weights of {model.name} take {weight_bytes / _GIB:.1f} GiB, "
-                f"{self.num_devices} x {self.hardware.title} have {memory / _GIB:.1f} GiB"
-            )
-        budget = DeviceBudget.of_own_device(memory, weight_bytes, self.device_memory_utilization)
-        return budget.kv_bytes(budget.graph_bytes(self.graph_memory))
 
 
 @dataclass(frozen=True)
@@ -193,8 +71,13 @@ class Deployment:
 
     @cached_property
     def kv_bytes(self) -> int:
-        """Bytes of the KV cache on all devices together."""
-        return self.serving.kv_budget_bytes(self.model)
+        """Bytes of the KV cache on all devices together, by ``num_copies``."""
+        return self.serving.kv_budget_bytes(self.model) // self.num_copies
+
+    @property
+    def num_copies(self) -> int:
+        """Devices that each store all of a request: those of a model with latents, else 1."""
+        return self.serving.num_devices if any(each.stores_latents for each in self.kv_layers) else 1
 
     @cached_property
     def kv_layers(self) -> tuple[LayerKV, ...]:
@@ -202,13 +85,22 @@ class Deployment:
         return self._kv_layers_of(self._counts)
 
     def _kv_layers_of(self, counts: Sequence[int]) -> tuple[LayerKV, ...]:
-        serving = self.serving
+        serving, model = self.serving, self.model
+        if serving.deals_blocks:
+            model = model.expanded
         if serving.kept is not None:
-            found = serving.kept.kv_layers(self.model, counts, self.max_len)
+            found = serving.kept.kv_layers(model, counts, self.max_len)
         else:
             sizes = serving.sink, serving.recent, self.max_len, serving.ring_slack
-            found = self.model.kv_layers_of(counts, *sizes)
+            found = model.kv_layers_of(counts, *sizes)
         return tuple(replace(each, groups=in_format(each.groups, self.kv_format)) for each in found)
+
+    @property
+    def latent_ratio(self) -> float:
+        """Keys and values of all heads of a token, in units of the stored latents; 1 without them."""
+        layers = [each for each in self.kv_layers if each.stores_latents]
+        stored = sum(each.groups[0].kind.stored_dims(0, 0)[0] for each in layers)
+        return sum(each.num_heads * each.elements_per_head for each in layers) / stored if layers else 1.0
 
     @cached_property
     def choice(self) -> RetrievalChoice | None:
@@ -228,7 +120,9 @@ class Deployment:
             self.model,
             serving.hardware,
             serving.num_devices,
-            Serving(serving.hardware, serving.num_devices).kv_budget_bytes(self.model),
+            Serving(serving.hardware, serving.num_devices, weights=serving.weights).kv_budget_bytes(
+                self.model
+            ),
             serving.block_size,
             serving.max_num_seqs,
             serving.max_chunk_rows,
@@ -237,6 +131,7 @@ class Deployment:
         obstacle = obstacle_to_context(
             is_uneven=any(layer.num_kv_heads % serving.num_devices for layer in self.model.layers),
             pools_heads=serving.kept is not None and serving.kept.pools_heads,
+            has_latents=any(layer.latent is not None for layer in self.model.layers),
         )
         num_kv_heads = min(layer.num_kv_heads for layer in self.model.layers)
         return choose_retrieval(serving.num_devices, num_kv_heads, shared, costs.faster, obstacle)
@@ -357,7 +252,7 @@ class Deployment:
         serving, one, num = self.serving, self._units, self.serving.num_devices
         memory, weights = num * serving.hardware.memory_bytes, self.model.weight_bytes(serving.weights)
         budget = DeviceBudget.of_own_device(memory, weights, serving.device_memory_utilization)
-        blocks = num if one.uses_blocks else 0
+        blocks = num // self.num_copies if one.uses_blocks else 0
         kept, fused = (blocks * each // max(1, one.block_bytes) for each in (kept_bytes, fused_bytes))
         reserved = budget.graph_bytes(serving.graph_memory) // num
         return TableMemory(num_graphs, kept_bytes, kept, fused_bytes, fused, reserved)
@@ -464,6 +359,7 @@ class Capacity:
         retrieval_parallel: what devices share of retrieval heads.
         choice: that and why, in words; "" where it was not left open.
         promoted_bytes: of a request of the longest context, which promoted heads take beyond their rings.
+        latent_ratio: keys and values of all heads of a token, in units of the latents that are stored.
     """
 
     sparsity: float
@@ -477,6 +373,7 @@ class Capacity:
     retrieval_parallel: str = "heads"
     choice: str = ""
     promoted_bytes: int = 0
+    latent_ratio: float = 1.0
 
     def describe(self) -> str:
         """Describe the choice in words."""
@@ -524,13 +421,15 @@ def capacity(
         deployment.serving.retrieval_parallel,
         "" if deployment.choice is None else str(deployment.choice),
         deployment.promoted_bytes(max(contexts)),
+        deployment.latent_ratio,
     )
 
 
 def _point(deployment: Deployment, context: int) -> CapacityPoint:
     fits = deployment.count_requests(context)
     running = min(fits, deployment.serving.max_num_seqs)
-    sizes = context, fits, deployment.plan(1, 1).bytes_per_request(context), running
+    num_bytes = deployment.num_copies * deployment.plan(1, 1).bytes_per_request(context)
+    sizes = context, fits, num_bytes, running
     if not fits:
         return CapacityPoint(*sizes, None, None, None)
     together = deployment.decode_tokens_per_s(running, context)

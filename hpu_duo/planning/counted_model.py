@@ -49,6 +49,7 @@ def attention_sizes(file: Path, config: Any) -> tuple[AttentionSize, ...]:
             *(call.num_heads, call.num_kv_heads, call.head_dim, call.sliding_window),
             value_head_dim=None if call.value_head_dim == call.head_dim else call.value_head_dim,
             source=call.source,
+            latent=call.latent,
         )
         for call in calls
     )

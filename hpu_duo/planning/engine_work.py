@@ -45,6 +45,7 @@ from hpu_duo.planning.work import (
 )
 from kernels_ref import Budget, HeadGroup, Implementation, LayerSpec, Owner
 from kernels_ref.chunks import DEFAULT_BOUNDS, ChunkBounds, num_parts
+from kernels_ref.formats import LATENT
 
 SECONDS_PER_GRAPH = (0.7, 14.0)
 """Seconds of warm-up of one graph with one kind of layer: from 49 s for 72 graphs (Llama 8B, bf16, Gaudi 2,
@@ -293,23 +294,33 @@ class EngineWork:
 
     def _attended(self, layer: _Attending, bucket: Bucket) -> Iterator[tuple[GroupSizes, Bucket]]:
         """Groups of a layer, with the part of the bucket that each attends to."""
-        if layer.dealt is None:
-            yield from ((sizes, bucket) for sizes in layer.own)
-            return
-        phase = bucket.phase
-        if phase.shared or phase.unique:
-            yield layer.dealt, replace(bucket, phase=replace(phase, causal=False))
+        phase, own = bucket.phase, layer.own
+        stored = replace(bucket, phase=replace(phase, causal=False))
+        reads = phase.shared or phase.unique
+        if layer.dealt is not None and reads:
+            yield layer.dealt, stored
         causal = replace(bucket, phase=Phase(causal=True), num_shared_blocks=0, num_unique_blocks=0)
-        for sizes in layer.own:
-            if sizes.window is not None:
+        for sizes in own:
+            is_absorbed = sizes.heads.format == LATENT
+            if sizes.window is not None or (layer.dealt is None and not is_absorbed):
                 yield sizes, bucket
-            elif phase.causal:
+                continue
+            if phase.causal:
                 yield sizes, causal
+            if is_absorbed and reads:
+                yield self._absorbed(sizes), stored
 
     def _sizes(self, layer: AttentionSize, kv: LayerKV) -> list[GroupSizes]:
         if self.deals_blocks:
             return [self._of_group(layer, kv, group) for group in most_of_each(kv, self.num_devices)]
         return [self._of_group(layer, kv, group) for group in busiest_rank(kv, self.num_devices).groups]
+
+    def _absorbed(self, sizes: GroupSizes) -> GroupSizes:
+        """A group that stores latents as the kernels see it that read those: one head of all queries."""
+        key_dim, value_dim = sizes.heads.kind.stored_dims(sizes.head_dim, sizes.value_dim)
+        heads = replace(sizes.heads, num_heads=1)
+        of_all = sizes.num_query_heads
+        return replace(sizes, heads=heads, group_size=of_all, head_dim=key_dim, value_head_dim=value_dim)
 
     def _context_parallel_sizes(self, layer: AttentionSize, kv: LayerKV) -> GroupSizes | None:
         """Heads with context-parallel blocks: each device attends to its part of the context."""
@@ -361,10 +372,11 @@ class EngineWork:
             # What is cut depends on all parts of the step, whichever of them the group runs by itself.
             calls = calls + num_region_calls(sizes, replace(met, phase=bucket.phase), runs)
             # A score is a product of one head size, and the value that it weighs is another one.
-            products = products + 2.0 * kv.elements_per_head * counts.scores
-            products = products + 2.0 * counts.owner_pairs * (kv.elements_per_head - kv.head_dim + 1)
+            elements = sizes.head_dim + sizes.value_dim
+            products = products + 2.0 * elements * counts.scores
+            products = products + 2.0 * counts.owner_pairs * (sizes.value_dim + 1)
             scores = scores + counts.scores
-            stored = kv.token_bytes(sizes.heads, _KV_BYTES) / kv.elements_per_head
+            stored = kv.token_bytes(sizes.heads, _KV_BYTES) / elements
             kv_bytes = kv_bytes + counts.block_elements * stored
             if not sizes.heads.format.is_plain:
                 # Chunks are written decoded, and read again.

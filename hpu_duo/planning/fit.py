@@ -92,11 +92,16 @@ def step_work(model: ModelSize, kv_layers: tuple[LayerKV, ...], formats: Formats
         group = layer.num_heads // layer.num_kv_heads
         reaches = [(each.num_heads, each.kind.reach) for each in kv.groups]
         layer_scores = step.num_rows * group * sum(num * step.scores(reach) for num, reach in reaches)
-        keys = step.num_rows * sum(num * step.keys(reach) for num, reach in reaches)
+        stored = [(1 if kv.stores_latents else num, reach) for num, reach in reaches]
+        keys = step.num_rows * sum(num * step.keys(reach) for num, reach in stored)
         # One product of head_dim for the score, one for the value it weighs.
-        ops[formats.kv.arithmetic] += count * 2.0 * layer_scores * kv.elements_per_head
+        dims = (kv.head_dim, kv.value_dim)
+        if kv.stores_latents and step.context:
+            dims = kv.groups[0].kind.stored_dims(*dims)
+        ops[formats.kv.arithmetic] += count * 2.0 * layer_scores * sum(dims)
         scores += count * layer_scores
-        kv_bytes += count * keys * kv.elements_per_head * formats.kv.num_bytes
+        size = kv.groups[0].kind.stored_dims(0, 0)[0] if kv.stores_latents else kv.elements_per_head
+        kv_bytes += count * keys * size * formats.kv.num_bytes
     return Work(
         bf16_ops=ops[Format.BF16],
         fp8_ops=ops[Format.FP8],

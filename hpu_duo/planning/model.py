@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -157,6 +157,8 @@ class AttentionSize:
         window: of a layer with a sliding window.
         value_head_dim: elements of a value; None = ``head_dim``.
         source: number of the layer whose keys and values it attends to; None = its own.
+        latent: elements of the latent that its keys and values are expanded from, and of its rotary part;
+            None = they are not.
     """
 
     num_heads: int
@@ -165,6 +167,7 @@ class AttentionSize:
     window: int | None = None
     value_head_dim: int | None = None
     source: int | None = field(default=None, compare=False)
+    latent: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -356,6 +359,11 @@ class ModelSize:
     def _structures(self) -> tuple[tuple[int, AttentionSize], ...]:
         return tuple(zip(self.structures or (0,) * len(self.layers), self.layers))
 
+    @property
+    def expanded(self) -> ModelSize:
+        """The same with keys and values of each head in place of latents, as ranks deal them by context."""
+        return replace(self, layers=tuple(replace(layer, latent=None) for layer in self.layers))
+
     def kv_layers(
         self, sparsity: float, sink: int, recent: int, max_len: int, slack: int = 0
     ) -> tuple[LayerKV, ...]:
@@ -387,7 +395,7 @@ class ModelSize:
                 f"expected sink >= 0, recent >= 1 and max_len >= 1, got {sink}, {recent} and {max_len}"
             )
         # It imports kinds of heads, and so torch.
-        from hpu_duo.kv.plan import LayerKV, head_groups
+        from hpu_duo.kv.plan import LayerKV, head_groups, with_latents
 
         # A sink has a slot and a score, as any other token.
         ring = Window(0, min(sink + recent, max_len))
@@ -399,6 +407,7 @@ class ModelSize:
                 groups = head_groups(0, num_kv, Window(0, layer.window), slack)
             else:
                 groups = head_groups(count, num_kv - count, ring, slack)
+            groups = with_latents(groups, layer.latent)
             kept.append(LayerKV(groups, layer.head_dim, layer.value_head_dim, source=layer.source))
         return tuple(kept)
 

@@ -140,14 +140,19 @@ class ChoiceCosts:
         return predict_seconds(work.of(bucket).fused, self.hardware, self.num_devices, FITTED).total
 
 
-def obstacle_to_context(*, is_uneven: bool, pools_heads: bool, captures_exchanges: bool = True) -> str | None:
+def obstacle_to_context(
+    *, is_uneven: bool, pools_heads: bool, captures_exchanges: bool = True, has_latents: bool = False
+) -> str | None:
     """Return why retrieval heads cannot be shared by context; None where they can.
 
     Args:
         is_uneven: a layer has a number of key/value heads that is no multiple of the ranks.
         pools_heads: a KV policy averages over the heads of a layer.
         captures_exchanges: the capture backend supports exchanges between the kernels of a layer.
+        has_latents: layers store latents.
     """
+    if has_latents:
+        return "by context keys and values of each head would be stored in place of latents"
     if is_uneven:
         return "by context each layer needs a multiple of as many KV heads as ranks"
     if pools_heads:

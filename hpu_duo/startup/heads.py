@@ -75,6 +75,7 @@ class Kinds(NamedTuple):
         rules: kinds of the same heads, which store all tokens then.
         max_ring_window: longest window of a layer that is stored in rings; None = any.
         planned: instead of budget and rules, the kind of each head of each layer.
+        stores_latents: whether latents are stored where a layer has them; ranks deal blocks of heads only.
     """
 
     slack: int
@@ -82,6 +83,7 @@ class Kinds(NamedTuple):
     rules: HeadRules | None = None
     max_ring_window: int | None = None
     planned: tuple[tuple[GroupKind, ...], ...] | None = None
+    stores_latents: bool = True
 
     @property
     def are_of_all_heads(self) -> bool:
@@ -171,6 +173,7 @@ def choose_heads(
         resolve_attention_rules(config, device),
         resolve_max_ring_window(config),
         resolve_kv_plan(config, [layer.call.num_kv_heads for layer in layers], max_len, slack, device),
+        stores_latents=not parallel.deals_blocks,
     )
     assigned = tuple(assign_heads(layers, pattern, max_len, kinds))
     if kinds.planned is not None:
@@ -319,7 +322,7 @@ def assign_heads(
             window = Window(pattern.sink, pattern.recent).validate().clipped(max_len)
         sliding_window = call.sliding_window if _has_window(layer, max_len) else None
         group_of, groups = kinds.of(index, sliding_window, streams, window)
-        groups = with_latents(groups, call.latent)
+        groups = with_latents(groups, call.latent if kinds.stores_latents else None)
         assigned.append(HeadAssignment(HeadLayout.by_group(group_of, call.num_heads), groups))
     return assigned
 
@@ -524,7 +527,7 @@ class SizedHeads:
         for index, (layer, count) in enumerate(zip(model.layers, counts, strict=True)):
             sliding_window = layer.window if layer.has_window(max_len) else None
             streams = np.arange(layer.num_kv_heads) >= count
-            groups = kinds.of(index, sliding_window, streams, None)[1]
+            groups = with_latents(kinds.of(index, sliding_window, streams, None)[1], layer.latent)
             source = layer.source
             # As in ``kv_layers``: layers share stores of equal groups, with units that can be shared.
             if source is not None and not (

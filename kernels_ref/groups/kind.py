@@ -227,8 +227,8 @@ class HeadGroup:
             raise ValueError(f"expected a group of 1 head or more, got {self.num_heads}")
         if not (self.format.is_plain or self.kind.takes_any_format):
             raise ValueError(
-                f"expected keys and values of {self.kind.describe()} in the model's dtype, ring_dtype "
-                f"{PLAIN.name!r}, got {self.format.name!r}"
+                f"expected keys and values of {self.kind.describe() or self.kind.name} in the model's dtype, "
+                f"ring_dtype {PLAIN.name!r}, got {self.format.name!r}"
             )
 
 

@@ -15,6 +15,7 @@ from hpu_duo.planning import (
     GAUDI3,
     PUBLISHED_LAYER_LAUNCHES,
     SECONDS_PER_GRAPH,
+    AttentionSize,
     Capacity,
     Deployment,
     Format,
@@ -52,6 +53,20 @@ LLAMA_3_8B = dense_model(
     vocab_size=128256,
     max_positions=1_048_576,
 )
+DEEPSEEK_V3 = replace(
+    dense_model(
+        "DeepSeek-V3",
+        num_layers=61,
+        hidden_size=7168,
+        intermediate_size=18432,
+        num_heads=128,
+        num_kv_heads=128,
+        vocab_size=129280,
+        max_positions=163_840,
+    ),
+    layers=(AttentionSize(128, 128, 192, value_head_dim=128, latent=(512, 64)),) * 61,
+)
+"""With the attention of its config.json; the weights are those of a dense model."""
 SPARSITIES = st.sampled_from((0.0, 0.25, 0.5, 0.75, 1.0))
 FORMATS = st.sampled_from([PLAIN, format_of("fp8"), format_of("k8v4")])
 
@@ -362,3 +377,19 @@ def test_what_graphs_keep_beyond_their_share_is_said() -> None:
     assert "up to 50.1 GiB too few" in large.describe()
     shared = Deployment(LLAMA_3_8B, Serving(GAUDI3, 8), 0.0, PLAIN, 131_072)
     assert shared.graph_memory(9, 1 << 30, 0).kept_blocks == 8 * 64
+
+
+def test_each_device_stores_latents_of_all_heads_and_decodes_read_them_once() -> None:
+    serving = Serving(GAUDI3, num_devices=8, retrieval_parallel="auto")
+    stored = Deployment(DEEPSEEK_V3, serving, 0.0, PLAIN, 16_384)
+    expanded = Deployment(DEEPSEEK_V3.expanded, serving.shared_by("heads"), 0.0, PLAIN, 16_384)
+    assert stored.serving.retrieval_parallel == "heads"
+    assert capacity(DEEPSEEK_V3, serving, 0.0, PLAIN, [16_384]).latent_ratio == pytest.approx(71.1, abs=0.02)
+    assert stored.plan(1, 1).bytes_per_request(16_384) == 16_384 * 61 * 576 * 2
+    # One head of a Gaudi's 16 in a store of 71.1 / 8 times fewer bytes for each device.
+    num_requests = [each.count_requests(16_384) for each in (stored, expanded)]
+    assert num_requests[0] / num_requests[1] == pytest.approx(71.1 / 8, rel=0.15)
+    decode, other = (
+        each.engine_work.of(each.shape_of(Step(8, 16_383))).kv_bytes for each in (stored, expanded)
+    )
+    assert 8 < other / decode < 9

@@ -303,7 +303,7 @@ def test_as_many_heads_stream_as_a_head_pattern_would_have(
 def test_shared_keys_and_latents_are_counted_as_they_are_stored(
     tmp_path: Path, family: str, num_stores: int, per_layer: int
 ) -> None:
-    """Gemma 3n has 35 layers of 20 stores; 128 heads of 192 and 128 elements replace a latent of 576."""
+    """Gemma 3n has 35 layers of 20 stores; a latent of 576 replaces 128 heads of 192 and 128 elements."""
     if family not in CONFIG_MAPPING:
         pytest.skip(f"transformers has {family} from a later version on")
     size = read_model(save(AutoConfig.for_model(family), tmp_path / family))
@@ -316,6 +316,8 @@ def test_shared_keys_and_latents_are_counted_as_they_are_stored(
     assert plan.full_attention_bytes(1) == num_stores * per_layer * 2
     assert alone.full_attention_bytes(1) == len(layers) * per_layer * 2
     assert plan.total_bytes * len(layers) <= alone.total_bytes * num_stores * 1.02
+    if family == "deepseek_v3":
+        assert plan.bytes_per_request(128) == num_stores * 128 * 576 * 2
 
 
 def num_streaming(layer: LayerKV) -> int:

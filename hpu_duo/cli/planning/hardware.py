@@ -245,7 +245,7 @@ class HardwareOptions:
         return [
             capacity(size, serving, share, one, contexts, num_graphs=num_graphs)
             for share in self._shares(serving)
-            for one in self._formats()
+            for one in self._formats(size)
         ]
 
     def graph_memories(
@@ -263,7 +263,7 @@ class HardwareOptions:
         longest = max(self.context or default_contexts(size.max_positions))
         found: list[TableMemory | None] = []
         for share in self._shares(serving):
-            for one in self._formats():
+            for one in self._formats(size):
                 deployment = Deployment(size, serving, share, one, longest)
                 if deployment.count_requests(longest) < 1:
                     found.append(None)
@@ -317,7 +317,7 @@ class HardwareOptions:
         """
         from hpu_duo.planning import Deployment
 
-        return Deployment(size, serving, self._shares(serving)[0], self._formats()[0], max_len)
+        return Deployment(size, serving, self._shares(serving)[0], self._formats(size)[0], max_len)
 
     def _kept(self, scheduler: SchedulerConfig, block_size: int, kept: EngineOverrides) -> KeptByHeads | None:
         """Return the heads with a KV budget or a plan; None where neither is asked for."""
@@ -353,11 +353,18 @@ class HardwareOptions:
             return [0.0]
         return self.sparsity or ([1.0] if serving.pattern is None else DEFAULT_SPARSITIES)
 
-    def _formats(self) -> list[KVFormat]:
-        """Formats of keys and values; ValueError for an unknown one."""
+    def _formats(self, size: ModelSize | None = None) -> list[KVFormat]:
+        """Formats of keys and values; ValueError for an unknown one.
+
+        Args:
+            size: of the model, on which the default depends.
+        """
         from hpu_duo.planning.kv_formats import parse_kv_format
 
-        return [parse_kv_format(text) for text in self.kv_cache_dtype or DEFAULT_KV_FORMATS]
+        # Latents have one format.
+        has_latents = size is not None and any(layer.latent is not None for layer in size.layers)
+        default = DEFAULT_KV_FORMATS[:1] if has_latents else DEFAULT_KV_FORMATS
+        return [parse_kv_format(text) for text in self.kv_cache_dtype or default]
 
 
 def graph_bytes(

@@ -220,6 +220,11 @@ def _sharing(found: Sequence[Capacity]) -> Iterator[str]:
     """Lines on the sharing of retrieval heads, and on the bytes of promoted ones."""
     for each in found:
         name = each.describe()
+        if each.latent_ratio > 1:
+            yield (
+                f"{name}: latents are stored, 1/{each.latent_ratio:.1f} of the keys and values of all heads, "
+                "by each device."
+            )
         if each.choice:
             yield f"{name}: {each.choice}"
         if each.promoted_bytes:

@@ -1,0 +1,138 @@
+"""The devices that serve a model, as predictions take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hpu_duo.config.engine import ParallelConfig
+from hpu_duo.config.limits import (
+    CARD_LIMITS,
+    GRAPH_MEMORY_SHARE,
+    HPU_LAYER_KINDS,
+    CacheConfig,
+    DeviceBudget,
+    SchedulerConfig,
+)
+from hpu_duo.heads import HeadPattern
+from hpu_duo.kv.plan import ring_slack
+from hpu_duo.planning.kept import KeptByHeads
+from hpu_duo.planning.model import Format, Hardware, ModelSize
+from hpu_duo.planning.work import kernels_of
+from kernels_ref import Implementation
+from kernels_ref.chunks import ChunkBounds
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The devices that serve a model, and the division of their memory.
+
+    Attributes:
+        hardware: of each device.
+        num_devices: devices that share weights, heads and work evenly (tensor parallel).
+        retrieval_parallel: what they share of retrieval heads, see ``ParallelConfig``; a ``Deployment``
+            resolves "auto".
+        weights: format of the weights of layers.
+        block_size: tokens of a KV block, on one device.
+        max_num_seqs: most running requests, even if more fit.
+        max_num_batched_tokens: of one step; longer prompts are cut into chunks.
+        device_memory_utilization: share of the devices' memory for weights, graphs and KV cache together; see
+            ``hpu_duo.config.limits``.
+        graph_memory: share of that without weights, for graphs instead of the KV cache.
+        enable_prefix_caching, num_prefix_snapshots: see ``CacheConfig``.
+        sink, recent: tokens that streaming heads store.
+        pattern: scores by which heads stream; None spreads them evenly over the layers.
+        max_layer_kinds: see ``HeadConfig``; None is no bound.
+        attention: kernels, ``hpu`` on the fused operators of Gaudi's software or ``reference``.
+        decode_len: most tokens of a request that are decoded together.
+        draft_lens: see ``StepLimits``; speeds are those of the first.
+        max_chunk_rows: prompts that may continue with several tokens in the same step.
+        kept: what streaming heads store instead of rings, or, with a plan, all heads.
+    """
+
+    hardware: Hardware
+    num_devices: int = 1
+    retrieval_parallel: str = ParallelConfig.retrieval_parallel
+    weights: Format = Format.BF16
+    block_size: int = CacheConfig.block_size
+    max_num_seqs: int = CARD_LIMITS.max_num_seqs
+    max_num_batched_tokens: int = CARD_LIMITS.max_num_batched_tokens
+    device_memory_utilization: float = CacheConfig.device_memory_utilization
+    graph_memory: float = GRAPH_MEMORY_SHARE
+    enable_prefix_caching: bool = CacheConfig.enable_prefix_caching
+    num_prefix_snapshots: int | None = None
+    sink: int = 128
+    recent: int = 256
+    pattern: HeadPattern | None = None
+    max_layer_kinds: int | None = HPU_LAYER_KINDS
+    attention: str = Implementation.HPU.value
+    decode_len: int = SchedulerConfig.decode_len
+    draft_lens: tuple[int, ...] = ()
+    max_chunk_rows: int = SchedulerConfig.max_chunk_rows
+    kept: KeptByHeads | None = None
+
+    def __post_init__(self) -> None:
+        self.hardware.check_devices(self.num_devices)
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "decode_len", "max_chunk_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
+        # Validated like an engine.
+        CacheConfig(
+            block_size=self.block_size,
+            enable_prefix_caching=self.enable_prefix_caching,
+            num_prefix_snapshots=self.num_prefix_snapshots,
+            device_memory_utilization=self.device_memory_utilization,
+        )
+        if not 0.0 <= self.graph_memory < 1.0:
+            raise ValueError(f"expected graph_memory in [0, 1), got {self.graph_memory}")
+        kernels_of(self.attention)
+        ParallelConfig(tensor_parallel_size=self.num_devices, retrieval_parallel=self.retrieval_parallel)
+
+    @property
+    def deals_blocks(self) -> bool:
+        """Whether blocks are context-parallel; known once it is not "auto"."""
+        return self.retrieval_parallel == "context" and self.num_devices > 1
+
+    @property
+    def engine_block_size(self) -> int:
+        """Tokens of a block of the engine: on each device, where blocks are dealt over them."""
+        return self.block_size * (self.num_devices if self.deals_blocks else 1)
+
+    def shared_by(self, retrieval_parallel: str) -> Serving:
+        """The same where devices share retrieval heads by ``"heads"`` or by ``"context"``."""
+        kept = None if self.kept is None else self.kept.shared_by(retrieval_parallel)
+        return replace(self, retrieval_parallel=retrieval_parallel, kept=kept)
+
+    @property
+    def chunks(self) -> ChunkBounds:
+        """Bounds of chunks of context."""
+        return ChunkBounds.of_hpu(self.hardware.memory_bytes)
+
+    @property
+    def ring_slack(self) -> int:
+        """Slots of a ring beyond its window."""
+        return ring_slack(self.decode_len)
+
+    @property
+    def not_served(self) -> tuple[str, ...]:
+        """Names of what is priced and cannot be run by the engine of this version."""
+        # A Gaudi multiplies no int8: the engine makes such weights bf16 when they load.
+        return ("int8 weights",) if self.weights is Format.INT8 else ()
+
+    def kv_budget_bytes(self, model: ModelSize) -> int:
+        """Bytes for the KV cache on all devices together.
+
+        Raises:
+            ValueError: the weights alone do not fit, or KV heads do not divide among the devices.
+        """
+        model.check_split(self.num_devices)
+        memory = self.num_devices * self.hardware.memory_bytes
+        weight_bytes = model.weight_bytes(self.weights)
+        if weight_bytes >= memory:
+            raise ValueError(
+                f"the {self.weights.value} weights of {model.name} take {weight_bytes / _GIB:.1f} GiB, "
+                f"{self.num_devices} x {self.hardware.title} have {memory / _GIB:.1f} GiB"
+            )
+        budget = DeviceBudget.of_own_device(memory, weight_bytes, self.device_memory_utilization)
+        return budget.kv_bytes(budget.graph_bytes(self.graph_memory))
