@@ -22,6 +22,7 @@ from kernels_ref.groups import (
 from kernels_ref.hpu.attention import FusedOperators
 from kernels_ref.impl import Implementation
 from kernels_ref.partial import FLOOR, Partial, Scoring, Softmax, empty, merge, normalise
+from kernels_ref.recurrent import Convolution, Recurrence
 from kernels_ref.rows import RowKind, RowTensor
 from kernels_ref.step import Step, StepParts, StepTensors
 from kernels_ref.unified import LayerCache, LayerSpec, prepare_step, stores_of, unified_attention
@@ -45,6 +46,7 @@ __all__ = [
     "Blocks",
     "Budget",
     "ChosenBlocks",
+    "Convolution",
     "Encoding",
     "FusedOperators",
     "FutureQueries",
@@ -65,6 +67,7 @@ __all__ = [
     "Owner",
     "Partial",
     "PromptRegions",
+    "Recurrence",
     "Rings",
     "RowKind",
     "RowTensor",

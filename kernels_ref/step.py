@@ -14,10 +14,10 @@ import torch
 
 from bias_builders import Leading, Rule, Seen, Window, seen_mask
 from kernels_ref.partial import Scoring, fold, hiding
-from kernels_ref.units import KVUnits, NewKV, Scratch, UnitLayout, gather
+from kernels_ref.units import KVUnits, NewKV, Scratch, gather
 
-PlanKey: TypeAlias = tuple[tuple[Hashable, ...], UnitLayout]
-"""Key of the tensors that a step derives for groups of heads: key of their kind, and layout of the store."""
+PlanKey: TypeAlias = Hashable
+"""Key of tensors that a step derives: key of a kind of heads and layout of a store, or of a recurrence."""
 
 
 class StepTensors(NamedTuple):
@@ -90,7 +90,8 @@ class Step(NamedTuple):
         decode_len: M.
         row_token: flat index of each token of the N rows, any valid index where there is none, ``[N * M]``.
         decode_slot: place of each token among those, ``N * M`` for tokens of other rows, ``[Q]``.
-        plans: tensors derived for each kind of head group, by kind and layout of the store.
+        plans: tensors derived for each kind of head group, by kind and layout of the store, and for each kind
+            of recurrence, by its key.
         keeps_rows: whether groups return the results of decode rows in the order of their tokens,
             ``[N * M, K, G, D]``, in a step that has no others; the layer places them once. Only where kernels
             read masks.

@@ -18,6 +18,7 @@ from kernels_ref.groups import GroupKind, HeadGroup, LatentKV, Owner
 from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators
 from kernels_ref.impl import Implementation, Kernels, kernels, looped
 from kernels_ref.partial import Partial, Scoring, Softmax, normalise, placed, sink_logits
+from kernels_ref.recurrent.kind import Recurrence, prepare_recurrences
 from kernels_ref.rows import RowKind
 from kernels_ref.step import DecodeRows, PartInputs, PlanKey, Step, StepParts, StepTensors
 from kernels_ref.units import KVUnits, NewKV, UnitLayout
@@ -117,6 +118,7 @@ def prepare_step(
     decode_len: int,
     stores: Mapping[GroupKind, Sequence[UnitLayout]],
     mask_dtype: torch.dtype | None = None,
+    recurrences: Iterable[Recurrence] = (),
 ) -> Step:
     """Derive on the device, once a step, the tensors that all layers need.
 
@@ -125,6 +127,7 @@ def prepare_step(
         stores: the kinds of head groups, with the distinct layouts of their stores.
         mask_dtype: type of queries where kernels read masks, see ``Implementation.reads_masks``; None where
             they derive visibility themselves.
+        recurrences: of all layers.
     """
     rows = DecodeRows.of(parts, tensors, decode_len)
     plans: dict[PlanKey, Any] = {}
@@ -135,6 +138,7 @@ def prepare_step(
         for layout, plan in prepared.items():
             plans[kind.key, layout] = plan
     keeps_rows = mask_dtype is not None and parts.has_decodes_only
+    plans |= prepare_recurrences(recurrences, parts, tensors)
     return Step(parts, tensors, decode_len, rows.token, rows.slot, plans, keeps_rows)
 
 

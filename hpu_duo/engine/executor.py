@@ -40,6 +40,7 @@ from hpu_duo.sampling import SampledTokens, SamplingBatch, SamplingRoute, TokenL
 from hpu_duo.sampling.sampler import packed, unpacked
 from kernels_ref import Step, StepParts, StepTensors, prepare_step
 from kernels_ref.loops import RegionOf, in_regions
+from kernels_ref.step import PlanKey
 from kernels_ref.units import index_dtype
 
 # N rows of logits, V tokens of the vocabulary, T ranks
@@ -71,7 +72,8 @@ def staged_step(
     """
     parts = StepParts(bucket.phase.causal, bucket.phase.shared, bucket.phase.unique)
     prepare = region_of(("prepare",), _preparing(model, geometry.row_len(bucket), layout, parts))
-    keys = [(kind.key, layout) for kind, layouts in model.stores.items() for layout in layouts]
+    keys: list[PlanKey] = [(kind.key, layout) for kind, layouts in model.stores.items() for layout in layouts]
+    keys += [kind.key for kind in model.recurrences]
     decode_len, keeps_rows = geometry.row_len(bucket), model.mask_dtype is not None and parts.has_decodes_only
 
     def step(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -101,7 +103,13 @@ def _preparing(
             if name in wanted
         }
         tensors = StepTensors(**{name: fields[name] for name in StepTensors._fields})
-        step = prepare_step(parts, tensors, decode_len=decode_len, stores=stores, mask_dtype=mask_dtype)
+        step = prepare_step(
+            *(parts, tensors),
+            decode_len=decode_len,
+            stores=stores,
+            mask_dtype=mask_dtype,
+            recurrences=model.recurrences,
+        )
         plans = tuple(step.plans.values())
         return fields["token_ids"], fields["logit_index"], tensors, step.row_token, step.decode_slot, plans
 
@@ -481,6 +489,7 @@ def bucket_step(
             decode_len=decode_len,
             stores=model.stores,
             mask_dtype=model.mask_dtype,
+            recurrences=model.recurrences,
         )
         with nullcontext() if region_of is None else in_regions(region_of):
             return model.logits(inputs["token_ids"], prepared, inputs["logit_index"], runners)

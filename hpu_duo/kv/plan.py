@@ -148,7 +148,7 @@ class LayerKV:
     """Keys and values that one layer stores per token, and further states that it stores per request.
 
     Attributes:
-        groups: its KV heads.
+        groups: its KV heads; none in a layer with states only, which has head size 0.
         head_dim: elements of a key.
         value_head_dim: elements of a value; None means ``head_dim``.
         rows: kinds of state that each row has besides the keys and values of its heads.
@@ -164,7 +164,9 @@ class LayerKV:
 
     def __post_init__(self) -> None:
         if not self.groups:
-            raise ValueError("a layer must have at least one KV head, got no group of them")
+            if not self.rows:
+                raise ValueError("a layer must have at least one KV head, got no group of them")
+            return
         if self.head_dim < 1 or (self.value_head_dim is not None and self.value_head_dim < 1):
             raise ValueError(
                 f"head_dim and value_head_dim must be 1 or more, "
@@ -241,7 +243,7 @@ class MemoryPlan:
     a unit. Further states of a row have as many rows as units of rows. All sizes are exact, in bytes.
 
     Attributes:
-        layers: one entry per decoder layer.
+        layers: one entry per decoder layer that attends, then one per layer with states only.
         dtype_bytes: bytes of one element of the model's dtype, in which plain keys and values are.
         block_size: tokens per block.
         max_num_seqs: rows that can be allocated.

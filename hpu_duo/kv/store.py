@@ -64,8 +64,8 @@ class KVStore(NotPicklable):
     They are allocated once. On a CPU a block uses memory from its first write on.
 
     Attributes:
-        layers: one ``LayerCache`` per decoder layer, that of its source where it has one.
-        row_tensors: of each decoder layer, the tensors ``[R + 1, ...]`` of each of its kinds of row states.
+        layers: one ``LayerCache`` per layer of the plan, that of its source where it has one.
+        row_tensors: of each such layer, the tensors ``[R + 1, ...]`` of each of its kinds of row states.
         row_states: all that rows own, in the order of the layers: rings, slots of budgets, and those kinds.
     """
 

@@ -29,6 +29,14 @@ from hpu_duo.modeling.attention import (
     placeholder_mask,
 )
 from hpu_duo.modeling.latents import check_expansions, recording_expansions
+from hpu_duo.modeling.recurrent import (
+    RecurrentLayer,
+    has_states,
+    missing_functions,
+    recurrent_layers,
+    recurring,
+    try_recurrences,
+)
 from kernels_ref import RowKind
 from kernels_ref.groups.budget_chunks import turned, turns
 
@@ -82,7 +90,9 @@ _MAX_ROUNDED_SHARE = 0.125
 
 
 @torch.inference_mode()
-def try_flat_batch(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> None:
+def try_flat_batch(
+    model: PreTrainedModel, calls: Sequence[AttentionCall], recurrent: Sequence[RecurrentLayer] = ()
+) -> None:
     """Run short texts in one batch, attending by ``calls``, and compare with transformers' own run.
 
     It runs in float32 whatever the dtype of the weights is, because rounding errors hide flaws and grow in
@@ -91,6 +101,7 @@ def try_flat_batch(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> No
 
     Args:
         calls: the attention call of each layer, windows included.
+        recurrent: the layers with states.
 
     Raises:
         ValueError: weights are not finite, or the results differ, so the model does something that its
@@ -103,9 +114,10 @@ def try_flat_batch(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> No
     positions = torch.arange(TEXT_LEN, device=device).repeat(NUM_TEXTS)
     trial = DenseTrial({id(call.module): call for call in calls}, positions)
     texts = tokens.view(NUM_TEXTS, TEXT_LEN)
-    layers = _representatives(model, calls)
+    layers = _representatives(model, calls, recurrent)
+    run = [each for each in recurrent if each.module in layers]
     with refusing(model), _only(model, layers) as skipped, _widened(model, layers, skipped):
-        with attending(model, trial):
+        with attending(model, trial), recurring(run, NUM_TEXTS, TEXT_LEN, device):
             flat = model(
                 input_ids=tokens[None],
                 position_ids=positions[None],
@@ -119,18 +131,25 @@ def try_flat_batch(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> No
     _compare(model, flat.float(), apart.flatten(0, 1).float())
 
 
-def _representatives(model: nn.Module, calls: Sequence[AttentionCall]) -> list[nn.Module]:
-    """The first two layers of each kind, in order; all of them where no one list can be cut short."""
+def _representatives(
+    model: nn.Module, calls: Sequence[AttentionCall], recurrent: Sequence[RecurrentLayer]
+) -> list[nn.Module]:
+    """The first two layers of each kind; all of them where no one list can be cut short."""
     paths = {id(module): path for path, module in model.named_modules()}
     layers = [model.get_submodule(paths[id(call.module)].rpartition(".")[0]) for call in calls]
+    specs: list[Hashable] = [(call.sliding_window, call.softcap, call.scale) for call in calls]
+    for each in recurrent:
+        if each.module not in layers:
+            layers.append(each.module)
+            specs.append(each.kinds)
     if not any(
         isinstance(module, nn.ModuleList) and set(layers) <= set(module) for module in model.modules()
     ):
         return layers
     chosen: list[nn.Module] = []
     seen: Counter[Hashable] = Counter()
-    for layer, call in zip(layers, calls):
-        kind = LayerKind(layer, (call.sliding_window, call.softcap, call.scale))
+    for layer, spec in zip(layers, specs):
+        kind = LayerKind(layer, spec)
         seen[kind] += 1
         if seen[kind] <= _LAYERS_OF_A_KIND:
             chosen.append(layer)
@@ -345,12 +364,14 @@ class DecoderLayer:
         attention: its attention module.
         call: its attention call.
         rows: kinds of state of a row in the layer, besides what its heads store.
+        number: of the layer among all, those without attention included.
     """
 
     module: nn.Module
     attention: nn.Module
     call: AttentionCall
     rows: tuple[RowKind, ...] = ()
+    number: int = 0
 
 
 def pattern_rows(layers: Sequence[DecoderLayer]) -> tuple[int, ...]:
@@ -365,15 +386,17 @@ def pattern_rows(layers: Sequence[DecoderLayer]) -> tuple[int, ...]:
 
 
 def probe(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
-    """Return the decoder layers of a model in order, with the attention call of each.
+    """Return the decoder layers of a model that attend, in order, with the attention call of each.
 
-    A trial run checks that the model does nothing else with a text.
+    Layers with recurrences only are not among them, see ``recurrent_layers``. A trial run checks that the
+    model does nothing else with a text.
 
     Raises:
         ValueError: the model cannot be served; the message has the reason.
     """
-    layers = read_layers(model)
-    try_flat_batch(model, [layer.call for layer in layers])
+    layers, recurrent = read_layers(model), recurrent_layers(model)
+    try_recurrences(model, recurrent)
+    try_flat_batch(model, [layer.call for layer in layers], recurrent)
     check_expansions(type(model).__name__, layers)
     return layers
 
@@ -391,20 +414,32 @@ def read_layers(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
     calls = _record_calls(model)
     num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     num_modules = len({id(call.module) for call in calls})
-    if len(calls) != num_layers or num_modules != num_layers:
+    missing = _missing_parts(model)
+    recurrent = () if missing else recurrent_layers(model)
+    is_hybrid = bool(recurrent) and 0 < len(calls) == num_modules < num_layers
+    if not is_hybrid and (len(calls) != num_layers or num_modules != num_layers):
         count = _count_text(len(calls), num_modules, num_layers)
-        raise ValueError(f"{name} cannot be served: {count}{_missing_parts(model)}")
-    for index, call in enumerate(calls):
-        _check_call(f"{name}, layer {index}", call, model)
-    _check_shared(model, calls)
-    calls = [_with_window(model, index, call) for index, call in enumerate(calls)]
+        raise ValueError(f"{name} cannot be served: {count}{missing}")
     paths = {id(module): path for path, module in model.named_modules()}
     parents = [model.get_submodule(paths[id(call.module)].rpartition(".")[0]) for call in calls]
+    numbers = [_number_of(paths[id(parent)]) for parent in parents] if is_hybrid else list(range(len(calls)))
+    for index, call in zip(numbers, calls):
+        _check_call(f"{name}, layer {index}", call, model)
+    _check_shared(model, calls)
+    calls = [_with_window(model, index, call) for index, call in zip(numbers, calls)]
     config = model.config.get_text_config()
     return tuple(
-        DecoderLayer(parent, call.module, call, row_kinds(config, index))
-        for index, (parent, call) in enumerate(zip(parents, calls))
+        DecoderLayer(parent, call.module, call, row_kinds(config, index), index)
+        for index, parent, call in zip(numbers, parents, calls)
     )
+
+
+def _number_of(path: str) -> int:
+    """Return the number of a decoder layer among all layers, from its path in the model."""
+    number = path.rpartition(".")[2]
+    if not number.isdigit():
+        raise ValueError(f"expected decoder layers in one list, got one at {path!r}")
+    return int(number)
 
 
 _STATES = re.compile(
@@ -415,12 +450,25 @@ _CHOICES = re.compile(r"Indexer$")
 
 def _missing_parts(model: nn.Module) -> str:
     """Name the modules that a refused model has and that are not served, for the end of a message."""
-    names = sorted({type(module).__name__ for module in model.modules()})
+    classes = sorted({type(module) for module in model.modules()}, key=lambda each: each.__name__)
+    states = [each for each in classes if missing_functions(each) or _keeps_states(each)]
     found = (
-        ("states of recurrences and convolutions", [name for name in names if _STATES.search(name)]),
-        ("keys that a model chooses", [name for name in names if _CHOICES.search(name)]),
+        ("states of recurrences and convolutions", map(_with_functions, states)),
+        ("keys that a model chooses", (each.__name__ for each in classes if _CHOICES.search(each.__name__))),
     )
-    return "".join(f"; {what} are not supported: {', '.join(of)}" for what, of in found if of)
+    texts = ((what, ", ".join(of)) for what, of in found)
+    return "".join(f"; {what} are not supported: {of}" for what, of in texts if of)
+
+
+def _keeps_states(module: type[nn.Module]) -> bool:
+    """Whether a class is named like a recurrence, and calls for states in a way of its own."""
+    return _STATES.search(module.__name__) is not None and not has_states(module)
+
+
+def _with_functions(module: type[nn.Module]) -> str:
+    """Return the name of a class, with the functions in it that are missing here."""
+    functions = missing_functions(module)
+    return f"{module.__name__} ({', '.join(functions)})" if functions else module.__name__
 
 
 def _count_text(num_calls: int, num_modules: int, num_layers: int | None) -> str:

@@ -24,6 +24,7 @@ from hpu_duo.modeling.attention import (
 )
 from hpu_duo.modeling.latents import keep_latents
 from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.modeling.recurrent import RecurrentLayer
 from hpu_duo.not_picklable import NotPicklable
 from kernels_ref import LayerCache, LayerSpec, Step, stores_of
 from kernels_ref.loops import RegionOf
@@ -66,6 +67,7 @@ class StepModel(NotPicklable):
     Args:
         caches: stores of each layer.
         row_tensors: tensors of the row states of each layer; empty where no layer has any.
+        recurrent: layers with states only, and the tensors of their states.
 
     Attributes:
         specs: attention of each layer.
@@ -73,6 +75,7 @@ class StepModel(NotPicklable):
         mask_dtype: of ``prepare_step``.
         live: tells linears on a CPU which rows of a step are padding.
         kinds: distinct kinds of layers; layers of one kind run the same compiled region.
+        recurrences: kinds of states of recurrences, one for each ``Recurrence.key``.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class StepModel(NotPicklable):
         live: LiveRows,
         row_tensors: Sequence[RowTensors] = (),
         scales: Sequence[tuple[float, float] | None] = (),
+        recurrent: Sequence[tuple[RecurrentLayer, RowTensors]] = (),
     ) -> None:
         self.model, self.live = model, live
         self.specs = tuple(specs)
@@ -107,14 +111,24 @@ class StepModel(NotPicklable):
             attention = AttentionLayer(spec, cache, self._running, rows, of_kv, latents)
             setattr(layer.attention, LAYER_ATTRIBUTE, attention)
             self._attention.append(attention)
-            kind = LayerKind(layer.module, spec)
-            # Equal kinds become one object, which dictionaries find without comparing.
-            kind = kinds.setdefault(kind, kind)
-            layer.module.forward = ServedLayer(self._runners, kind, layer.module)
+            self._serve(layer.module, spec, kinds)
+        dtype = caches[0][0].encoding.dtype
+        found = [kind for each, _ in recurrent for kind in each.states_in(dtype)]
+        self.recurrences = tuple({kind.key: kind for kind in found}.values())
+        for each, tensors in recurrent:
+            each.attach(tensors, self._running, dtype)
+            self._serve(each.module, each.states_in(dtype), kinds)
         self.kinds = tuple(kinds)
         self.stores = stores_of(specs, caches)
         self.mask_dtype = caches[0][0].encoding.dtype if specs[0].impl.reads_masks else None
         self._copies = tuple(_copies(self._caches))
+
+    def _serve(self, layer: nn.Module, spec: Hashable, kinds: dict[LayerKind, LayerKind]) -> None:
+        """Let a layer run as one of its kind."""
+        kind = LayerKind(layer, spec)
+        # Equal kinds become one object, which dictionaries find without comparing.
+        kind = kinds.setdefault(kind, kind)
+        layer.forward = ServedLayer(self._runners, kind, layer)
 
     def num_clipped(self) -> int:
         """Count elements of keys and values of prompts that constant scales have clipped.

@@ -22,6 +22,7 @@ from hpu_duo.modeling.attention import LiveRows
 from hpu_duo.modeling.config_checks import fix_frequencies, positions_served, served_len, short_len
 from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import DecoderLayer, rotary_frequencies
+from hpu_duo.modeling.recurrent import RecurrentLayer, recurrent_layers
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.startup.heads import ChosenHeads, HeadAssignment, choose_heads, kv_layers
 from hpu_duo.startup.kv_budget import resolve_kv_budget
@@ -44,6 +45,7 @@ def plan_memory(
     *,
     budget: DeviceBudget,
     graph_bytes: int = 0,
+    states: tuple[LayerKV, ...] = (),
 ) -> MemoryPlan:
     """Plan the sizes of all stores, within the engine's share of the device unless the user has set a size.
 
@@ -51,12 +53,13 @@ def plan_memory(
         heads: of each layer.
         budget: of the device.
         graph_bytes: bytes that are set aside for graphs first.
+        states: of layers without attention.
 
     Raises:
         ValueError: the user's size does not fit into the free memory, or no useful size into the share.
     """
     free_bytes = budget.free_bytes - graph_bytes
-    kv = kv_layers(layers, heads)
+    kv = kv_layers(layers, heads) + states
     sizes: dict[str, Any] = {
         "dtype_bytes": dtype.itemsize,
         "block_size": cache.block_size,
@@ -362,6 +365,7 @@ class Blueprint:
         own_pattern: that of this rank's heads, which is the same where no others share them.
         heads: order and groups of the heads of each layer.
         specs: attention of each layer.
+        recurrent: layers with states only.
     """
 
     config: EngineConfig
@@ -374,6 +378,7 @@ class Blueprint:
     own_pattern: HeadPattern | None
     heads: tuple[HeadAssignment, ...]
     specs: tuple[LayerSpec, ...]
+    recurrent: tuple[RecurrentLayer, ...] = ()
 
     @classmethod
     def draw(
@@ -415,8 +420,13 @@ class Blueprint:
         )
         return cls(
             *(config, text_config, layers, device, precision.arithmetic, max_len),
-            *(pattern, own or pattern, heads, specs),
+            *(pattern, own or pattern, heads, specs, recurrent_layers(model)),
         )
+
+    @property
+    def _states(self) -> tuple[LayerKV, ...]:
+        """States of layers without attention."""
+        return tuple(LayerKV((), 0, rows=each.states_in(self.dtype)) for each in self.recurrent)
 
     def memory(
         self, budget: DeviceBudget, cache: CacheConfig | None = None, graph_bytes: int = 0
@@ -433,13 +443,15 @@ class Blueprint:
         """
         cache = replace(cache or self.config.cache, block_size=self.config.block_size)
         sizes = (cache, self.config.scheduler, self.max_len, self.dtype)
-        return plan_memory(self.layers, self.heads, *sizes, budget=budget, graph_bytes=graph_bytes)
+        return plan_memory(
+            *(self.layers, self.heads, *sizes), budget=budget, graph_bytes=graph_bytes, states=self._states
+        )
 
     def memory_of(self, num_blocks: int, num_snapshots: int) -> MemoryPlan:
         """Plan stores of so many blocks and snapshots, whether they fit or not."""
         scheduler = self.config.scheduler
         return MemoryPlan(
-            kv_layers(self.layers, self.heads),
+            kv_layers(self.layers, self.heads) + self._states,
             num_blocks=num_blocks,
             dtype_bytes=self.dtype.itemsize,
             block_size=self.config.block_size,
@@ -457,7 +469,9 @@ class Blueprint:
         """Allocate the stores, and attach them to the model; heads are in the order of their groups."""
         store = KVStore(memory, self.dtype, self.device)
         scales = scales_of(self.config.model.path, self.specs, memory.layers, self.config.cache)
-        parts = (store.layers, live, store.row_tensors, scales)
+        num = len(self.layers)
+        recurrent = tuple(zip(self.recurrent, store.row_tensors[num:], strict=True))
+        parts = (store.layers[:num], live, store.row_tensors[:num], scales, recurrent)
         return store, StepModel(model, self.layers, self.specs, *parts)
 
 

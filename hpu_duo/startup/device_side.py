@@ -479,6 +479,7 @@ def _check_stores(model: StepModel) -> None:
     kinds = [group.kind for spec in model.specs for group in spec.groups]
     others = {kind.describe() or kind.name for kind in kinds if not isinstance(kind, served)}
     others |= {kind.name for spec in model.specs for kind in spec.rows}
+    others |= {kind.name for kind in model.recurrences}
     if others:
         raise ValueError(
             "speculative_config with method 'duo' drafts over the stores of the model: expected heads that "

@@ -77,7 +77,8 @@ class DraftModel:
         )
         kinds = {group.kind for spec in blueprint.specs for group in spec.groups}
         others = sorted({kind.describe() or kind.name for kind in kinds if kind != Blocks()})
-        others += sorted({kind.name for spec in blueprint.specs for kind in spec.rows})
+        states = {kind.name for spec in blueprint.specs for kind in spec.rows}
+        others += sorted(states | {kind.name for each in blueprint.recurrent for kind in each.kinds})
         if others:
             raise ValueError(
                 f"speculative_config: expected a model {speculation.model} whose heads store all tokens, "

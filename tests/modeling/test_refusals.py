@@ -44,14 +44,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "linear_attention_and_attention": (
         "Qwen3NextConfig",
         EXPERTS,
-        "one attention call in each.*states of recurrences .* are not supported: Qwen3NextGatedDeltaNet",
+        r"one attention call in each.*states of .* are not supported: Qwen3NextGatedDeltaNet \(torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule\)",
     ),
     "recurrence_and_attention": ("RecurrentGemmaConfig", {}, "one attention call in each"),
-    "convolutions_and_attention": (
-        "Lfm2Config",
-        {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
-        "one attention call in each",
-    ),
     "recurrence": ("RwkvConfig", {}, "cannot be served"),
     "chunked_attention": ("Llama4TextConfig", EXPERTS, "chunked_attention"),
     "two_attentions_in_a_layer": (

@@ -1,0 +1,352 @@
+"""Modules with recurrences, as transformers wrote them, over the rows of flattened batches.
+
+Their code calls functions for convolutions over time by name, and reads and writes states through the cache
+that it is called with. In a step both are ours; projections, gates and norms stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import silu
+
+from hpu_duo.modeling.attention import LayerKind, RunningStep
+from kernels_ref import Convolution, Recurrence, Step, StepParts, StepTensors
+from kernels_ref.recurrent import causal_convolution
+from kernels_ref.recurrent.kind import prepare_recurrences
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_STATES = "hpu_duo_states"
+_UPDATE = "update_conv_state"
+
+
+def _convolve(
+    windows_QKC: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """transformers' ``causal_conv1d_fn``, of what ``update_conv_state`` returned: ``[1, C, Q]``."""
+    if activation not in (None, "silu", "swish"):
+        raise ValueError(f"expected a convolution with silu or no activation, got {activation!r}")
+    found = causal_convolution(windows_QKC, weight, bias)
+    if activation is not None:
+        found = silu(found)
+    return found.t()[None]
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": _convolve, "causal_conv1d_update": _convolve}
+"""Our functions by the names that transformers' modules call."""
+
+_NEEDS_STATES = re.compile(r"(^|_)(chunk|recurrent|scan|conv1d|ssm|ssd|kda|lru)(_|$)")
+"""Names of functions that read several tokens, or a state."""
+
+
+def _forward_of(module: type[nn.Module]) -> FunctionType | None:
+    """Return the function of a class that calls for states by our joint; None for other classes."""
+    forward = inspect.unwrap(module.forward)
+    if not isinstance(forward, FunctionType) or _UPDATE not in forward.__code__.co_names:
+        return None
+    return forward if "cache" in inspect.signature(forward).parameters else None
+
+
+def missing_functions(module: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names of functions that a module with states calls and that are not ours."""
+    forward = _forward_of(module)
+    if forward is None:
+        return ()
+    called = (name for name in forward.__code__.co_names if _NEEDS_STATES.search(name))
+    return tuple(
+        sorted(
+            name
+            for name in called
+            if name not in _FUNCTIONS and isinstance(forward.__globals__.get(name), FunctionType)
+        )
+    )
+
+
+def has_states(module: type[nn.Module]) -> bool:
+    """Whether a module has states, all of which are served."""
+    return _forward_of(module) is not None and not missing_functions(module)
+
+
+@cache
+def _with_states(module: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass with the same code of ``forward``, whose functions and cache are ours."""
+    plain = _forward_of(module)
+    assert plain is not None, f"expected {module} with states"
+    names = {name: value for name, value in plain.__globals__.items() if name != "__name__"} | _FUNCTIONS
+    same = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
+    same.__kwdefaults__ = plain.__kwdefaults__
+
+    def forward(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        kwargs["cache"] = getattr(self, _STATES)
+        return same(self, hidden_states, *args, **kwargs)
+
+    return type(module.__name__, (module,), {"forward": forward, "__module__": module.__module__})
+
+
+class RecurrentStates(nn.Module):
+    """The states of a module with a recurrence as buffers, and the cache that its code is called with.
+
+    Args:
+        kinds: of the states.
+        tensors: of each kind, those of all rows.
+        running: the step.
+    """
+
+    def __init__(
+        self,
+        kinds: Sequence[Recurrence],
+        tensors: Iterable[Iterable[torch.Tensor]],
+        running: RunningStep,
+    ) -> None:
+        super().__init__()
+        self.kinds, self.running = tuple(kinds), running
+        for kind, of_kind in zip(kinds, tensors, strict=True):
+            for each, tensor in zip(kind.tensors, of_kind, strict=True):
+                self.register_buffer(f"{kind.name}_{each.name}", tensor, persistent=False)
+
+    @property
+    def step(self) -> Step:
+        """The running step."""
+        if self.running.step is None:
+            raise ValueError(
+                "expected a step of an engine, got a call of a module with states outside of one"
+            )
+        return self.running.step
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return nothing, so that inputs always go through ``update_conv_state``."""
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        """Return the inputs that each token's output reads, ``[Q, K, C]``, and update the rows' states.
+
+        Args:
+            conv_states: inputs of the new tokens, ``[1, C, Q]``.
+        """
+        (kind,) = (kind for kind in self.kinds if isinstance(kind, Convolution))
+        state: torch.Tensor = self.convolution_inputs
+        return kind.windows(conv_states[0].t(), state, self.step)
+
+
+@dataclass
+class _Recorder:
+    """The cache of a trial call: records the states that a module asks for."""
+
+    kinds: list[Recurrence] = field(default_factory=list)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return nothing: there is no text yet."""
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Record a convolution."""
+        if conv_kernel_size is None or state_idx:
+            raise ValueError("expected one convolution of a stated size in a module")
+        _, channels, num_tokens = conv_states.shape
+        self.kinds.append(Convolution(channels, conv_kernel_size, conv_states.dtype))
+        return conv_states.new_zeros(num_tokens, conv_kernel_size, channels)
+
+
+@dataclass(frozen=True)
+class RecurrentLayer:
+    """A decoder layer whose rows have states instead of keys and values.
+
+    Attributes:
+        module: the layer.
+        mixer: the module in it that mixes tokens.
+        kinds: of a row's states.
+    """
+
+    module: nn.Module
+    mixer: nn.Module
+    kinds: tuple[Recurrence, ...]
+
+    def states_in(self, dtype: torch.dtype) -> tuple[Recurrence, ...]:
+        """Return the kinds of states of a model that computes in ``dtype``."""
+        return tuple(
+            replace(kind, dtype=dtype) if isinstance(kind, Convolution) else kind for kind in self.kinds
+        )
+
+    def attach(
+        self, tensors: Iterable[Iterable[torch.Tensor]], running: RunningStep, dtype: torch.dtype
+    ) -> None:
+        """Let the module read and write the states of rows, for good."""
+        setattr(self.mixer, _STATES, RecurrentStates(self.states_in(dtype), tensors, running))
+        self.mixer.__class__ = _with_states(type(self.mixer))
+
+
+@torch.inference_mode()
+def recurrent_layers(model: PreTrainedModel) -> tuple[RecurrentLayer, ...]:
+    """Return the layers with states in order; a model without storage is enough.
+
+    Raises:
+        ValueError: a module with states cannot be served.
+    """
+    found = [(path, module) for path, module in model.named_modules() if has_states(type(module))]
+    width = getattr(model.config.get_text_config(), "hidden_size", None)
+    layers = []
+    for path, mixer in found:
+        parent, name = model.get_submodule(path.rpartition(".")[0]), type(mixer).__name__
+        parameter = next(mixer.parameters())
+        recorder = _Recorder()
+        try:
+            with _swapped(mixer, recorder):
+                mixer(torch.zeros(1, 1, width, dtype=parameter.dtype, device=parameter.device))
+        except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
+            raise ValueError(f"{name} cannot be served: it fails on one token: {error}") from error
+        layers.append(RecurrentLayer(parent, mixer, tuple(recorder.kinds)))
+    return tuple(layers)
+
+
+@contextmanager
+def _swapped(mixer: nn.Module, states: Any) -> Iterator[None]:
+    before = type(mixer)
+    mixer.__class__ = _with_states(before)
+    vars(mixer)[_STATES] = states
+    try:
+        yield
+    finally:
+        mixer.__class__ = before
+        del vars(mixer)[_STATES]
+
+
+class Cut(NamedTuple):
+    """Tokens of one row in a step.
+
+    Attributes:
+        start: tokens of the row before the step.
+        num_new: those in it.
+    """
+
+    start: int
+    num_new: int
+
+
+def step_of(
+    cuts: Sequence[Cut], kinds: Iterable[Recurrence], device: torch.device, num_padding: int = 0
+) -> Step:
+    """Return a step of these rows, with what recurrences read.
+
+    Args:
+        num_padding: tokens of padding behind those of rows.
+    """
+    starts, counts = zip(*cuts)
+    row = [number for number, cut in enumerate(cuts) for _ in range(cut.num_new)] + [len(cuts)] * num_padding
+    positions = [cut.start + place for cut in cuts for place in range(cut.num_new)] + [0] * num_padding
+    begins = [sum(counts[:number]) for number in range(len(cuts))]
+
+    def ints(values: Iterable[int]) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.int32, device=device)
+
+    given = {
+        "positions": ints(positions),
+        "row": ints(row),
+        "causal_row": ints(row),
+        "row_start": ints(starts),
+        "row_num_new": ints(counts),
+        "row_query_start": ints(begins),
+    }
+    tensors = StepTensors(**{name: given.get(name, ints(())) for name in StepTensors._fields})
+    parts = StepParts(causal=True, shared=False, unique=True)
+    plans = prepare_recurrences(kinds, parts, tensors)
+    return Step(parts, tensors, 1, ints(begins), tensors.row, plans)
+
+
+def _empty_states(
+    kinds: Sequence[Recurrence], num_rows: int, device: torch.device
+) -> tuple[tuple[torch.Tensor, ...], ...]:
+    return tuple(
+        tuple(
+            torch.zeros(num_rows + 1, *each.shape, dtype=each.dtype, device=device) for each in kind.tensors
+        )
+        for kind in kinds
+    )
+
+
+@contextmanager
+def recurring(
+    layers: Sequence[RecurrentLayer], num_rows: int, length: int, device: torch.device
+) -> Iterator[None]:
+    """Let modules with states run a flat batch of ``num_rows`` texts of ``length`` tokens, in float32."""
+    cuts = [Cut(0, length)] * num_rows
+    before = [type(layer.mixer) for layer in layers]
+    for layer in layers:
+        kinds = layer.states_in(torch.float32)
+        running = RunningStep(step_of(cuts, kinds, device))
+        states = RecurrentStates(kinds, _empty_states(kinds, num_rows, device), running)
+        # Not a submodule, whose buffers would be converted with the layer's weights.
+        vars(layer.mixer)[_STATES] = states
+        layer.mixer.__class__ = _with_states(type(layer.mixer))
+    try:
+        yield
+    finally:
+        for layer, plain in zip(layers, before):
+            layer.mixer.__class__ = plain
+            del vars(layer.mixer)[_STATES]
+
+
+_LENGTHS = (9, 6, 11)
+_STEPS = (((0, 4), (0, 1), (0, 2)), ((4, 1), (1, 4), (2, 8)), ((5, 4), (5, 1), (10, 1)))
+"""Start and number of new tokens of each row, step by step."""
+_TOLERANCE = 1e-4
+
+
+@torch.inference_mode()
+def try_recurrences(model: PreTrainedModel, layers: Sequence[RecurrentLayer]) -> None:
+    """Compare rows of different lengths, cut into different chunks, with transformers' own run of each alone.
+
+    It runs one module of each kind, in float32.
+
+    Raises:
+        ValueError: they differ, so the module does something with neighbouring tokens that its states do not
+            show.
+    """
+    kinds = {LayerKind(layer.mixer, layer.kinds): layer for layer in layers}
+    for layer in kinds.values():
+        mixer = copy.deepcopy(layer.mixer).float()
+        device, width = next(mixer.parameters()).device, model.config.get_text_config().hidden_size
+        generator = torch.Generator().manual_seed(0)
+        texts = [torch.randn(1, length, width, generator=generator).to(device) for length in _LENGTHS]
+        expected = [mixer(text) for text in texts]
+        states = layer.states_in(torch.float32)
+        running = RunningStep()
+        found: list[list[torch.Tensor]] = [[] for _ in texts]
+        with _swapped(mixer, RecurrentStates(states, _empty_states(states, len(texts), device), running)):
+            for step in _STEPS:
+                cuts = [Cut(*cut) for cut in step]
+                running.step = step_of(cuts, states, device)
+                pieces = [text[:, cut.start : cut.start + cut.num_new] for text, cut in zip(texts, cuts)]
+                output = mixer(torch.cat(pieces, dim=1))
+                for of_row, piece in zip(found, output.split([cut.num_new for cut in cuts], dim=1)):
+                    of_row.append(piece)
+        for of_row, alone in zip(found, expected):
+            error = (torch.cat(of_row, dim=1) - alone).abs().max() / alone.abs().max().clamp(min=1e-6)
+            if not error <= _TOLERANCE:
+                raise ValueError(
+                    f"{type(model).__name__} cannot be served: {type(layer.mixer).__name__} has other "
+                    "results for a text in chunks, beside others, than transformers gives it alone (relative "
+                    f"error {error.item():.2g})"
+                )

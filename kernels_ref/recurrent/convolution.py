@@ -1,0 +1,128 @@
+"""Short causal convolutions over time: a row's state is its last inputs.
+
+Shapes: Q query tokens, N rows, K size of the kernel, W = K - 1 inputs of a state, C channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from kernels_ref.recurrent.kind import Recurrence
+from kernels_ref.rows import RowTensor
+from kernels_ref.step import PlanKey, Step, StepParts, StepTensors
+from kernels_ref.units import gather, index_dtype
+
+
+class ConvolutionStep(NamedTuple):
+    """Places of inputs in a step, in a list of the new ones ``[Q]``, those of states ``[N * W]``, and a zero.
+
+    Attributes:
+        windows: of the K inputs that end with each token, ``[Q * K]``.
+        kept: of the last W inputs of each row behind the step, ``[N * W]``.
+        rows: whose states are written: the row, or the null row for one without new tokens, ``[N]``.
+    """
+
+    windows: torch.Tensor
+    kept: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Convolution(Recurrence):
+    """The inputs of a convolution over time that a row's next tokens read, oldest first.
+
+    Attributes:
+        channels: of an input.
+        kernel_size: inputs that an output reads, its own token's included.
+        dtype: of the inputs.
+    """
+
+    channels: int
+    kernel_size: int
+    dtype: torch.dtype
+    name: ClassVar[str] = "convolution"
+
+    def __post_init__(self) -> None:
+        if self.channels < 1 or self.kernel_size < 2:
+            raise ValueError(
+                "expected a convolution of 1 channel and 2 inputs at least, got "
+                f"{self.channels} and {self.kernel_size}"
+            )
+
+    @property
+    def tensors(self) -> tuple[RowTensor, ...]:
+        """The inputs, ``[W, C]``."""
+        return (RowTensor("inputs", (self.kernel_size - 1, self.channels), self.dtype),)
+
+    @property
+    def key(self) -> PlanKey:
+        """The size of the kernel."""
+        return self.name, self.kernel_size
+
+    def prepare(self, parts: StepParts, tensors: StepTensors) -> ConvolutionStep:
+        """Derive the places of inputs; see ``ConvolutionStep``."""
+        t, width = tensors, self.kernel_size - 1
+        num_tokens, num_rows = len(t.row), len(t.row_start)
+        zero = num_tokens + num_rows * width
+        token, row, slot = (
+            torch.arange(size, dtype=torch.int32, device=t.row.device)
+            for size in (num_tokens, num_rows, width)
+        )
+        # Tokens of padding have the row behind the last one.
+        start = gather(torch.cat([t.row_start, t.row_start.new_zeros(1)]), t.row)
+        local = t.positions - start
+        windows = []
+        for age in range(width, 0, -1):
+            of_state = num_tokens + t.row * width + (width - age) + local
+            before = torch.where(start > 0, of_state, zero)
+            windows.append(torch.where(local >= age, token - age, before))
+        windows.append(token)
+        num_new, age_W = t.row_num_new[:, None], width - slot
+        of_new = (t.row_query_start + t.row_num_new)[:, None] - age_W
+        of_state = torch.where(
+            t.row_start[:, None] > 0, num_tokens + row[:, None] * width + slot + num_new, zero
+        )
+        kept = torch.where(num_new >= age_W, of_new, of_state)
+        null = torch.full_like(row, -1)
+        rows = torch.where(t.row_num_new > 0, row, null)
+        return ConvolutionStep(torch.stack(windows, dim=1).flatten(), kept.flatten(), rows)
+
+    def windows(self, inputs: torch.Tensor, state: torch.Tensor, step: Step) -> torch.Tensor:
+        """Return the inputs that each token's output reads, ``[Q, K, C]``, and update the state.
+
+        Args:
+            inputs: of the new tokens, ``[Q, C]``.
+            state: of all rows, ``[R + 1, W, C]``, written in place.
+        """
+        found: ConvolutionStep = step.plans[self.key]
+        num_rows = len(found.rows)
+        before = state[:num_rows].flatten(0, 1)
+        known = torch.cat([inputs.to(self.dtype), before, before.new_zeros(1, self.channels)])
+        windows = gather(known, found.windows).view(-1, self.kernel_size, self.channels)
+        kept = gather(known, found.kept).view(num_rows, -1, self.channels)
+        null = len(state) - 1
+        rows = torch.where(found.rows < 0, null, found.rows).to(index_dtype(state.device))
+        state.index_copy_(0, rows, kept)
+        return windows
+
+
+def causal_convolution(
+    windows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the output of each token, ``[Q, C]`` in the dtype of the inputs; sums are in float32.
+
+    Args:
+        windows: inputs of each token, ``[Q, K, C]``.
+        weight: ``[C, K]``.
+        bias: ``[C]``.
+    """
+    weight_KC = weight.float().t()
+    total = windows[:, 0].float() * weight_KC[0]
+    for place in range(1, windows.shape[1]):
+        total = total + windows[:, place].float() * weight_KC[place]
+    if bias is not None:
+        total = total + bias.float()
+    return total.to(windows.dtype)

@@ -1,0 +1,79 @@
+"""Models in which some layers have states instead of keys and values."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphs.backends.compile import CompileBackend
+from hpu_duo.sampling import SamplingParams
+from tests.modeling.driving import greedy_logits, teacher_forced
+from tests.modeling.families import greedy, prompts_of
+from tests.recurrent.hybrids import HYBRIDS, load, saved
+from tests.tiers import crossed
+
+CAPTURE: dict[str, dict[str, Any]] = {
+    "eager": {"attention": "reference"},
+    "replay": {"attention": "sdpa", "graphs": "replay"},
+    "compile": {"graphs": CompileBackend("eager")},
+    "hpu-sim": {"device": "hpu-sim", "dtype": "float32"},
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+FAMILIES = pytest.mark.parametrize("name", HYBRIDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "capture"), crossed({name: name for name in HYBRIDS}, CAPTURE, others=[pytest.mark.slow])
+)
+def test_tokens_are_those_of_transformers(tmp_path: Path, name: str, capture: dict[str, Any]) -> None:
+    """Chunks, mixed batches, moved rows, and a prefix that is taken up where its state was."""
+    model = saved(tmp_path, name)
+    served = load(tmp_path, num_prefix_snapshots=8, **capture)
+    store = served.engine.runner.store
+    assert store.num_bytes == store.plan.total_bytes
+    assert sum(state.row_bytes for state in store.row_states) == store.plan.row_bytes > 0
+    prompts = prompts_of([20, 1, 40, 9])
+    for prompt in ([*prompts, [*prompts[2][:35], 5, 6]], [prompts[2]]):
+        done = served.engine.generate(prompt, GREEDY)
+        assert [sample.token_ids for [sample] in done] == [greedy(model, each, 8) for each in prompt]
+    prefixes = served.stats().prefixes
+    assert prefixes is not None
+    assert prefixes.num_hit_tokens > 0
+
+
+@FAMILIES
+def test_logits_are_those_of_transformers_and_of_no_other_row(tmp_path: Path, name: str) -> None:
+    model, results = saved(tmp_path, name), []
+    for seed in (0, 1):
+        served = load(tmp_path, enable_prefix_caching=False)
+        prompts = [*prompts_of([23, 2], seed=seed), prompts_of([31], seed=7)[0]]
+        found = greedy_logits(served.engine, prompts, 6, forced=[[3, 4, 5, 6, 7, 8]] * 3)
+        for prompt, (new, logits) in zip(prompts, found):
+            torch.testing.assert_close(logits, teacher_forced(model, prompt, new), rtol=1e-4, atol=1e-4)
+        results.append(found[-1][1])
+    assert torch.equal(*results)
+
+
+@FAMILIES
+@pytest.mark.parametrize("caches", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_preempted_requests_and_samples_of_one_prompt_are_right(
+    tmp_path: Path, name: str, caches: bool
+) -> None:
+    model = saved(tmp_path, name)
+    served = load(tmp_path, num_blocks=9, enable_prefix_caching=caches)
+    prompts = prompts_of([13, 5, 22, 9])
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, n=2)
+    done = served.engine.generate(prompts, params)
+    assert served.stats().num_preemptions > 0
+    for prompt, samples in zip(prompts, done):
+        assert [sample.token_ids for sample in samples] == [greedy(model, prompt, 20)] * 2
+
+
+@FAMILIES
+def test_what_states_do_not_serve_yet_is_refused(tmp_path: Path, name: str) -> None:
+    saved(tmp_path, name)
+    with pytest.raises(ValueError, match=r"not served by several ranks.*states that ranks do not share"):
+        load(tmp_path, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="expected decode_len=1 for a model with states that cannot take"):
+        load(tmp_path, decode_len=2)
