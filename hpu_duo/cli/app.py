@@ -13,6 +13,7 @@ from hpu_duo.cli.evaluation.eval import eval_app
 from hpu_duo.cli.heads.measure import calibrate, identify
 from hpu_duo.cli.heads.pattern import app as pattern_app
 from hpu_duo.cli.inspection.audit import audit
+from hpu_duo.cli.inspection.kv_cache import app as kv_cache_app
 from hpu_duo.cli.inspection.machine import doctor, selftest
 from hpu_duo.cli.inspection.quantise import quantise
 from hpu_duo.cli.inspection.show_kept import show_kept
@@ -63,6 +64,7 @@ app.command(cls=ManyValues)(identify)
 app.command(cls=ManyValues)(calibrate)
 app.add_typer(pattern_app, name="pattern")
 app.add_typer(table_app, name="table")
+app.add_typer(kv_cache_app, name="kv-cache")
 app.command(cls=ManyValues)(audit)
 app.command()(show_kept)
 app.add_typer(eval_app, name="eval")

@@ -116,6 +116,8 @@ class CacheConfig:
         kv_offloading_size: GiB of all ranks together, as in vLLM; see ``hpu_duo.kv.tiers``.
         kv_offloading_backend: vLLM's name; "native" is the only one.
         kv_offloading_write_policy: a ``hpu_duo.kv.tiers.policy.WritePolicy``.
+        kv_offloading_disk: folder; what has reached host memory is written there too.
+        kv_offloading_disk_size: GiB of its files.
         ring_dtype: format in which rings, and heads with a budget, keep keys and values: a name like that of
             ``kv_cache_dtype``.
         device_memory_utilization: vLLM's ``gpu_memory_utilization``; see ``hpu_duo.config.limits``.
@@ -236,6 +238,16 @@ class CacheConfig:
         LIMITS,
         choices=("write_back", "write_through", "write_through_selective"),
     )
+    kv_offloading_disk: str | Path | None = option(
+        None,
+        "Folder for what has reached host memory, which later runs and other processes load from.",
+        LIMITS,
+        metavar="PATH",
+        unset="none",
+    )
+    kv_offloading_disk_size: float | None = option(
+        None, "GiB of files in --kv-offloading-disk.", LIMITS, metavar="GIB", unset="none"
+    )
     kv_offloading_blocks_per_step: int | None = option(
         None,
         "Most blocks that a step copies to the host, and as many from there.",
@@ -316,7 +328,12 @@ class CacheConfig:
             check_at_least("kv_offloading_blocks_per_step", self.kv_offloading_blocks_per_step, 1)
         if self.kv_offloading_size is None:
             default = type(self).__dataclass_fields__
-            for name in ("kv_offloading_write_policy", "kv_offloading_blocks_per_step"):
+            for name in (
+                "kv_offloading_write_policy",
+                "kv_offloading_blocks_per_step",
+                "kv_offloading_disk",
+                "kv_offloading_disk_size",
+            ):
                 if getattr(self, name) != default[name].default:
                     raise ValueError(f"{name}={getattr(self, name)!r} needs kv_offloading_size, got None")
             return
@@ -324,6 +341,15 @@ class CacheConfig:
             raise ValueError(
                 f"expected kv_offloading_size to be GiB above 0 or None, got {self.kv_offloading_size!r}"
             )
+        if (self.kv_offloading_disk is None) is not (self.kv_offloading_disk_size is None):
+            raise ValueError(
+                "expected kv_offloading_disk and kv_offloading_disk_size or neither, got "
+                f"kv_offloading_disk={self.kv_offloading_disk!r} "
+                f"kv_offloading_disk_size={self.kv_offloading_disk_size!r}"
+            )
+        size = self.kv_offloading_disk_size
+        if size is not None and (isinstance(size, bool) or not 0 < size < math.inf):
+            raise ValueError(f"expected kv_offloading_disk_size to be GiB above 0 or None, got {size!r}")
         if not self.enable_prefix_caching:
             raise ValueError(
                 f"kv_offloading_size={self.kv_offloading_size} needs enable_prefix_caching=True: what the "

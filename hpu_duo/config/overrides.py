@@ -57,6 +57,8 @@ class EngineOverrides(TypedDict, total=False):
     kv_offloading_size: float | None
     kv_offloading_backend: str
     kv_offloading_write_policy: str
+    kv_offloading_disk: str | Path | None
+    kv_offloading_disk_size: float | None
     kv_offloading_blocks_per_step: int | None
     max_model_len: int | None
     max_num_seqs: int

@@ -17,14 +17,8 @@ from safetensors import SafetensorError, safe_open
 from graphs.atomic_file import replacing
 from hpu_duo.kv.row_state import RowState
 from hpu_duo.kv.store import KVStore, UnitTensor, block_tensors
-from hpu_duo.modeling.config_checks import served_len, short_len
-from hpu_duo.modeling.hub import model_fingerprint
-from hpu_duo.modeling.quantised.execution import inc_scales, rounding_of
-from hpu_duo.modeling.quantised.inc import METHOD
-from kernels_ref import PLAIN, LayerSpec
-from kernels_ref.formats import INC
-from kernels_ref.formats.fp8 import LARGEST, Fp8, ScaledFp8
-from kernels_ref.unified import format_names
+from hpu_duo.startup.fingerprint import KV_FORMAT, fingerprint
+from kernels_ref import PLAIN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,52 +103,11 @@ def _as_token_ids(name: str, given: Sequence[int]) -> tuple[int, ...]:
 
 
 _MOST_SHOWN = 60
-_FORMAT = "kv_cache_dtype"
 
 
 def fingerprint_of(model: GenerativeModel) -> dict[str, str]:
-    """Collect weights, heads, dtype, sizes of units, softmax and rotary frequencies, as texts by name.
-
-    Device, kernels and versions of software are left out: they change numbers by rounding only.
-    """
-    engine, config = model.engine, model.engine_config
-    text, pattern = model.config.get_text_config(), engine.pattern
-    longest, short = served_len(text, config.scheduler.max_model_len), short_len(text)
-    found = {
-        "model": model_fingerprint(Path(config.model.path)),
-        "head pattern": "none",
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "block_size": str(engine.scheduler.limits.block_size),
-        "softmax": ", ".join(sorted({spec.softmax.value for spec in engine.runner.model.specs})),
-        "rotary frequencies of texts of": "any length" if short is None else f"{max(longest, short)} tokens",
-    }
-    if (rounding := rounding_of(config.model.path, config.model.quantization)) is not None:
-        found["weights"] = f"rounded to {rounding}"
-        if rounding == METHOD:
-            found["weights"] += f" {inc_scales('quantization inc', engine.runner.device).fingerprint}"
-    if config.cache.kv_scales is not None or INC in (config.cache.kv_cache_dtype, config.cache.ring_dtype):
-        found["scales of keys and values"] = str(engine.runner.model.kv_scales)
-    if limits := {most for spec in engine.runner.model.specs for most in _fp8_limits(spec)}:
-        found["fp8 numbers"] = ", ".join(f"up to {most:g}" for most in sorted(limits))
-    if pattern is not None:
-        heads = [pattern.sink, pattern.recent, pattern.mask.astype(int).tolist()]
-        found["head pattern"] = json.dumps(heads)
-    found[_FORMAT] = ", ".join(format_names(engine.runner.model.specs))
-    for each in block_tensors(engine.runner.store):
-        kind = f"{each.kind.name} {each.kind.describe()}".strip()
-        found[each.name] = f"{kind} x {list(each.unit_shape)}"
-    for state in engine.runner.store.row_states:
-        for name, tensor in state.saved.items():
-            found[name] = f"{state.kind} x {list(tensor.shape)}"
-    return found
-
-
-def _fp8_limits(spec: LayerSpec) -> Iterator[float]:
-    """Largest fp8 numbers of the formats of a layer, but those of most devices."""
-    for group in spec.groups:
-        for vectors in (group.format.keys, group.format.values):
-            if isinstance(vectors, Fp8 | ScaledFp8) and vectors.largest != LARGEST:
-                yield vectors.largest
+    """Collect weights, heads, dtype and units of a model; see ``hpu_duo.startup.fingerprint``."""
+    return fingerprint(model.engine, model.engine_config)
 
 
 def check_fingerprint(path: Path, saved: object, model: GenerativeModel) -> None:
@@ -163,7 +116,7 @@ def check_fingerprint(path: Path, saved: object, model: GenerativeModel) -> None
     if not isinstance(saved, dict):
         raise ValueError(f"{path}: expected the fingerprint of a model, got {type(saved).__name__}")
     # Files of version 1 do not say so.
-    saved = {_FORMAT: PLAIN.name, **saved}
+    saved = {KV_FORMAT: PLAIN.name, **saved}
     for name in {**got, **saved}:
         if saved.get(name) != got.get(name):
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +13,7 @@ from graphs import StepLimits
 from hpu_duo.engine.drafts import SpeculationStats
 from hpu_duo.engine.telemetry import BudgetStats, RuleStats, held_bytes
 from hpu_duo.kv.plan import ring_slack
+from hpu_duo.kv.tiers.disk import DiskCounters, DiskTier
 from hpu_duo.modeling.packed_linear import PanelLinear
 from hpu_duo.modeling.precision import name_of
 from hpu_duo.modeling.quantised.panels import PanelQuantisedLinear, weights_of
@@ -241,6 +242,36 @@ class PrefixStats:
 
 
 @dataclass(frozen=True)
+class DiskStats:
+    """A snapshot of the prefix cache's tier on disk.
+
+    Attributes:
+        counters: totals, a copy.
+        num_records: blocks and snapshots on disk that can be read.
+        used_bytes: of them.
+        is_off: whether a failure has switched it off.
+        is_writer: whether this process writes; otherwise it reads what another one writes.
+    """
+
+    counters: DiskCounters
+    num_records: int
+    used_bytes: int
+    is_off: bool
+    is_writer: bool
+
+    @classmethod
+    def of(cls, disk: DiskTier) -> DiskStats:
+        """Collect the counters."""
+        return cls(
+            replace(disk.counters),
+            num_records=len(disk),
+            used_bytes=disk.num_bytes,
+            is_off=disk.is_off,
+            is_writer=disk.is_writer,
+        )
+
+
+@dataclass(frozen=True)
 class OffloadStats:
     """A snapshot of the prefix cache's tier in host memory.
 
@@ -255,6 +286,7 @@ class OffloadStats:
         num_records: blocks and snapshots on the host.
         num_evicted: that were evicted from there.
         used_bytes, total_bytes: of the host's memory on this rank.
+        disk: of its tier on disk; None without one.
     """
 
     num_stored: int
@@ -271,6 +303,7 @@ class OffloadStats:
     num_evicted: int
     used_bytes: int
     total_bytes: int
+    disk: DiskStats | None = None
 
     @classmethod
     def of(cls, allocations: KVAllocations) -> OffloadStats | None:
@@ -285,6 +318,7 @@ class OffloadStats:
             num_evicted=host.num_evicted,
             used_bytes=host.num_used_slots * tiers.sizes.slot_bytes,
             total_bytes=host.num_slots * tiers.sizes.slot_bytes,
+            disk=None if tiers.disk is None else DiskStats.of(tiers.disk),
         )
 
 

@@ -387,8 +387,8 @@ class Stepper:
         """Run a plan without rows, and wait until a record has landed."""
         with deferral.lifted():
             self._runner.carry_out(plan.moves, plan.transfers)
-            if (link := self._runner.executor.link) is not None:
-                link.wait_any()
+            if (tiers := self._scheduler.allocations.tiers) is not None:
+                tiers.wait_any()
         self._scheduler.commit(plan, ())
 
     def launch(self, plan: StepPlan, deferral: Deferral) -> StepHandle | None:

@@ -32,7 +32,7 @@ from hpu_duo.startup.blueprint import fix_served_len, request_len
 from hpu_duo.startup.device_side import DeviceSide, Place
 from hpu_duo.startup.heads import check_pattern, latent_note
 from hpu_duo.startup.kv_formats import check_scales, scales_note, unused_note
-from hpu_duo.startup.offloading import attach_tiers
+from hpu_duo.startup.offloading import attach_disk, attach_tiers
 from hpu_duo.startup.sharding import build_led, executed, native_code_built, settle
 
 if TYPE_CHECKING:
@@ -160,6 +160,11 @@ def assemble_around(
             f"weights are quantised while a checkpoint is read: expected a path for "
             f"quantization={config.model.quantization}, got a loaded model"
         )
+    if config.cache.kv_offloading_disk is not None:
+        raise ValueError(
+            "records on disk are found by the files of their model: expected a path for "
+            f"kv_offloading_disk={config.cache.kv_offloading_disk}, got a loaded model"
+        )
     make_policy(config.scheduler.scheduling_policy)
     place = Place.of(config)
     with native_code_built(config.model, place, model.dtype):
@@ -206,6 +211,7 @@ def engine_around(
     )
     engine.hf_config = side.hf_config
     engine.pattern, engine.own_pattern = blueprint.pattern, blueprint.own_pattern
+    engine.notes = (*engine.notes, *attach_disk(engine, config))
     if (speculation := config.scheduler.speculation) is not None:
         engine.drafter = make_drafter(speculation)
     if config.graph.replan is not None:

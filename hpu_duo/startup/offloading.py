@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 import weakref
 from dataclasses import replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from graphs import StepLimits
 from hpu_duo.config.limits import CacheConfig
@@ -12,11 +15,20 @@ from hpu_duo.device.runtime import host_memory
 from hpu_duo.kv.allocations import KVAllocations
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore, block_units, row_units
+from hpu_duo.kv.tiers.disk import DiskTier, SegmentFolder
 from hpu_duo.kv.tiers.host import HostTier
 from hpu_duo.kv.tiers.host_link import HostLink
 from hpu_duo.kv.tiers.link import Link
 from hpu_duo.kv.tiers.policy import WritePolicy
 from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers, RecordSizes
+from hpu_duo.startup.fingerprint import records_digest
+from hpu_duo.writable import check_directory
+
+if TYPE_CHECKING:
+    from hpu_duo.config.engine import EngineConfig
+    from hpu_duo.engine.engine import Engine
+
+_log = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _SHARE = 4
@@ -112,6 +124,59 @@ def host_link(cache: CacheConfig, store: KVStore, limits: StepLimits, *, is_padd
     slots = HostSlots.of(cache.kv_offloading_size, store.plan)
     padded = (limits.num_staged_blocks // 2, limits.num_staged_rows // 2) if is_padded else None
     return HostLink(block_units(store), row_units(store), slots.number, slots.num_bytes, padded)
+
+
+def attach_disk(engine: Engine, config: EngineConfig) -> tuple[str, ...]:
+    """Connect the tier in host memory to its folder on disk, if it has one; returns notes.
+
+    Raises:
+        ValueError: the folder cannot be written, or is too small, or each rank would need its own.
+    """
+    cache, tiers, link = config.cache, engine.scheduler.allocations.tiers, engine.runner.executor.link
+    if cache.kv_offloading_disk is None or cache.kv_offloading_disk_size is None or tiers is None:
+        return ()
+    if config.parallel.tensor_parallel_size > 1:
+        raise ValueError(
+            "kv_offloading_disk is served on one rank: expected tensor_parallel_size=1, got "
+            f"{config.parallel.tensor_parallel_size}"
+        )
+    assert isinstance(link, HostLink), "expected records in host memory"
+    path, limit = Path(cache.kv_offloading_disk), int(cache.kv_offloading_disk_size * _GIB)
+    check_directory("kv_offloading_disk", path)
+    largest = tiers.sizes.slot_bytes * (tiers.sizes.slots_per_row if tiers.sizes.row_bytes else 1)
+    try:
+        folder = SegmentFolder(path, records_digest(engine, config), limit, largest)
+        free = shutil.disk_usage(path).free + folder.num_bytes
+        if limit > free:
+            raise ValueError(
+                f"expected kv_offloading_disk_size within the free space of {path}, {free:,} bytes, got "
+                f"{limit:,} bytes"
+            )
+        tiers.disk = DiskTier(folder, tiers.host, link.slots, engine.scheduler.limits.block_size)
+    except OSError as error:
+        raise ValueError(
+            f"expected kv_offloading_disk to be a folder that can be read and written, got {path}: "
+            f"{error.strerror}"
+        ) from error
+    if not is_in_memory(path):
+        return ()
+    note = f"warning: kv_offloading_disk={path} is in memory (tmpfs), so it is lost with the machine"
+    _log.warning("%s", note.removeprefix("warning: "))
+    return (note,)
+
+
+def is_in_memory(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
+    """Whether a folder is in a file system without a disk.
+
+    Args:
+        mounts: the system's list of file systems.
+    """
+    if not mounts.is_file():
+        return False
+    kinds = {Path(line.split()[1]): line.split()[2] for line in mounts.read_text().splitlines()}
+    resolved = path.resolve()
+    kind = next((kinds[each] for each in (resolved, *resolved.parents) if each in kinds), "")
+    return kind in ("tmpfs", "ramfs")
 
 
 def attach_tiers(

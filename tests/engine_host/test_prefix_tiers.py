@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -89,7 +91,7 @@ class SlotLink:
     def wait(self, transfers: Sequence[Transfer]) -> None:
         assert not set(transfers) & set(self.open)
 
-    def wait_any(self) -> None:
+    def wait_any(self, others: Sequence[Future[Any]] = ()) -> None:
         for each in self.flying[:1]:
             each.num_polls = MOST_POLLS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 
 class RecordKey(NamedTuple):
@@ -18,6 +18,46 @@ class RecordKey(NamedTuple):
 
     digest: bytes
     is_row: bool
+
+
+class HasKey(Protocol):
+    """A record of any tier; see ``Record``."""
+
+    @property
+    def key(self) -> RecordKey:
+        """Identity of the record."""
+        ...
+
+    @property
+    def parent(self) -> bytes:
+        """Digest of the prefix that is one block shorter."""
+        ...
+
+
+R = TypeVar("R", bound=HasKey)
+
+
+class PartialRecords(Generic[R]):
+    """Records of partial blocks, or of their snapshots, by the prefix of whole blocks before them."""
+
+    def __init__(self) -> None:
+        self._records: dict[bytes, dict[bytes, R]] = {}
+
+    def behind(self, digest: bytes) -> Iterable[R]:
+        """Return those behind a prefix of full blocks, one of a block and its snapshot."""
+        return self._records.get(digest, {}).values()
+
+    def add(self, record: R) -> None:
+        """Add a record."""
+        self._records.setdefault(record.parent, {})[record.key.digest] = record
+
+    def remove(self, record: R) -> None:
+        """Remove a record."""
+        others = self._records.get(record.parent, {})
+        if others.get(record.key.digest) is record:
+            del others[record.key.digest]
+        if not others:
+            self._records.pop(record.parent, None)
 
 
 @dataclass(eq=False, slots=True)
@@ -53,8 +93,7 @@ class HostTier:
         self.num_slots, self._block_size = num_slots, block_size
         self._free = list(reversed(range(num_slots)))
         self._records: OrderedDict[RecordKey, Record] = OrderedDict()
-        # Of each prefix, the records of partial blocks behind it.
-        self._partial: dict[bytes, dict[bytes, Record]] = {}
+        self._partial: PartialRecords[Record] = PartialRecords()
         self.num_evicted = 0
 
     def __len__(self) -> int:
@@ -79,7 +118,11 @@ class HostTier:
 
     def partial_blocks(self, digest: bytes) -> Iterable[Record]:
         """Return the records of partial blocks, or of their snapshots, behind a prefix of full blocks."""
-        return self._partial.get(digest, {}).values()
+        return self._partial.behind(digest)
+
+    def has(self, record: Record) -> bool:
+        """Whether a record has not been dropped."""
+        return self._records.get(record.key) is record
 
     def use(self, keys: Iterable[RecordKey]) -> None:
         """Mark records as used now, the last one as the most recent."""
@@ -99,7 +142,7 @@ class HostTier:
         slots = tuple(self._free.pop() for _ in range(num_slots))
         record = self._records[key] = Record(key, parent, num_own_tokens, slots)
         if num_own_tokens < self._block_size:
-            self._partial.setdefault(parent, {})[key.digest] = record
+            self._partial.add(record)
         return record
 
     def _make_room(self, num_slots: int) -> bool:
@@ -122,8 +165,4 @@ class HostTier:
         del self._records[record.key]
         self._free += record.slots
         if record.num_own_tokens < self._block_size:
-            others = self._partial[record.parent]
-            if others.get(record.key.digest) is record:
-                del others[record.key.digest]
-            if not others:
-                del self._partial[record.parent]
+            self._partial.remove(record)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -126,10 +126,10 @@ class HostLink(NotPicklable):
             batch = [each for each in transfers if each.is_row is is_row and each in self._arrived]
             self._fill(batch, np.array([self._arrived.pop(each) for each in batch]))
 
-    def wait_any(self) -> None:
-        """Wait until one more has ended."""
+    def wait_any(self, others: Sequence[Future[Any]] = ()) -> None:
+        """Wait until one more has ended, or another thread's work."""
         self._read_leaving()
-        wait(set(self._flying.values()), return_when=FIRST_COMPLETED)
+        wait({*self._flying.values(), *others}, return_when=FIRST_COMPLETED)
 
     def drain(self) -> None:
         """Wait for all, and forget them."""

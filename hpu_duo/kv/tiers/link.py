@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class Transfer(NamedTuple):
@@ -67,8 +68,8 @@ class Link(Protocol):
         """Wait until transfers have ended."""
         ...
 
-    def wait_any(self) -> None:
-        """Wait until a transfer has ended that ``poll`` has not returned, if any is on its way."""
+    def wait_any(self, others: Sequence[Future[Any]] = ()) -> None:
+        """Wait until a transfer has ended that ``poll`` has not returned, or another thread's work."""
         ...
 
     def drain(self) -> None:
@@ -147,9 +148,11 @@ class SimulatedLink:
         self._wait_for([each for each in self._flying if each.transfer in transfers])
         self._land(lambda flight: flight.transfer in transfers)
 
-    def wait_any(self) -> None:
-        """Move the clock on to the next end."""
-        if self._flying:
+    def wait_any(self, others: Sequence[Future[Any]] = ()) -> None:
+        """Move the clock on to the next end; without one wait for another thread's work."""
+        if not self._flying:
+            wait(others, return_when=FIRST_COMPLETED)
+        else:
             self._wait_for([min(self._flying, key=lambda flight: flight.lands_at)])
 
     def drain(self) -> None:

@@ -23,15 +23,17 @@ _SMOOTHING = 0.2
 class LoadPolicy:
     """Decides whether to load a prefix: where the link is predicted to be faster than computing it.
 
-    Both rates are measured, as moving means. Before there is one of each, every prefix is loaded.
+    All rates are measured, as moving means. Before there is one of each, every prefix is loaded.
 
     Attributes:
         prefill_s: seconds of a prompt token in a step; None = no prompt has been computed.
         byte_s: seconds of a byte from the host to the device; None = nothing has been loaded.
+        disk_byte_s: seconds of a byte from the disk to the host; None = nothing has been read.
     """
 
     def __init__(self, prefill_s: float | None = None, byte_s: float | None = None) -> None:
         self.prefill_s, self.byte_s = prefill_s, byte_s
+        self.disk_byte_s: float | None = None
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Record a step with prompts."""
@@ -41,17 +43,23 @@ class LoadPolicy:
         """Record a load."""
         self.byte_s = _mean(self.byte_s, seconds / num_bytes)
 
-    def loads(self, num_tokens: int, num_bytes: int, num_bytes_ahead: int) -> bool:
+    def read(self, num_bytes: int, seconds: float) -> None:
+        """Record a read from the disk."""
+        self.disk_byte_s = _mean(self.disk_byte_s, seconds / num_bytes)
+
+    def loads(self, num_tokens: int, num_bytes: int, num_bytes_ahead: int, num_on_disk: int = 0) -> bool:
         """Whether to load a prefix.
 
         Args:
             num_tokens: that need not be computed then.
             num_bytes: of their records.
             num_bytes_ahead: of loads that have begun.
+            num_on_disk: of the records, those that are read from the disk first.
         """
-        if self.prefill_s is None or self.byte_s is None:
+        if self.prefill_s is None or self.byte_s is None or (num_on_disk and self.disk_byte_s is None):
             return True
-        return (num_bytes + num_bytes_ahead) * self.byte_s < num_tokens * self.prefill_s
+        seconds = (num_bytes + num_bytes_ahead) * self.byte_s + num_on_disk * (self.disk_byte_s or 0.0)
+        return seconds < num_tokens * self.prefill_s
 
 
 def _mean(mean: float | None, value: float) -> float:

@@ -13,9 +13,11 @@ import numpy.typing as npt
 
 from hpu_duo.kv.pool import BlockCopy, Copy, RowCopy
 from hpu_duo.kv.prefix_tree import PrefixNode, PrefixTree, digest_of
+from hpu_duo.kv.tiers.disk import MOST_READS, DiskTier
 from hpu_duo.kv.tiers.host import HostTier, Record, RecordKey
 from hpu_duo.kv.tiers.link import Landed, Link, Transfer, Transfers
 from hpu_duo.kv.tiers.policy import LoadPolicy, WritePolicy
+from hpu_duo.kv.tiers.segments import StoredRecord
 from hpu_duo.request import Request
 
 _log = logging.getLogger(__name__)
@@ -56,6 +58,8 @@ class Load:
         node: the deepest prefix on the device so far.
         start: tokens that the request can begin with without it.
         pieces: those that are not in the tree yet.
+        num_read: of them, those that are on the host, or on their way there.
+        num_begun: of these, those whose transfer has begun.
         is_abandoned: whether the others are not needed any more.
         num_waits: steps in which the next one waited for a unit that what it evicts is copied to.
     """
@@ -64,6 +68,8 @@ class Load:
     node: PrefixNode
     start: int
     pieces: deque[Piece] = field(default_factory=deque)
+    num_read: int = 0
+    num_begun: int = 0
     is_abandoned: bool = False
     num_waits: int = 0
 
@@ -73,23 +79,25 @@ class Piece:
     """A record of a load.
 
     Attributes:
-        record: on the host.
+        source: its record on the host or on disk, as found.
         end: tokens of the prefix that it ends.
         load: it belongs to.
+        record: on the host; None = it has not been read from the disk.
         unit: that it is copied to; None = its transfer has not begun.
         has_landed: whether the unit has it.
     """
 
-    record: Record
+    source: Record | StoredRecord
     end: int
     load: Load
+    record: Record | None = None
     unit: int | None = None
     has_landed: bool = False
 
     @property
     def is_row(self) -> bool:
         """Whether it is a snapshot of a row."""
-        return self.record.key.is_row
+        return self.source.key.is_row
 
 
 _LEFT = 8
@@ -132,6 +140,9 @@ class PrefixTiers:
         write_policy: when to store.
         load_policy: when to load.
         most_waits: steps in all that a load waits for a unit for what it evicts, which is lost then.
+
+    Attributes:
+        disk: what has landed on the host is written there too; None = nowhere.
     """
 
     def __init__(
@@ -148,6 +159,7 @@ class PrefixTiers:
         self.host, self.link, self.write_policy = host, link, write_policy
         self.load_policy = LoadPolicy() if load_policy is None else load_policy
         self.counters, self.sizes = TierCounters(), sizes
+        self.disk: DiskTier | None = None
         self._units, self._add_copy, self._most_waits = units, add_copy, most_waits
         self._record_bytes, self._num_slots = sizes[:2], (1, sizes.slots_per_row)
         self._storing: dict[Transfer, Record] = {}
@@ -162,7 +174,8 @@ class PrefixTiers:
             for is_load in (False, True)
         }
         self._stores: list[Transfer] = []
-        self._queue: deque[Piece] = deque()
+        # By record that is read from the disk.
+        self._reading: dict[Record, Piece] = {}
         self._landed: list[Transfer] = []
         self._loads: dict[Request, Load] = {}
         self._asked: set[Request] = set()
@@ -172,6 +185,10 @@ class PrefixTiers:
     def has_loads(self) -> bool:
         """Whether any request waits for records."""
         return bool(self._loads)
+
+    def wait_any(self) -> None:
+        """Wait until a transfer, or the work of a thread of the disk, has ended, if any is on its way."""
+        self.link.wait_any(() if self.disk is None else self.disk.futures)
 
     def is_loading(self, request: Request) -> bool:
         """Whether a request waits for records."""
@@ -228,20 +245,23 @@ class PrefixTiers:
             return False
         self._asked.add(request)
         load = Load(request, path[-1] if path else tree.root(request.namespace), start)
-        for record, end in self._find(request.tokens[:most], path, load, tree):
-            load.pieces.append(Piece(record, end, load))
+        if self.disk is not None:
+            self.disk.refresh()
+        for source, end in self._find(request.tokens[:most], path, load, tree):
+            load.pieces.append(Piece(source, end, load, source if isinstance(source, Record) else None))
         if not load.pieces or load.pieces[-1].end <= start:
             return False
         num_bytes = sum(self._record_bytes[piece.is_row] for piece in load.pieces)
-        if not self.load_policy.loads(load.pieces[-1].end - start, num_bytes, self._bytes_ahead):
+        on_disk = sum(self._record_bytes[piece.is_row] for piece in load.pieces if piece.record is None)
+        if not self.load_policy.loads(load.pieces[-1].end - start, num_bytes, self._bytes_ahead, on_disk):
             self.counters.num_computed += 1
             return False
         for piece in load.pieces:
-            piece.record.num_readers += 1
-        self.host.use(piece.record.key for piece in reversed(load.pieces))
+            if piece.record is not None:
+                piece.record.num_readers += 1
+        self.host.use(piece.source.key for piece in reversed(load.pieces))
         self._bytes_ahead += num_bytes
         self._loads[request] = load
-        self._queue.extend(load.pieces)
         return True
 
     def admitted(self, request: Request) -> None:
@@ -252,16 +272,16 @@ class PrefixTiers:
 
     def _find(
         self, tokens: npt.NDArray[np.int32], path: Sequence[PrefixNode], load: Load, tree: PrefixTree
-    ) -> Iterator[tuple[Record, int]]:
+    ) -> Iterator[tuple[Record | StoredRecord, int]]:
         """Yield records, with the tokens of the prefixes that they end, from which a request can go on."""
         size = tree.block_size
         has_blocks, has_rows = (bool(each) for each in self._record_bytes)
         nodes = [tree.root(load.request.namespace), *path]
         digests = [node.digest for node in nodes]
-        blocks: list[Record] = []
+        blocks: list[Record | StoredRecord] = []
         for ordinal in range(len(path), len(tokens) // size):
             digest = digest_of(digests[-1], tree.key(tokens, ordinal))
-            block = self.host.get(RecordKey(digest, is_row=False))
+            block = self._get(RecordKey(digest, is_row=False))
             if has_blocks:
                 if block is None:
                     break
@@ -285,44 +305,104 @@ class PrefixTiers:
                 yield record, depth * size + record.num_own_tokens % size
             return
 
-    def _ending(self, digest: bytes, tokens: npt.NDArray[np.int32], depth: int, size: int) -> list[Record]:
+    def _get(self, key: RecordKey) -> Record | StoredRecord | None:
+        """Return a record that is on the host, or else on disk."""
+        record = self.host.get(key)
+        return self.disk.get(key) if record is None and self.disk is not None else record
+
+    def _ending(
+        self, digest: bytes, tokens: npt.NDArray[np.int32], depth: int, size: int
+    ) -> list[Record | StoredRecord]:
         """Return the last records of a prefix of whole blocks, or of one that ends in the next block."""
-        best: list[Record] = []
-        for each in tuple(self.host.partial_blocks(digest)):
+        best: list[Record | StoredRecord] = []
+        found: list[Record | StoredRecord] = list(self.host.partial_blocks(digest))
+        if self.disk is not None:
+            found += self.disk.partial_blocks(digest)
+        for each in found:
             own = each.num_own_tokens
             key = tokens[depth * size : depth * size + own].tobytes()
             if len(key) < own * tokens.itemsize or digest_of(digest, key) != each.key.digest:
                 continue
-            found = [self.host.get(RecordKey(each.key.digest, is_row)) for is_row in (False, True)]
+            pair = [self._get(RecordKey(each.key.digest, is_row)) for is_row in (False, True)]
             if not self._record_bytes[False]:
-                found = found[1:]
-            records = [record for record in found if record is not None]
-            if len(records) == len(found) and (not best or best[0].num_own_tokens < own):
+                pair = pair[1:]
+            records = [record for record in pair if record is not None]
+            if len(records) == len(pair) and (not best or best[0].num_own_tokens < own):
                 best = records
         if best or not depth:
             return best
-        snapshot = self.host.get(RecordKey(digest, is_row=True))
+        snapshot = self._get(RecordKey(digest, is_row=True))
         return [] if snapshot is None else [snapshot]
 
     def take(self) -> Transfers | None:
         """Return the transfers of the next step; None if there are none."""
-        loads = []
-        while self._queue:
-            piece = self._queue[0]
-            free = self._free[True, piece.is_row]
-            if piece.load.is_abandoned:
-                self._release(self._queue.popleft())
-            elif not free:
-                break
-            else:
+        loads = list[Transfer]()
+        for load in list(self._loads.values()):
+            self._read(load)
+            while load.num_begun < load.num_read and not load.is_abandoned:
+                piece = load.pieces[load.num_begun]
+                free = self._free[True, piece.is_row]
+                if not free or piece.record is None or not piece.record.is_present:
+                    break
                 piece.unit = free.pop()
                 transfer = Transfer(piece.is_row, piece.unit, piece.record.slots)
                 self._loading[transfer] = piece
                 loads.append(transfer)
-                self._queue.popleft()
+                load.num_begun += 1
         stores, self._stores = self._stores, []
         landed, self._landed = self._landed, []
         return Transfers(tuple(stores), tuple(loads), tuple(landed)) if stores or loads or landed else None
+
+    def _read(self, load: Load) -> None:
+        """Begin to read the next records of a load that are on disk."""
+        while load.num_read < len(load.pieces):
+            piece = load.pieces[load.num_read]
+            if piece.record is None and not self._read_piece(piece):
+                return
+            load.num_read += 1
+
+    def _read_piece(self, piece: Piece) -> bool:
+        """Begin to read a record, unless it is on the host; whether it is, or will be."""
+        source, disk = piece.source, self.disk
+        assert disk is not None, "expected a disk"
+        assert isinstance(source, StoredRecord), "expected a record on disk"
+        record = self.host.get(source.key)
+        if record is None:
+            if disk.num_reads >= MOST_READS or self.host.knows(source.key):
+                return False  # another load reads it, or it is on its way from the device
+            num_slots = self._num_slots[source.key.is_row]
+            record = self.host.reserve(source.key, source.parent, source.num_own_tokens, num_slots)
+            if record is None:
+                if not (self._loading or self._storing or disk.futures):
+                    self._give_up(piece.load)
+                return False
+            if not disk.read(source, record):
+                self.host.drop(record)
+                self._give_up(piece.load)
+                return False
+            self._reading[record] = piece
+        piece.record = record
+        record.num_readers += 1
+        return True
+
+    def _give_up(self, load: Load) -> None:
+        self.counters.num_abandoned += 1
+        self._abandon(load)
+
+    def _land_reads(self, disk: DiskTier) -> None:
+        """Take in what has been read from the disk."""
+        for record, stored, seconds in disk.poll():
+            piece = self._reading.pop(record)
+            if seconds is not None:
+                record.is_present = True
+                self.load_policy.read(stored.num_bytes, seconds)
+                disk.counters.num_hit_tokens += 0 if stored.key.is_row else stored.num_own_tokens
+            if piece.load.is_abandoned:
+                self._release(piece)
+            elif seconds is None:
+                self._give_up(piece.load)
+            if seconds is None:
+                self.host.drop(record)
 
     def advance(
         self, place: Callable[[Piece], PrefixNode | None], has_free_block: Callable[[], bool]
@@ -345,12 +425,17 @@ class PrefixTiers:
             self._count(landed)
             if not landed.is_load:
                 self._free[False, landed.transfer.is_row].append(landed.transfer.unit)
-                self._storing.pop(landed.transfer).is_present = True
+                record = self._storing.pop(landed.transfer)
+                record.is_present = True
+                if self.disk is not None:
+                    self.disk.offer(record)
                 continue
             piece = self._loading.pop(landed.transfer)
             piece.has_landed = True
             if piece.load.is_abandoned:
                 self._release(piece)
+        if self.disk is not None:
+            self._land_reads(self.disk)
         for load in list(self._loads.values()):
             self._place(load, place, has_free_block)
 
@@ -369,11 +454,11 @@ class PrefixTiers:
                 return
             node = place(load.pieces[0])
             if node is None:
-                self.counters.num_abandoned += 1
-                self._abandon(load)
+                self._give_up(load)
                 return
             load.node = node
             self._release(piece := load.pieces.popleft())
+            load.num_read, load.num_begun = load.num_read - 1, load.num_begun - 1
             if not load.pieces:
                 self.counters.num_hit_tokens += piece.end - load.start
                 del self._loads[load.request]
@@ -383,11 +468,12 @@ class PrefixTiers:
         del self._loads[load.request]
         load.is_abandoned = True
         for piece in load.pieces:
-            if piece.has_landed:
+            if piece.has_landed or (piece.unit is None and piece.record not in self._reading):
                 self._release(piece)
 
     def _release(self, piece: Piece) -> None:
-        piece.record.num_readers -= 1
+        if piece.record is not None:
+            piece.record.num_readers -= 1
         self._bytes_ahead -= self._record_bytes[piece.is_row]
         if piece.unit is not None:
             self._free[True, piece.is_row].append(piece.unit)
@@ -414,7 +500,9 @@ class PrefixTiers:
     def forget(self) -> None:
         """Drop all transfers, because the content of the stores is unknown; records stay."""
         self.link.drain()
-        for record in self._storing.values():
+        if self.disk is not None:
+            self.disk.drain()
+        for record in (*self._storing.values(), *self._reading):
             self.host.drop(record)
         for record in self.host:
             record.num_readers = 0

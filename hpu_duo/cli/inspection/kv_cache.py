@@ -1,0 +1,113 @@
+"""``hpu-duo kv-cache``: the folder of the KV tier on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hpu_duo.cli.options import Json
+from hpu_duo.cli.terminal import show_bytes, user_errors
+
+app = typer.Typer(help="List, verify and purge what --kv-offloading-disk has written.", no_args_is_help=True)
+Folder = Annotated[
+    Path,
+    typer.Argument(metavar="PATH", exists=True, file_okay=False, help="Folder of --kv-offloading-disk."),
+]
+
+
+@dataclass
+class _Model:
+    """Segments of one model: the first digits of its fingerprint, and sums."""
+
+    model: str
+    num_files: int = 0
+    num_bytes: int = 0
+    num_records: int = 0
+    num_damaged: int = 0
+
+
+def _models(folder: Path, *, verifies: bool) -> Iterator[_Model]:
+    from hpu_duo.kv.tiers.segments import DamagedRecord, read_record, scan, segments_of
+
+    found: dict[str, _Model] = {}
+    for segment in segments_of(folder):
+        name = "damaged" if segment.fingerprint is None else segment.fingerprint.hex()[:16]
+        each = found.setdefault(name, _Model(name))
+        each.num_files += 1
+        each.num_bytes += segment.num_bytes
+        if segment.fingerprint is None:
+            each.num_damaged += 1
+            continue
+        for stored in scan(folder, segment.name):
+            if stored is None:
+                each.num_damaged += 1
+                continue
+            each.num_records += 1
+            if verifies:
+                try:
+                    read_record(folder, stored)
+                except DamagedRecord:
+                    each.num_damaged += 1
+    yield from found.values()
+
+
+def _show(models: list[_Model], *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps([asdict(each) for each in models], indent=2))
+        return
+    table = Table("model", "files", "size", "records", "damaged")
+    for each in models:
+        table.add_row(
+            each.model,
+            str(each.num_files),
+            show_bytes(each.num_bytes),
+            f"{each.num_records:,}",
+            f"{each.num_damaged:,}",
+        )
+    Console().print(table)
+
+
+@app.command("list")
+def list_(folder: Folder, *, as_json: Json = False) -> None:
+    """Print files, bytes and records of each model, by the first digits of its fingerprint."""
+    with user_errors(OSError):
+        _show(list(_models(folder, verifies=False)), as_json=as_json)
+
+
+@app.command()
+def verify(folder: Folder, *, as_json: Json = False) -> None:
+    """Read all records, and compare their checksums; the exit code is 1 if any is damaged."""
+    with user_errors(OSError):
+        models = list(_models(folder, verifies=True))
+    _show(models, as_json=as_json)
+    if any(each.num_damaged for each in models):
+        raise typer.Exit(1)
+
+
+@app.command()
+def purge(folder: Folder) -> None:
+    """Remove all records, but those of models that a process serves now."""
+    from hpu_duo.kv.tiers.segments import FolderLock, segments_of
+
+    num_files = num_kept = 0
+    with user_errors(OSError):
+        for path in sorted(folder.glob("*.lock")):
+            lock = FolderLock(folder, path.stem)
+            if not lock.acquire():
+                num_kept += sum(each.name.startswith(path.stem) for each in segments_of(folder))
+                continue
+            for each in segments_of(folder):
+                if each.name.startswith(path.stem):
+                    (folder / each.name).unlink()
+                    num_files += 1
+            path.unlink()
+            lock.release()
+    kept = f", kept {num_kept} of models that are served" if num_kept else ""
+    typer.echo(f"removed {num_files} files{kept}")
