@@ -21,7 +21,7 @@ namespace HPU_DUO_VARIANT {
 namespace {
 
 constexpr int kPanel = 32, kDepth = 32, kInputs = 4, kStepBytes = kPanel * kInputs;
-constexpr int kMiddle = 128;                  // what is added to codes of rows
+constexpr int kMiddlePower = 7;               // 2 to this is added to codes of rows
 constexpr int64_t kRowBlock = 240, kRowItems = 1 << 19, kPart = 1024;
 
 // Vectors of a panel's step: how they are read, multiplied with a row's inputs, and become sums of outputs.
@@ -114,12 +114,10 @@ float largest_of(const float *x, int64_t count) {
 
 void round_row(const float *x, int64_t count, float scale, Item *codes) {
   const F divisor = Lanes::set(scale), least = Lanes::set(-128.0f), most = Lanes::set(-127.0f);
-  int whole[kLanes];
   for (int64_t i = 0; i < count; i += kLanes) {
     const F near = Lanes::nearest(Lanes::div(Lanes::load(x + i), divisor));
     const F bounded = Lanes::max(Lanes::sub(Lanes::set(0.0f), Lanes::max(Lanes::sub(Lanes::set(0.0f), near), most)), least);
-    Lanes::store(whole, Lanes::to_whole(bounded));
-    for (int lane = 0; lane < kLanes; ++lane) codes[i + lane] = (Item)(whole[lane] + kMiddle);
+    Lanes::store_low(codes + i, Lanes::add(Lanes::to_whole(bounded), Lanes::set(1 << kMiddlePower)));
   }
 }
 
@@ -154,17 +152,13 @@ struct Job {
   void store(int64_t row, int64_t panel, int column, I sum) const {
     const int64_t first = panel * kPanel + column, left = weight.outputs - first;
     if (left <= 0) return;
-    int offset[kLanes];
-    for (int lane = 0; lane < kLanes; ++lane) offset[lane] = -kMiddle * weight.sums[first + lane];
-    F y = Lanes::whole(Lanes::add(sum, Lanes::load(offset, Lanes::first(kLanes))));
+    const I added = Lanes::times_power(Lanes::load(weight.sums + first, Lanes::first(kLanes)), kMiddlePower);
+    F y = Lanes::whole(Lanes::sub(sum, added));
     y = Lanes::mul(Lanes::mul(y, Lanes::load(weight.scales + first)), Lanes::set(rows.scales[row]));
     if (weight.bias) y = Lanes::add(y, Lanes::load(weight.bias + first));
     const int64_t place = row * weight.outputs + first, count = std::min<int64_t>(left, kLanes);
-    if (!is_bfloat16) return Lanes::store((float *)weight.y + place, y, Lanes::first((int)count));
-    uint32_t bits[kLanes];
-    std::memcpy(bits, &y, sizeof(bits));
-    for (int lane = 0; lane < count; ++lane)
-      ((uint16_t *)weight.y)[place + lane] = (uint16_t)((bits[lane] + 0x7FFF + (bits[lane] >> 16 & 1)) >> 16);
+    if (is_bfloat16) return Lanes::store_bfloat16((uint16_t *)weight.y + place, y, (int)count);
+    Lanes::store((float *)weight.y + place, y, Lanes::first((int)count));
   }
 };
 

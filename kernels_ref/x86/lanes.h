@@ -48,6 +48,17 @@ struct Lanes {
   static I load(const int *from, M m) { return _mm512_maskz_loadu_epi32(m, from); }
   static void store(int *to, I x) { _mm512_storeu_si512(to, x); }
   static I add(I a, I b) { return _mm512_add_epi32(a, b); }
+  static I times_power(I x, int power) { return _mm512_slli_epi32(x, power); }
+  static I sub(I a, I b) { return _mm512_sub_epi32(a, b); }
+  // The low bits of each.
+  static void store_low(uint8_t *to, I x) { _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8(x)); }
+  static void store_low(int16_t *to, I x) { _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(x)); }
+  // The first numbers as bfloat16, half a step to even.
+  static void store_bfloat16(uint16_t *to, F x, int count) {
+    const __m512i bits = _mm512_castps_si512(x), even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), set(1));
+    const __m512i near = _mm512_add_epi32(bits, _mm512_add_epi32(even, set(0x7FFF)));
+    _mm512_mask_cvtepi32_storeu_epi16(to, first(count), _mm512_srli_epi32(near, 16));
+  }
   static I index() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 
   static M first(int count) { return count >= 16 ? 0xFFFF : (M)((1u << (count < 0 ? 0 : count)) - 1); }
@@ -152,6 +163,20 @@ struct Lanes {
   static I load(const int *from, M m) { return _mm256_maskload_epi32(from, m); }
   static void store(int *to, I x) { _mm256_storeu_si256((__m256i *)to, x); }
   static I add(I a, I b) { return _mm256_add_epi32(a, b); }
+  static I times_power(I x, int power) { return _mm256_slli_epi32(x, power); }
+  static I sub(I a, I b) { return _mm256_sub_epi32(a, b); }
+  static void store_low(int16_t *to, I x) {
+    const __m256i low = _mm256_shuffle_epi8(x, _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1,
+                                                                0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1));
+    _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(low, 0x08)));
+  }
+  static void store_bfloat16(uint16_t *to, F x, int count) {
+    const __m256i bits = _mm256_castps_si256(x), even = _mm256_and_si256(_mm256_srli_epi32(bits, 16), set(1));
+    const __m256i near = _mm256_add_epi32(bits, _mm256_add_epi32(even, set(0x7FFF)));
+    int16_t whole[kCount];
+    store_low(whole, _mm256_srli_epi32(near, 16));
+    std::memcpy(to, whole, count * sizeof(*to));
+  }
   static I index() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
 
   static M first(int count) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), index()); }
@@ -275,6 +300,17 @@ struct Lanes {
   static I load(const int *from, M m) { return map([&](int i) { return m.lane[i] ? from[i] : 0; }); }
   static void store(int *to, I x) { std::memcpy(to, x.lane, sizeof(x)); }
   static I add(I a, I b) { return map([&](int i) { return a.lane[i] + b.lane[i]; }); }
+  static I times_power(I x, int power) { return map([&](int i) { return (int)((uint32_t)x.lane[i] << power); }); }
+  static I sub(I a, I b) { return map([&](int i) { return a.lane[i] - b.lane[i]; }); }
+  template <typename T>
+  static void store_low(T *to, I x) {
+    for (int i = 0; i < kCount; ++i) to[i] = (T)x.lane[i];
+  }
+  static void store_bfloat16(uint16_t *to, F x, int count) {
+    uint32_t bits[kCount];
+    std::memcpy(bits, x.lane, sizeof(bits));
+    for (int i = 0; i < count; ++i) to[i] = (uint16_t)((bits[i] + 0x7FFF + (bits[i] >> 16 & 1)) >> 16);
+  }
   static I index() { return map([](int i) { return i; }); }
 
   static M first(int count) { return map([&](int i) { return i < count; }); }
