@@ -485,7 +485,7 @@ class EngineConfig:
 
     def _check_draft_model(self) -> None:
         allowed = {
-            "tensor_parallel_size": (self.parallel.tensor_parallel_size, 1),
+            "retrieval_parallel": ("context" if self.parallel.deals_blocks else "heads", "heads"),
             "kv_policy": (self.cache.kv_policy, None),
             "kv_plan": (self.cache.kv_plan, None),
         }

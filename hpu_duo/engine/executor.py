@@ -45,7 +45,6 @@ from kernels_ref.units import index_dtype
 
 # N rows of logits, V tokens of the vocabulary, T ranks
 
-
 STAGED = "staged"
 """Name of the only input of a step."""
 
@@ -406,17 +405,18 @@ class Executor(NotPicklable):
             assert self.drafts is not None, "a model drafts"
             if message.sampling is not None and message.sampling.floats.size:
                 floats = torch.from_numpy(message.sampling.floats).to(self.device)
+            spread = self.spread if self.drafts.num_bytes else None  # each rank has all of another model
             drafted = self.drafts.run(
                 *(buffer[end : len(message.ints)], bucket, message.num_drafts),
-                *(message.sampling, floats, self.sample),
+                *(message.sampling, floats, self.sample if spread is None else spread.sample_whole),
             )
-            if self._exchanges is not None:
+            if self._exchanges is not None and spread is None:
                 drafts = self._exchanges.of(self.drafts.tables.bucket(bucket))
                 self.exchanged = self.exchanged.plus(drafts, message.num_drafts)
             self._sampled = drafted
         source = buffer[begin : begin + bucket.query_len]
-        found = self._sampled.index_select(0, source.clamp(min=0))
-        tokens = torch.where(source >= 0, found, inputs["token_ids"])
+        sampled = self._sampled.index_select(0, source.clamp(min=0))
+        tokens = torch.where(source >= 0, sampled, inputs["token_ids"])
         # Written to the buffer as a whole: writes of a part of a tensor are no operation of some devices.
         place = self.inputs.layout(bucket).slots["token_ids"].offset
         places = torch.arange(place, place + len(tokens), dtype=index_dtype(self.device), device=self.device)

@@ -55,6 +55,17 @@ class SpreadLogits:
         gathered = self._gather(own).unflatten(0, (self._ranks.size, own.shape[0]))
         return gathered.transpose(0, 1).flatten(1)[:, : self._vocab_size]
 
+    def sample_whole(
+        self, logits: torch.Tensor, batch: SamplingBatch, floats: torch.Tensor | None = None
+    ) -> SampledTokens:
+        """Sample one token per row where each rank has all logits; the tokens are those of the first rank.
+
+        Args:
+            logits: float ``[N, V]``.
+        """
+        own = sample(logits, batch, floats).token_ids
+        return SampledTokens(self._gather(own)[: len(own)], None)
+
     def _greedy(self, own: torch.Tensor) -> torch.Tensor:
         first = self._ranks.rank * own.shape[1]
         # With many ranks and few tokens, the last ranks have padding only.

@@ -200,7 +200,9 @@ class DeviceSide:
         )
         draft = None
         if (speculation := config.scheduler.speculation) is not None and speculation.method == "draft_model":
-            draft = DraftModel.load(config, blueprint, precision, place)
+            whole = model.config if shared is None else shared.hf_config
+            vocab_size = whole.get_text_config().vocab_size
+            draft = DraftModel.load(config, blueprint, vocab_size, precision, place)
         coming = [model] if draft is None else [model, draft.model]
         num_coming = 0 if place.first_device == device else sum(map(_weight_bytes, coming))
         budget = _budget(config, runtime, num_coming)

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hpu_duo.config.engine import EngineConfig, HeadConfig
+from hpu_duo.config.engine import EngineConfig, HeadConfig, ParallelConfig
 from hpu_duo.config.limits import DeviceBudget
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
@@ -38,11 +38,14 @@ class DraftModel:
     blueprint: Blueprint
 
     @classmethod
-    def load(cls, config: EngineConfig, served: Blueprint, precision: Precision, place: Any) -> DraftModel:
-        """Read the model that ``speculative_config`` names.
+    def load(
+        cls, config: EngineConfig, served: Blueprint, vocab_size: int, precision: Precision, place: Any
+    ) -> DraftModel:
+        """Read the model that ``speculative_config`` names, all of it on each rank.
 
         Args:
             served: of the model that it drafts for.
+            vocab_size: of that model.
             place: see ``device_side.Place``.
 
         Raises:
@@ -54,11 +57,12 @@ class DraftModel:
         assert speculation.model is not None, "checked by the configuration"
         path = find_checkpoint(speculation.model)
         hf_config = read_config(path)
-        check_vocabulary(config.model.path, served.text_config, path, hf_config.get_text_config())
+        check_vocabulary(config.model.path, vocab_size, path, hf_config.get_text_config().vocab_size)
         config = replace(
             config,
             model=replace(config.model, path=path, quantization="auto"),
             heads=HeadConfig(),
+            parallel=ParallelConfig(),
             # Scales and numbers of layers are those of the served model.
             cache=replace(config.cache, kv_scales=None, kv_cache_dtype_skip_layers=()),
             scheduler=replace(config.scheduler, max_model_len=served.max_len),
@@ -87,7 +91,7 @@ class DraftModel:
         if served.memory_of(1, 0).block_bytes == 0:
             raise ValueError(
                 "speculative_config: method 'draft_model' needs a served model with heads that store all "
-                "tokens, got none"
+                "tokens, on each rank, got none"
             )
         return cls(model, layers, config, blueprint)
 
@@ -113,18 +117,17 @@ def within(budget: DeviceBudget, share: float) -> DeviceBudget:
     return replace(budget, held_bytes=held, free_bytes=int(share * budget.free_bytes))
 
 
-def check_vocabulary(path: str | Path, text_config: Any, draft_path: Path, draft_config: Any) -> None:
+def check_vocabulary(path: str | Path, vocab_size: int, draft_path: Path, draft_vocab_size: int) -> None:
     """Raise ValueError unless two checkpoints have equal vocabularies, token by token.
 
     Without tokenizers, their sizes are compared.
     """
     first, second = (load_tokenizer(each) for each in (path, draft_path))
     if first is None or second is None:
-        sizes = text_config.vocab_size, draft_config.vocab_size
-        if sizes[0] != sizes[1]:
+        if vocab_size != draft_vocab_size:
             raise ValueError(
-                f"speculative_config: expected a model with the vocabulary of {path}, {sizes[0]} tokens, "
-                f"got {sizes[1]} in {draft_path}"
+                f"speculative_config: expected a model with the vocabulary of {path}, {vocab_size} tokens, "
+                f"got {draft_vocab_size} in {draft_path}"
             )
         return
     tokens, others = first.get_vocab(), second.get_vocab()

@@ -75,7 +75,8 @@ def settle(config: EngineConfig) -> tuple[EngineConfig, tuple[str, ...]]:
     parallel = config.parallel
     if parallel.retrieval_parallel != "auto":
         return config, ()
-    if parallel.tensor_parallel_size == 1:
+    speculation = config.scheduler.speculation
+    if parallel.tensor_parallel_size == 1 or (speculation is not None and speculation.model is not None):
         return _with(config, "heads"), ()
     choice = _chosen(config)
     _log.info("%s", choice)

@@ -49,6 +49,7 @@ def load_drafting(tiny: Tiny, model: Path, **options: Any) -> HPUDuoModel:
         (replace(SEEDED, logprobs=2, n=3), {"graphs": "replay", "attention": "sdpa"}),
         pytest.param(GREEDY, {"num_blocks": 14, "max_model_len": 64}, marks=pytest.mark.slow),
         pytest.param(GREEDY, {"graphs": "compile", "pattern": PATTERN}, marks=pytest.mark.slow),
+        pytest.param(SEEDED, {"tensor_parallel_size": 2, "graphs": "replay"}, marks=pytest.mark.slow),
         pytest.param(SEEDED, {"enable_prefix_caching": False}, marks=pytest.mark.slow),
         pytest.param(
             GREEDY, {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": [1]}, marks=pytest.mark.slow
@@ -58,7 +59,8 @@ def load_drafting(tiny: Tiny, model: Path, **options: Any) -> HPUDuoModel:
 def test_tokens_are_those_without_drafts(
     tiny: Tiny, shallow: Path, params: SamplingParams, options: dict[str, Any]
 ) -> None:
-    plain = tiny.load(**{**options, "graphs": "eager", "attention": "reference"})
+    as_eager = {"graphs": "eager", "attention": "reference", "tensor_parallel_size": 1}
+    plain = tiny.load(**{**options, **as_eager})
     drafting = load_drafting(tiny, shallow, **options)
     for _ in range(2):  # the second time from the prefix cache
         assert tokens_of(serve(drafting, PROMPTS, params)) == tokens_of(serve(plain, PROMPTS, params))
@@ -88,11 +90,15 @@ def test_models_that_cannot_draft_are_refused(tiny: Tiny, shallow: Path, tmp_pat
         shutil.copy(file, tmp_path)
     with pytest.raises(ValueError, match=r"speculative_config: model .*expected max_model_len of at most 48"):
         load_drafting(tiny, tmp_path)
-    with pytest.raises(ValueError, match="method 'draft_model' needs tensor_parallel_size=1, got 2"):
-        load_drafting(tiny, shallow, tensor_parallel_size=2)
+    with pytest.raises(
+        ValueError, match="method 'draft_model' needs retrieval_parallel=heads, got 'context'"
+    ):
+        load_drafting(tiny, shallow, tensor_parallel_size=2, retrieval_parallel="context")
     with pytest.raises(ValueError, match="method 'draft_model' needs kv_policy=None, got 'h2o'"):
         load_drafting(tiny, shallow, kv_policy="h2o", kv_budget=8)
-    with pytest.raises(ValueError, match="needs a served model with heads that store all tokens, got none"):
+    with pytest.raises(
+        ValueError, match="needs a served model with heads that store all tokens, on each rank, got none"
+    ):
         load_drafting(tiny, shallow, pattern=PATTERN, sparsity=1.0)
 
 
@@ -106,6 +112,16 @@ def test_both_stores_are_within_the_planned_memory(tiny: Tiny, shallow: Path) ->
     found = configuration_of(beside.engine)
     assert found["drafts"] == "llama, 1 layers of 32"
     assert "drafts" not in configuration_of(alone.engine)
+
+
+@pytest.mark.slow
+def test_each_rank_has_all_of_the_draft(tiny: Tiny) -> None:
+    """So it is accepted to 100 % if it is the served model."""
+    drafting = load_drafting(tiny, tiny.path, tensor_parallel_size=2)
+    serve(drafting, PROMPTS, [GREEDY, SEEDED, replace(SEEDED, n=3), GREEDY])
+    stats = drafting.stats().speculation
+    assert stats is not None
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 60
 
 
 @pytest.mark.slow
