@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from hpu_duo import HPUDuoModel
+from hpu_duo.lab import sim
 from hpu_duo.sampling import SamplingParams
-from tests.modeling.families import greedy, prompts_of
+from tests.modeling.families import BLOCK, greedy, prompts_of
 from tests.modeling.test_value_sizes import NUM_NEW, OPTIONS, saved
+from tests.sim.workload import LIMITS, Workload
 
 
 def test_other_formats_of_keys_and_values_are_refused_by_name(tmp_path: Path) -> None:
@@ -43,3 +45,28 @@ def test_a_saved_context_has_latents(tmp_path: Path) -> None:
     prefixes = again.stats().prefixes
     assert prefixes is not None
     assert prefixes.num_hit_tokens == len(prompt)
+
+
+@pytest.mark.usefixtures("simulated_hpu")
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["minicpm3", "youtu"])
+def test_a_simulated_hpu_forks_preempts_and_caches_prefixes_with_the_tokens_of_a_cpu(
+    tmp_path: Path, family: str
+) -> None:
+    saved(tmp_path, family)
+    work = Workload.random(24, seed=3)
+    options = {**LIMITS, "block_size": BLOCK, "dtype": "float32"}
+    served = HPUDuoModel.from_pretrained(tmp_path, device="hpu-sim", **options)
+    served.warmup()
+    with sim.watch() as seen:
+        done = work.run(served)
+    report, stats = seen.report(), served.stats()
+    assert (report.new_graphs, report.new_recipes) == (0, 0)
+    assert not report.excused
+    assert stats.num_preemptions > 0
+    assert stats.prefixes is not None
+    assert stats.prefixes.num_hit_tokens > 0
+    on_cpu = HPUDuoModel.from_pretrained(
+        tmp_path, device="cpu", attention="reference", buckets=served.engine.runner.graphs.table, **options
+    )
+    assert work.run(on_cpu) == done
