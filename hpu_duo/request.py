@@ -70,12 +70,14 @@ class RequestStatus(Enum):
     """State of a request.
 
     ``WAITING``: queued. ``FOLLOWING``: waits for its parent's prompt, to fork its cache. ``RUNNING``: has a
-    row. ``FINISHED``: has a finish reason and no allocation.
+    row. ``MOVING``: has a row, and leaves to host memory or comes back. ``FINISHED``: has a finish reason and
+    no allocation.
     """
 
     WAITING = "waiting"
     FOLLOWING = "following"
     RUNNING = "running"
+    MOVING = "moving"
     FINISHED = "finished"
 
 

@@ -116,6 +116,8 @@ class CacheConfig:
         kv_offloading_size: GiB of all ranks together, as in vLLM; see ``hpu_duo.kv.tiers``.
         kv_offloading_backend: vLLM's name; "native" is the only one.
         kv_offloading_write_policy: a ``hpu_duo.kv.tiers.policy.WritePolicy``.
+        preemption_mode: a ``hpu_duo.kv.tiers.swap.PreemptionMode``.
+        swap_space: GiB of all ranks together for swapped requests, beside ``kv_offloading_size``.
         kv_offloading_disk: folder; what has reached host memory is written there too.
         kv_offloading_disk_size: GiB of its files.
         ring_dtype: format in which rings, and heads with a budget, keep keys and values: a name like that of
@@ -238,6 +240,16 @@ class CacheConfig:
         LIMITS,
         choices=("write_back", "write_through", "write_through_selective"),
     )
+    preemption_mode: str = option(
+        "recompute",
+        "What brings a preempted request back: computing it again (recompute), host memory (swap), or "
+        "whichever is predicted to be faster (auto).",
+        LIMITS,
+        choices=("recompute", "swap", "auto"),
+    )
+    swap_space: float | None = option(
+        None, "GiB of host memory for preempted requests.", LIMITS, metavar="GIB", unset="none"
+    )
     kv_offloading_disk: str | Path | None = option(
         None,
         "Folder for what has reached host memory, which later runs and other processes load from.",
@@ -333,6 +345,8 @@ class CacheConfig:
                 "kv_offloading_blocks_per_step",
                 "kv_offloading_disk",
                 "kv_offloading_disk_size",
+                "preemption_mode",
+                "swap_space",
             ):
                 if getattr(self, name) != default[name].default:
                     raise ValueError(f"{name}={getattr(self, name)!r} needs kv_offloading_size, got None")
@@ -347,9 +361,15 @@ class CacheConfig:
                 f"kv_offloading_disk={self.kv_offloading_disk!r} "
                 f"kv_offloading_disk_size={self.kv_offloading_disk_size!r}"
             )
-        size = self.kv_offloading_disk_size
-        if size is not None and (isinstance(size, bool) or not 0 < size < math.inf):
-            raise ValueError(f"expected kv_offloading_disk_size to be GiB above 0 or None, got {size!r}")
+        if (self.preemption_mode == "recompute") is not (self.swap_space is None):
+            raise ValueError(
+                "expected swap_space with preemption_mode 'swap' or 'auto', and only then, got "
+                f"preemption_mode={self.preemption_mode!r} swap_space={self.swap_space!r}"
+            )
+        for name in ("kv_offloading_disk_size", "swap_space"):
+            size = getattr(self, name)
+            if size is not None and (isinstance(size, bool) or not 0 < size < math.inf):
+                raise ValueError(f"expected {name} to be GiB above 0 or None, got {size!r}")
         if not self.enable_prefix_caching:
             raise ValueError(
                 f"kv_offloading_size={self.kv_offloading_size} needs enable_prefix_caching=True: what the "

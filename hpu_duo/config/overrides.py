@@ -57,6 +57,8 @@ class EngineOverrides(TypedDict, total=False):
     kv_offloading_size: float | None
     kv_offloading_backend: str
     kv_offloading_write_policy: str
+    preemption_mode: str
+    swap_space: float | None
     kv_offloading_disk: str | Path | None
     kv_offloading_disk_size: float | None
     kv_offloading_blocks_per_step: int | None

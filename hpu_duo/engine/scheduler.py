@@ -10,126 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphs import BatchShape, BucketTable, Miss, Phase, StepLimits
+from hpu_duo.engine.admission import Admission
 from hpu_duo.engine.batch import exact_shape
 from hpu_duo.engine.prefixes import PrefixHolding, PrefixSharing
 from hpu_duo.engine.step_plan import CommittedToken, ParallelSamples, StepDraft, StepPlan, append_tokens
 from hpu_duo.kv.allocations import KVAllocations
 from hpu_duo.kv.prefix import PrefixHit
 from hpu_duo.request import FinishReason, Request, RequestStatus
-from hpu_duo.sampling.params import FieldError
 from hpu_duo.scheduling import ArrivalOrder, FirstComeFirstServed, SchedulingPolicy, Waiting
 
 if TYPE_CHECKING:
     from hpu_duo.engine.drafts import MakesDrafts
-
-
-class Admission:
-    """Checks whether a waiting request fits into a step, beside what running requests need.
-
-    A request fits if a row, a token of the step, and blocks are free: those for all of its known tokens and
-    one more, beside what every running request still needs for its own.
-
-    Args:
-        running: the requests that have a row.
-    """
-
-    def __init__(self, allocations: KVAllocations, running: ArrivalOrder, policy: SchedulingPolicy) -> None:
-        self._allocations, self._running, self._policy = allocations, running, policy
-        self._num_due: int | None = None
-
-    def check(self, request: Request) -> None:
-        """Reject a request that could never run.
-
-        Raises:
-            ValueError: the blocks that contexts leave are too few even for this request alone; or its prompt
-                does not begin with its context.
-            FieldError: it has a priority, which the policy does not use.
-        """
-        params, allocations = request.params, self._allocations
-        if params.priority and not self._policy.honours_priority:
-            raise FieldError(
-                "priority",
-                f"expected 0, got {params.priority}: the scheduling policy of this engine does not use "
-                "priorities, scheduling_policy='priority' does",
-            )
-        needed, num_blocks = (
-            allocations.num_blocks_for(request.max_cached_tokens),
-            allocations.blocks.num_blocks,
-        )
-        if needed > num_blocks:
-            raise ValueError(
-                f"{request.name} may cache up to {request.max_cached_tokens} tokens, which "
-                f"need {needed} blocks of {allocations.block_size}, got {num_blocks} blocks"
-            )
-        if request.context is not None:
-            request.context.check(request.name, request.prompt_token_ids, request.namespace)
-        own, held = allocations.most_blocks(request), allocations.num_held_blocks
-        if own + held > num_blocks:
-            raise ValueError(
-                f"{request.name} may need {own} blocks of its own, and contexts leave {num_blocks - held} of "
-                f"{num_blocks}: close one, or request fewer tokens"
-            )
-
-    def begin_step(self) -> None:
-        """Invalidate the count of blocks that running requests need."""
-        self._num_due = None
-
-    def may_admit(self, step: StepDraft) -> bool:
-        """Whether any waiting request can be admitted."""
-        return self._policy.displaces or self._has_row_and_token(step)
-
-    def has_room(self, request: Request, hit: PrefixHit | None, step: StepDraft) -> bool:
-        """Whether a waiting request fits.
-
-        Args:
-            hit: the cached prefix that it would begin with.
-        """
-        needed = self._num_blocks_due + self._allocations.num_blocks_due(request, hit)
-        return self._has_row_and_token(step) and needed <= self._allocations.num_available
-
-    def displaced_for(self, request: Request, hit: PrefixHit | None, step: StepDraft) -> list[Request]:
-        """Return the running requests that the policy preempts so that a waiting one fits.
-
-        Returns:
-            None of them if it fits as it is, or would not fit without them either.
-        """
-        if not self._policy.displaces or self.has_room(request, hit, step):
-            return []
-        is_new = request.admitted_at is None
-        others = [each for each in self._running if is_new or each.num_tokens > each.num_tokens_when_admitted]
-        displaced: list[Request] = []
-        while (other := self._policy.displaced(request, others)) is not None:
-            others.remove(other)
-            displaced.append(other)
-            if self._would_fit(request, hit, step, displaced):
-                self._num_due = None
-                return displaced
-        return []
-
-    def admitted(self, request: Request) -> None:
-        """Count the blocks that an admitted request still needs."""
-        self._num_due = self._num_blocks_due + self._allocations.num_blocks_due(request)
-
-    @property
-    def _num_blocks_due(self) -> int:
-        if self._num_due is None:
-            self._num_due = sum(map(self._allocations.num_blocks_due, self._running))
-        return self._num_due
-
-    def _has_row_and_token(self, step: StepDraft) -> bool:
-        return step.num_free_tokens > 0 and self._allocations.rows.num_free > 0
-
-    def _would_fit(
-        self, request: Request, hit: PrefixHit | None, step: StepDraft, displaced: list[Request]
-    ) -> bool:
-        """Whether a request fits once others are released."""
-        allocations = self._allocations
-        if not step.num_free_tokens and not any(map(step.share, displaced)):
-            return False
-        num_due = self._num_blocks_due - sum(map(allocations.num_blocks_due, displaced))
-        num_freed = sum(map(allocations.num_blocks_of_its_own, displaced))
-        needed = num_due + allocations.num_blocks_due(request, hit)
-        return needed <= allocations.num_available + num_freed
+    from hpu_duo.engine.swapping import Swapping
 
 
 class Scheduler:
@@ -157,6 +49,7 @@ class Scheduler:
 
     Attributes:
         drafting: makes the drafts of decodes; None where nobody drafts.
+        swapping: copies preempted requests to host memory; None where they are computed again.
     """
 
     def __init__(
@@ -178,6 +71,7 @@ class Scheduler:
         self._admission = Admission(self.allocations, self._running, self.policy)
         self._plan_in_flight: StepPlan | None = None
         self.drafting: MakesDrafts | None = None
+        self.swapping: Swapping | None = None
 
     @property
     def trims_chunks(self) -> bool:
@@ -255,7 +149,10 @@ class Scheduler:
         self.holding.sweep()
         tiers = self.allocations.tiers
         if tiers is not None:
+            if alone is not None and self.swapping is not None:
+                tiers.forget()
             self.allocations.restore_prefixes()
+            self._swap()
         self._waiting.begin_step()
         if alone is not None:
             self._restart_running(but=alone)
@@ -371,7 +268,13 @@ class Scheduler:
             if not num_new or self.allocations.grow(request, request.num_computed_tokens + num_new):
                 step.add(request, num_new, is_cut)
                 return
-            self._preempt(self._victim(), step)
+            if self.swapping is not None:
+                if self.swapping.is_leaving:
+                    return  # blocks are freed in a later step
+                if (other := self.swapping.stop()) is not None:
+                    self._enqueue(other)
+                    continue
+            self._preempt(self._victim(), step, may_swap=True)
 
     def _victim(self) -> Request:
         """Return the policy's choice among running requests other than the earliest."""
@@ -379,8 +282,28 @@ class Scheduler:
         assert victim in others, f"expected the policy to choose one of {others}, got {victim}"
         return victim
 
-    def _preempt(self, victim: Request, step: StepDraft) -> None:
+    def _swap(self) -> None:
+        """Go on with requests that leave to host memory, or come back from there."""
+        if self.swapping is None:
+            return
+        for request in self.swapping.lost():
+            request.num_computed_tokens = 0
+            if request.status is RequestStatus.MOVING:
+                self.allocations.close(request)
+                self._enqueue(request)
+        for request in self.swapping.arrived():
+            self._run(request)
+        for request in self.swapping.left():
+            self._enqueue(request)
+
+    def _preempt(self, victim: Request, step: StepDraft, *, may_swap: bool = False) -> None:
         step.preempt(victim)
+        if may_swap and self.swapping is not None and self.swapping.begin(victim):
+            self._running.remove(victim)
+            self._release(victim)
+            for request in self.swapping.left():
+                self._enqueue(request)
+            return
         self._prefixes.keep_end(victim, is_preempted=True)
         self._restart(victim)
 
@@ -416,6 +339,15 @@ class Scheduler:
             request = self._waiting.next()
             if request in step.preempted:
                 return
+            if self.swapping is not None and self.swapping.has(request):
+                if not self.swapping.is_there(request):
+                    self._waiting.pass_over(request)
+                    continue
+                if not self._admission.has_room(request, None, step):
+                    return
+                self._waiting.admit(request)
+                self.swapping.come(request)
+                continue
             hit = self.allocations.find(request)
             if self._prefixes.comes_soon(request, hit, self._running, step):
                 self._waiting.pass_over(request)
@@ -488,7 +420,11 @@ class Scheduler:
         self.policy.admitted(request)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
+        if self.swapping is not None:
+            self.swapping.drop(request)
         match request.status:
+            case RequestStatus.MOVING:
+                self.allocations.close(request)
             case RequestStatus.RUNNING:
                 if self._plan_in_flight is None:
                     self._prefixes.keep_end(request)

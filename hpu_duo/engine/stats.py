@@ -14,6 +14,7 @@ from hpu_duo.engine.drafts import SpeculationStats
 from hpu_duo.engine.telemetry import BudgetStats, RuleStats, held_bytes
 from hpu_duo.kv.plan import ring_slack
 from hpu_duo.kv.tiers.disk import DiskCounters, DiskTier
+from hpu_duo.kv.tiers.swap import SwapCounters
 from hpu_duo.modeling.packed_linear import PanelLinear
 from hpu_duo.modeling.precision import name_of
 from hpu_duo.modeling.quantised.panels import PanelQuantisedLinear, weights_of
@@ -287,6 +288,7 @@ class OffloadStats:
         num_evicted: that were evicted from there.
         used_bytes, total_bytes: of the host's memory on this rank.
         disk: of its tier on disk; None without one.
+        swap: of preempted requests; None where they are computed again.
     """
 
     num_stored: int
@@ -304,6 +306,7 @@ class OffloadStats:
     used_bytes: int
     total_bytes: int
     disk: DiskStats | None = None
+    swap: SwapCounters | None = None
 
     @classmethod
     def of(cls, allocations: KVAllocations) -> OffloadStats | None:
@@ -318,6 +321,7 @@ class OffloadStats:
             num_evicted=host.num_evicted,
             used_bytes=host.num_used_slots * tiers.sizes.slot_bytes,
             total_bytes=host.num_slots * tiers.sizes.slot_bytes,
+            swap=None if tiers.swap is None else replace(tiers.swap.counters),
             disk=None if tiers.disk is None else DiskStats.of(tiers.disk),
         )
 

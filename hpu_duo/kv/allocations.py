@@ -252,6 +252,16 @@ class KVAllocations:
         self.blocks.release(request.block_table[num_blocks : request.num_blocks].tolist())
         request.num_blocks = min(request.num_blocks, num_blocks)
 
+    def release_prefix(self, request: Request) -> None:
+        """Note that a request needs what it has cached no more; its blocks stay until they are freed."""
+        if self.prefixes is not None:
+            self.prefixes.release(request)
+
+    def drop_last_block(self, request: Request) -> None:
+        """Free the last block of the request, whose content is copied elsewhere before the next step."""
+        request.num_blocks -= 1
+        self.blocks.release([int(request.block_table[request.num_blocks])])
+
     def _release_region(self, request: Request) -> None:
         if self.regions is not None and request.region != NO_REGION:
             self.regions.release(request.region)

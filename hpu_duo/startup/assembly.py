@@ -199,7 +199,7 @@ def engine_around(
         runner.builder.class_of = TokenClassifier(tokenizer).table(vocab_size)
     policy = make_policy(config.scheduler.scheduling_policy)
     scheduler = Scheduler(limits, _trimming(config, runner), policy)
-    attach_tiers(config.cache, runner.store.plan, limits, scheduler.allocations, runner.executor.link)
+    attach_tiers(config.cache, runner.store.plan, limits, scheduler, runner.executor.link)
     ranker = read_ranker(config.scheduler, vocab_size)
     token_limits = TokenLimits(limits.max_model_len, eos_token_ids, vocab_size)
     engine = Engine(runner, scheduler, token_limits, tokenizer, seed, ranker)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from graphs import StepLimits
 from hpu_duo.config.limits import CacheConfig
 from hpu_duo.device.runtime import host_memory
-from hpu_duo.kv.allocations import KVAllocations
+from hpu_duo.engine.swapping import Swapping
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore, block_units, row_units
 from hpu_duo.kv.tiers.disk import DiskTier, SegmentFolder
@@ -21,12 +21,15 @@ from hpu_duo.kv.tiers.host_link import HostLink
 from hpu_duo.kv.tiers.link import Link
 from hpu_duo.kv.tiers.policy import WritePolicy
 from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers, RecordSizes
+from hpu_duo.kv.tiers.stage import Stage
+from hpu_duo.kv.tiers.swap import PreemptionMode, SwapSpace
 from hpu_duo.startup.fingerprint import records_digest
 from hpu_duo.writable import check_directory
 
 if TYPE_CHECKING:
     from hpu_duo.config.engine import EngineConfig
     from hpu_duo.engine.engine import Engine
+    from hpu_duo.engine.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 
@@ -76,21 +79,24 @@ class HostSlots(NamedTuple):
     """Slots of the records of one rank.
 
     Attributes:
-        number: of slots.
+        number: of slots of the prefix cache.
         num_bytes: of one, on this rank.
         per_row: that a snapshot fills, the same on all ranks.
+        num_swap: slots of preempted requests, after the others.
     """
 
     number: int
     num_bytes: int
     per_row: int
+    num_swap: int = 0
 
     @classmethod
-    def of(cls, size_gib: float, memory: MemoryPlan) -> HostSlots:
+    def of(cls, size_gib: float, memory: MemoryPlan, swap_gib: float = 0.0) -> HostSlots:
         """Return the slots of a tier: a block fills one, a snapshot as many as it needs.
 
         Args:
             size_gib: GiB of all ranks together.
+            swap_gib: as many for preempted requests.
 
         Raises:
             ValueError: the size is below one record, or above the free memory of the host.
@@ -105,12 +111,18 @@ class HostSlots(NamedTuple):
             raise ValueError(
                 f"expected kv_offloading_size of one block or more, {sum(sizes):,} bytes, got {total:,} bytes"
             )
-        if total > free:
+        swap = int(swap_gib * _GIB)
+        if swap_gib and swap < sum(sizes):
             raise ValueError(
-                f"expected kv_offloading_size within the free memory of the host, {free:,} bytes, got "
-                f"{total:,} bytes"
+                f"expected swap_space of one block or more, {sum(sizes):,} bytes, got {swap:,} bytes"
             )
-        return cls(total // sum(sizes), sizes[0], per_row)
+        if total + swap > free:
+            together = " and swap_space together" if swap else ""
+            raise ValueError(
+                f"expected kv_offloading_size{together} within the free memory of the host, {free:,} bytes, "
+                f"got {total + swap:,} bytes"
+            )
+        return cls(total // sum(sizes), sizes[0], per_row, swap // sum(sizes))
 
 
 def host_link(cache: CacheConfig, store: KVStore, limits: StepLimits, *, is_padded: bool) -> HostLink | None:
@@ -121,9 +133,10 @@ def host_link(cache: CacheConfig, store: KVStore, limits: StepLimits, *, is_padd
     """
     if cache.kv_offloading_size is None:
         return None
-    slots = HostSlots.of(cache.kv_offloading_size, store.plan)
+    slots = HostSlots.of(cache.kv_offloading_size, store.plan, cache.swap_space or 0.0)
     padded = (limits.num_staged_blocks // 2, limits.num_staged_rows // 2) if is_padded else None
-    return HostLink(block_units(store), row_units(store), slots.number, slots.num_bytes, padded)
+    number = slots.number + slots.num_swap
+    return HostLink(block_units(store), row_units(store), number, slots.num_bytes, padded)
 
 
 def attach_disk(engine: Engine, config: EngineConfig) -> tuple[str, ...]:
@@ -180,24 +193,29 @@ def is_in_memory(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
 
 
 def attach_tiers(
-    cache: CacheConfig, memory: MemoryPlan, limits: StepLimits, allocations: KVAllocations, link: Link | None
+    cache: CacheConfig, memory: MemoryPlan, limits: StepLimits, scheduler: Scheduler, link: Link | None
 ) -> None:
-    """Connect the prefix cache of an engine to its records on the host, if it has any."""
+    """Connect a scheduler to host memory, if it has any: the prefix cache, and preempted requests."""
     if cache.kv_offloading_size is None or link is None:
         return
-    slots = HostSlots.of(cache.kv_offloading_size, memory)
-    allocations.attach(
-        PrefixTiers(
-            HostTier(slots.number, limits.block_size),
-            weakref.proxy(link),  # the executor's: allocations and their parts refer to each other
-            allocations.staged_units,
-            RecordSizes(
-                max(1, memory.block_bytes) if memory.uses_blocks else 0,
-                max(1, memory.row_bytes) if memory.uses_rows else 0,
-                slots.num_bytes,
-                slots.per_row,
-            ),
-            allocations.add_copy,
-            WritePolicy(cache.kv_offloading_write_policy),
-        )
+    slots = HostSlots.of(cache.kv_offloading_size, memory, cache.swap_space or 0.0)
+    allocations = scheduler.allocations
+    # The executor has the link: allocations and their parts refer to each other.
+    stage = Stage(weakref.proxy(link), allocations.staged_units, allocations.add_copy)
+    tiers = PrefixTiers(
+        HostTier(slots.number, limits.block_size),
+        stage,
+        RecordSizes(
+            max(1, memory.block_bytes) if memory.uses_blocks else 0,
+            max(1, memory.row_bytes) if memory.uses_rows else 0,
+            slots.num_bytes,
+            slots.per_row,
+        ),
+        WritePolicy(cache.kv_offloading_write_policy),
     )
+    allocations.attach(tiers)
+    if slots.num_swap:
+        room = range(slots.number, slots.number + slots.num_swap)
+        tiers.swap = SwapSpace(stage, room, slots.per_row if memory.uses_rows else 0, slots.num_bytes)
+        mode = PreemptionMode(cache.preemption_mode)
+        scheduler.swapping = Swapping(allocations, tiers.swap, mode, tiers.load_policy)

@@ -15,10 +15,13 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from graphs import StepLimits
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.step_plan import StepPlan
+from hpu_duo.engine.swapping import Swapping
 from hpu_duo.kv.tiers.host import HostTier
 from hpu_duo.kv.tiers.link import Landed, Transfer, Transfers
 from hpu_duo.kv.tiers.policy import WritePolicy
 from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers, RecordSizes
+from hpu_duo.kv.tiers.stage import Stage
+from hpu_duo.kv.tiers.swap import PreemptionMode, SwapSpace
 from tests.engine_host.prefix_draws import prefix_limits
 from tests.engine_host.simulated_device import VOCAB_SIZE, SimulatedDevice, Slot, make_request
 from tests.engine_host.test_prefix_loads import LoadMachine
@@ -108,8 +111,11 @@ class TieredMachine(LoadMachine):
         staged=st.sampled_from([2, 4, 10]),
         num_slots=st.sampled_from([2, 10, 200, 200]),
         policy=st.sampled_from(WritePolicy),
+        num_swap_slots=st.sampled_from([0, 3, 40]),
     )
-    def create(self, limits: StepLimits, staged: int, num_slots: int, policy: WritePolicy) -> None:
+    def create(
+        self, limits: StepLimits, staged: int, num_slots: int, policy: WritePolicy, num_swap_slots: int = 0
+    ) -> None:
         super().create(limits)
         blocks, rows = staged if limits.uses_blocks else 0, staged if limits.uses_rows else 0
         larger = replace(
@@ -132,13 +138,19 @@ class TieredMachine(LoadMachine):
         sizes = RecordSizes(8 * limits.uses_blocks, 12 * limits.uses_rows, 8, 2 if limits.uses_blocks else 1)
         self.tiers = PrefixTiers(
             HostTier(num_slots, limits.block_size),
-            link,
-            allocations.staged_units,
+            Stage(link, allocations.staged_units, allocations.add_copy),
             sizes,
-            allocations.add_copy,
             policy,
         )
         allocations.attach(self.tiers)
+        if num_swap_slots:
+            room = range(num_slots, num_slots + num_swap_slots)
+            self.tiers.swap = SwapSpace(
+                self.tiers.stage, room, sizes.slots_per_row * limits.uses_rows, sizes.slot_bytes
+            )
+            self.scheduler.swapping = Swapping(
+                allocations, self.tiers.swap, PreemptionMode.SWAP, self.tiers.load_policy
+            )
         run = device.run
 
         def run_with_transfers(plan: StepPlan) -> list[int]:
@@ -201,6 +213,8 @@ class TieredMachine(LoadMachine):
             return
         assert not self.tiers.has_loads
         assert not any(record.num_readers for record in self.tiers.host)
+        if self.tiers.swap is not None:
+            assert not self.tiers.swap.num_used_slots
 
 
 TestTieredPrefixes = TieredMachine.TestCase

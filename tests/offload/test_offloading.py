@@ -53,7 +53,7 @@ def in_steps(served: HPUDuoModel, latency: float = 0.0) -> HPUDuoModel:
         now[0] = to
 
     link = SimulatedLink(tiers.sizes[:2], latency, 4096.0, 4096.0, clock, advance, executor.link)
-    executor.link = tiers.link = link
+    executor.link = tiers.stage.link = link
     return served
 
 

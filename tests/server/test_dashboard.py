@@ -62,6 +62,8 @@ OMITTED = {
                 "busy",
                 "evicted",
                 "declined",
+                "swapped_out",
+                "swapped_in",
                 "disk_used_bytes",
                 "disk_hit_tokens",
                 "disk_written_bytes",

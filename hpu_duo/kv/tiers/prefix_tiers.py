@@ -6,18 +6,20 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hpu_duo.kv.pool import BlockCopy, Copy, RowCopy
 from hpu_duo.kv.prefix_tree import PrefixNode, PrefixTree, digest_of
 from hpu_duo.kv.tiers.disk import MOST_READS, DiskTier
 from hpu_duo.kv.tiers.host import HostTier, Record, RecordKey
-from hpu_duo.kv.tiers.link import Landed, Link, Transfer, Transfers
+from hpu_duo.kv.tiers.link import Landed, Transfers
 from hpu_duo.kv.tiers.policy import LoadPolicy, WritePolicy
 from hpu_duo.kv.tiers.segments import StoredRecord
+from hpu_duo.kv.tiers.stage import Stage
+from hpu_duo.kv.tiers.swap import SwapSpace
 from hpu_duo.request import Request
 
 _log = logging.getLogger(__name__)
@@ -133,62 +135,51 @@ class PrefixTiers:
 
     Args:
         host: the index of records.
-        link: moves the bytes.
-        units: ids of blocks, and of rows, that are reserved.
+        stage: of transfers; an attribute too.
         sizes: of records; an attribute too.
-        add_copy: requests a copy.
         write_policy: when to store.
         load_policy: when to load.
         most_waits: steps in all that a load waits for a unit for what it evicts, which is lost then.
 
     Attributes:
         disk: what has landed on the host is written there too; None = nowhere.
+        swap: room for preempted requests, by the same transfers; None = there is none.
     """
 
     def __init__(
         self,
         host: HostTier,
-        link: Link,
-        units: tuple[Sequence[int], Sequence[int]],
+        stage: Stage,
         sizes: RecordSizes,
-        add_copy: Callable[[Copy], None],
         write_policy: WritePolicy = WritePolicy.WRITE_BACK,
         load_policy: LoadPolicy | None = None,
         most_waits: int = 64,
     ) -> None:
-        self.host, self.link, self.write_policy = host, link, write_policy
+        self.host, self.stage, self.write_policy = host, stage, write_policy
         self.load_policy = LoadPolicy() if load_policy is None else load_policy
         self.counters, self.sizes = TierCounters(), sizes
         self.disk: DiskTier | None = None
-        self._units, self._add_copy, self._most_waits = units, add_copy, most_waits
+        self.swap: SwapSpace | None = None
+        self._most_waits = most_waits
         self._record_bytes, self._num_slots = sizes[:2], (1, sizes.slots_per_row)
-        self._storing: dict[Transfer, Record] = {}
-        self._loading: dict[Transfer, Piece] = {}
         self._reset()
 
     def _reset(self) -> None:
-        # Free units by direction and kind.
-        self._free = {
-            (is_load, is_row): list(units[is_load::2])
-            for is_row, units in enumerate(self._units)
-            for is_load in (False, True)
-        }
-        self._stores: list[Transfer] = []
+        self._storing: set[Record] = set()
         # By record that is read from the disk.
         self._reading: dict[Record, Piece] = {}
-        self._landed: list[Transfer] = []
         self._loads: dict[Request, Load] = {}
         self._asked: set[Request] = set()
         self._bytes_ahead = 0
 
     @property
     def has_loads(self) -> bool:
-        """Whether any request waits for records."""
-        return bool(self._loads)
+        """Whether any request waits for records, or for its swapped blocks."""
+        return bool(self._loads) or (self.swap is not None and self.swap.is_moving)
 
     def wait_any(self) -> None:
         """Wait until a transfer, or the work of a thread of the disk, has ended, if any is on its way."""
-        self.link.wait_any(() if self.disk is None else self.disk.futures)
+        self.stage.link.wait_any(() if self.disk is None else self.disk.futures)
 
     def is_loading(self, request: Request) -> bool:
         """Whether a request waits for records."""
@@ -215,17 +206,24 @@ class PrefixTiers:
             self.host.use((key,))
             return
         assert node.parent is not None, "expected a prefix with a block"
-        free, record = self._free[False, is_row], None
-        if free:
+        record = None
+        if self.stage.num_free(is_load=False, is_row=is_row):
             record = self.host.reserve(key, node.parent.digest, node.num_own_tokens, self._num_slots[is_row])
         if record is None:
             self.counters.num_busy += is_evicted
             return
-        staged = free.pop()
-        self._add_copy(RowCopy(unit, staged) if is_row else BlockCopy(unit, staged))
-        transfer = Transfer(is_row, staged, record.slots)
-        self._storing[transfer] = record
-        self._stores.append(transfer)
+        self._storing.add(record)
+        self.stage.store(unit, record.slots, partial(self._stored, record), is_row=is_row)
+
+    def _stored(self, record: Record, landed: Landed) -> None:
+        counters, num_bytes = self.counters, self._record_bytes[record.key.is_row]
+        counters.num_stored += 1
+        counters.stored_bytes += num_bytes
+        counters.stored_s += landed.seconds
+        self._storing.remove(record)
+        record.is_present = True
+        if self.disk is not None:
+            self.disk.offer(record)
 
     def fetches(
         self, request: Request, start: int, path: Sequence[PrefixNode], most: int, tree: PrefixTree
@@ -336,22 +334,28 @@ class PrefixTiers:
 
     def take(self) -> Transfers | None:
         """Return the transfers of the next step; None if there are none."""
-        loads = list[Transfer]()
         for load in list(self._loads.values()):
             self._read(load)
             while load.num_begun < load.num_read and not load.is_abandoned:
                 piece = load.pieces[load.num_begun]
-                free = self._free[True, piece.is_row]
-                if not free or piece.record is None or not piece.record.is_present:
+                is_free = self.stage.num_free(is_load=True, is_row=piece.is_row)
+                if not is_free or piece.record is None or not piece.record.is_present:
                     break
-                piece.unit = free.pop()
-                transfer = Transfer(piece.is_row, piece.unit, piece.record.slots)
-                self._loading[transfer] = piece
-                loads.append(transfer)
+                piece.unit = self.stage.load(
+                    piece.record.slots, partial(self._loaded, piece), is_row=piece.is_row
+                )
                 load.num_begun += 1
-        stores, self._stores = self._stores, []
-        landed, self._landed = self._landed, []
-        return Transfers(tuple(stores), tuple(loads), tuple(landed)) if stores or loads or landed else None
+        return self.stage.take()
+
+    def _loaded(self, piece: Piece, landed: Landed) -> None:
+        counters, num_bytes = self.counters, self._record_bytes[piece.is_row]
+        counters.num_loaded += 1
+        counters.loaded_bytes += num_bytes
+        counters.loaded_s += landed.seconds
+        self.load_policy.loaded(num_bytes, landed.seconds)
+        piece.has_landed = True
+        if piece.load.is_abandoned:
+            self._release(piece)
 
     def _read(self, load: Load) -> None:
         """Begin to read the next records of a load that are on disk."""
@@ -373,7 +377,7 @@ class PrefixTiers:
             num_slots = self._num_slots[source.key.is_row]
             record = self.host.reserve(source.key, source.parent, source.num_own_tokens, num_slots)
             if record is None:
-                if not (self._loading or self._storing or disk.futures):
+                if not (self.stage.is_busy or disk.futures):
                     self._give_up(piece.load)
                 return False
             if not disk.read(source, record):
@@ -416,24 +420,10 @@ class PrefixTiers:
                 what is evicted can be copied to.
         """
         try:
-            ended = self.link.poll()
+            self.stage.poll()
         except Exception as error:
             self._lose_records(error)
             return
-        for landed in ended:
-            self._landed.append(landed.transfer)
-            self._count(landed)
-            if not landed.is_load:
-                self._free[False, landed.transfer.is_row].append(landed.transfer.unit)
-                record = self._storing.pop(landed.transfer)
-                record.is_present = True
-                if self.disk is not None:
-                    self.disk.offer(record)
-                continue
-            piece = self._loading.pop(landed.transfer)
-            piece.has_landed = True
-            if piece.load.is_abandoned:
-                self._release(piece)
         if self.disk is not None:
             self._land_reads(self.disk)
         for load in list(self._loads.values()):
@@ -447,7 +437,8 @@ class PrefixTiers:
     ) -> None:
         while load.pieces and load.pieces[0].has_landed:
             # Some units are left for what requests evict in the same step.
-            is_busy = len(self._free[False, False]) <= len(self._units[False]) // _LEFT
+            num_free = self.stage.num_free(is_load=False, is_row=False)
+            is_busy = num_free <= self.stage.num_units(is_row=False) // _LEFT
             may_wait = is_busy and self._storing and load.num_waits < self._most_waits
             if may_wait and not load.pieces[0].is_row and not has_free_block():
                 load.num_waits += 1
@@ -476,19 +467,7 @@ class PrefixTiers:
             piece.record.num_readers -= 1
         self._bytes_ahead -= self._record_bytes[piece.is_row]
         if piece.unit is not None:
-            self._free[True, piece.is_row].append(piece.unit)
-
-    def _count(self, landed: Landed) -> None:
-        counters, num_bytes = self.counters, self._record_bytes[landed.transfer.is_row]
-        if landed.is_load:
-            counters.num_loaded += 1
-            counters.loaded_bytes += num_bytes
-            counters.loaded_s += landed.seconds
-            self.load_policy.loaded(num_bytes, landed.seconds)
-        else:
-            counters.num_stored += 1
-            counters.stored_bytes += num_bytes
-            counters.stored_s += landed.seconds
+            self.stage.release(piece.unit, is_row=piece.is_row)
 
     def _lose_records(self, error: Exception) -> None:
         """Drop all records and transfers after one has failed: who waits for them computes its prefix."""
@@ -499,13 +478,13 @@ class PrefixTiers:
 
     def forget(self) -> None:
         """Drop all transfers, because the content of the stores is unknown; records stay."""
-        self.link.drain()
+        self.stage.forget()
+        if self.swap is not None:
+            self.swap.forget()
         if self.disk is not None:
             self.disk.drain()
-        for record in (*self._storing.values(), *self._reading):
+        for record in (*self._storing, *self._reading):
             self.host.drop(record)
         for record in self.host:
             record.num_readers = 0
-        self._storing.clear()
-        self._loading.clear()
         self._reset()

@@ -1,0 +1,83 @@
+"""Preempted requests that leave to host memory: the same tokens, and none of them computed again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpu_duo import HPUDuoModel, SamplingParams
+from hpu_duo.kv.tiers.swap import SwapCounters
+from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
+from tests.modeling.families import prompts_of
+from tests.offload.test_offloading import KINDS, in_steps
+
+PROMPTS = prompts_of((33, 25, 32, 29, 30, 37, 25, 28, 31, 34))
+PARAMS = SamplingParams(temperature=0, max_tokens=40)
+SWAP: dict[str, Any] = {"kv_offloading_size": 0.02, "preemption_mode": "swap", "swap_space": 0.02}
+
+
+def limits(kind: str) -> dict[str, Any]:
+    pattern = {"pattern": PATTERN} if kind == "budget" else {}
+    return {"max_model_len": 80, "num_blocks": 24, "num_prefix_snapshots": 8, **KINDS[kind], **pattern}
+
+
+def counters(served: HPUDuoModel) -> SwapCounters:
+    offload = served.stats().offload
+    assert offload is not None
+    assert offload.swap is not None
+    return offload.swap
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_swapped_requests_have_the_same_tokens_and_compute_none_again(tiny: Tiny, kind: str) -> None:
+    plain, swapped = tiny.load(**limits(kind)), in_steps(tiny.load(**limits(kind), **SWAP))
+    assert tokens_of(serve(swapped, PROMPTS, PARAMS)) == tokens_of(serve(plain, PROMPTS, PARAMS))
+    found = counters(swapped)
+    if kind == "streaming":  # it has no blocks, so nobody is preempted
+        assert found.num_out == 0
+        return
+    assert found.num_out == found.num_in == swapped.stats().num_preemptions > 0
+    assert found.num_recomputed == found.num_lost == 0
+    # Some began to come back twice.
+    assert found.in_bytes >= found.out_bytes > 0
+
+
+def test_without_room_a_request_is_computed_again(tiny: Tiny) -> None:
+    swap = {**SWAP, "swap_space": 5e-6}
+    plain, swapped = tiny.load(**limits("duo")), in_steps(tiny.load(**limits("duo"), **swap))
+    assert tokens_of(serve(swapped, PROMPTS, PARAMS)) == tokens_of(serve(plain, PROMPTS, PARAMS))
+    assert counters(swapped).num_recomputed > 0
+
+
+def test_a_transfer_that_fails_computes_swapped_requests_again(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, swapped = tiny.load(**limits("duo")), tiny.load(**limits("duo"), **SWAP)
+    link, number = swapped.engine.runner.executor.link, iter(range(10**6))
+    load = link._load  # type: ignore[union-attr]
+
+    def fail_once(batch: Any) -> None:
+        if next(number) == 1:
+            raise MemoryError("no room")
+        load(batch)
+
+    monkeypatch.setattr(link, "_load", fail_once)
+    assert tokens_of(serve(swapped, PROMPTS, PARAMS)) == tokens_of(serve(plain, PROMPTS, PARAMS))
+    assert counters(swapped).num_lost > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"swap_space": None}, "expected swap_space with preemption_mode 'swap' or 'auto', and only then"),
+        ({"preemption_mode": "recompute"}, "expected swap_space with preemption_mode"),
+        ({"swap_space": 0}, "expected swap_space to be GiB above 0"),
+        ({"swap_space": 1e-9}, "expected swap_space of one block or more"),
+        ({"swap_space": 1e9}, "kv_offloading_size and swap_space together within the free memory"),
+        ({"kv_offloading_size": None}, "preemption_mode='swap' needs kv_offloading_size"),
+    ],
+)
+def test_what_cannot_be_swapped_is_one_sentence(tiny: Tiny, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny.load(**{**limits("duo"), **SWAP, **options})
