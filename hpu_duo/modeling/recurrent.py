@@ -22,7 +22,7 @@ from torch.nn.functional import silu
 
 from hpu_duo.modeling.attention import LayerKind, RunningStep
 from kernels_ref import Convolution, Recurrence, Step, StepParts, StepTensors
-from kernels_ref.recurrent import causal_convolution
+from kernels_ref.recurrent import DeltaInputs, DeltaRule, causal_convolution
 from kernels_ref.recurrent.kind import prepare_recurrences
 
 if TYPE_CHECKING:
@@ -48,7 +48,28 @@ def _convolve(
     return found.t()[None]
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": _convolve, "causal_conv1d_update": _convolve}
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    initial_state: RecurrentStates,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, RecurrentStates]:
+    """transformers' ``chunk_gated_delta_rule``, of the states that ``get_recurrent_state`` returned."""
+    inputs = DeltaInputs.of(*(x[0] for x in (query, key, value, g, beta)), normalises=use_qk_l2norm_in_kernel)
+    return initial_state.attend(inputs)[None].to(query.dtype), initial_state
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolve,
+    "causal_conv1d_update": _convolve,
+    "torch_chunk_gated_delta_rule": _attend,
+    "torch_recurrent_gated_delta_rule": _attend,
+}
 """Our functions by the names that transformers' modules call."""
 
 _NEEDS_STATES = re.compile(r"(^|_)(chunk|recurrent|scan|conv1d|ssm|ssd|kda|lru)(_|$)")
@@ -144,6 +165,19 @@ class RecurrentStates(nn.Module):
         state: torch.Tensor = self.convolution_inputs
         return kind.windows(conv_states[0].t(), state, self.step)
 
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> RecurrentStates:
+        """Return the states themselves, which our functions read and update."""
+        return self
+
+    def update_recurrent_state(self, recurrent_states: Any, layer_idx: int, state_idx: int = 0) -> None:
+        """Do nothing: states are up to date."""
+
+    def attend(self, inputs: DeltaInputs) -> torch.Tensor:
+        """Return what tokens read by the gated delta rule, float32 ``[Q, H, V]``, and update the states."""
+        (kind,) = (kind for kind in self.kinds if isinstance(kind, DeltaRule))
+        state: torch.Tensor = self.delta_rule_memory
+        return kind.attend(inputs, state, self.step)
+
 
 @dataclass
 class _Recorder:
@@ -168,6 +202,20 @@ class _Recorder:
         _, channels, num_tokens = conv_states.shape
         self.kinds.append(Convolution(channels, conv_kernel_size, conv_states.dtype))
         return conv_states.new_zeros(num_tokens, conv_kernel_size, channels)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> _Recorder:
+        """Return the recorder, which our functions call."""
+        if state_idx:
+            raise ValueError("expected one recurrence in a module")
+        return self
+
+    def update_recurrent_state(self, recurrent_states: Any, layer_idx: int, state_idx: int = 0) -> None:
+        """Record nothing: ``attend`` has recorded the state."""
+
+    def attend(self, inputs: DeltaInputs) -> torch.Tensor:
+        """Record a gated delta rule."""
+        self.kinds.append(DeltaRule(*inputs.v.shape[1:2], inputs.k.shape[2], inputs.v.shape[2]))
+        return torch.zeros_like(inputs.v)
 
 
 @dataclass(frozen=True)
@@ -270,7 +318,7 @@ def step_of(
         "row_query_start": ints(begins),
     }
     tensors = StepTensors(**{name: given.get(name, ints(())) for name in StepTensors._fields})
-    parts = StepParts(causal=True, shared=False, unique=True)
+    parts = StepParts(causal=max(counts) > 1, shared=False, unique=True)
     plans = prepare_recurrences(kinds, parts, tensors)
     return Step(parts, tensors, 1, ints(begins), tensors.row, plans)
 

@@ -138,7 +138,7 @@ class Deployment:
 
     def promoted_bytes(self, context: int) -> int:
         """Bytes of a request of ``context`` tokens that promoted heads take beyond those of their rings."""
-        unpromoted = replace(self._units, layers=self._kv_layers_of(self._cut))
+        unpromoted = replace(self._units, layers=(*self._kv_layers_of(self._cut), *self._states))
         return self._units.bytes_per_request(context) - unpromoted.bytes_per_request(context)
 
     @property
@@ -197,12 +197,17 @@ class Deployment:
             num_snapshots=self.count_snapshots(num_rows),
         )
 
+    @property
+    def _states(self) -> tuple[LayerKV, ...]:
+        """Layers of the model with states only."""
+        return tuple(LayerKV((), 0, rows=kinds) for kinds in self.model.states)
+
     @cached_property
     def _units(self) -> MemoryPlan:
         """The smallest plan, which has the sizes of a block and of a row."""
         serving = self.serving
         return MemoryPlan(
-            self.kv_layers,
+            (*self.kv_layers, *self._states),
             int(Format.BF16.num_bytes),
             serving.engine_block_size,
             max_num_seqs=1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
@@ -14,8 +14,10 @@ from hpu_duo.modeling.attention import LayerKind
 from hpu_duo.modeling.experts import EXPERTS_PER_TOKEN, NUM_EXPERTS
 from hpu_duo.modeling.loading import build_without_weights
 from hpu_duo.modeling.probe import read_layers
+from hpu_duo.modeling.recurrent import recurrent_layers
 from hpu_duo.modeling.transformers_internals import causal_model_class
 from hpu_duo.planning.model import AttentionSize, Experts, ModelSize
+from kernels_ref import RowKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,11 +32,23 @@ def check_causal(config: Any) -> None:
         )
 
 
-def attention_sizes(file: Path, config: Any) -> tuple[AttentionSize, ...]:
-    """Read the sizes of the attention of each layer from calls of a model without storage.
+class LayerSizes(NamedTuple):
+    """Sizes of layers.
 
-    For families whose configurations do not say them alike: values of another size than keys, and layers that
-    attend to the keys and values of earlier ones.
+    Attributes:
+        attention: of each layer that attends.
+        states: kinds of states, in bfloat16, of each layer that has these instead.
+    """
+
+    attention: tuple[AttentionSize, ...]
+    states: tuple[tuple[RowKind, ...], ...]
+
+
+def layer_sizes(file: Path, config: Any) -> LayerSizes:
+    """Read the sizes of each layer from calls of a model without storage.
+
+    For families whose configurations do not say them alike: values of another size than keys, layers that
+    attend to the keys and values of earlier ones, and layers with states.
 
     Args:
         file: of the configuration, for messages.
@@ -43,8 +57,10 @@ def attention_sizes(file: Path, config: Any) -> tuple[AttentionSize, ...]:
     Raises:
         ValueError: the model cannot be served.
     """
-    calls = [layer.call for layer in read_layers(build_without_weights(file, config, torch.float32))]
-    return tuple(
+    model = build_without_weights(file, config, torch.float32)
+    calls = [layer.call for layer in read_layers(model)]
+    states = tuple(each.states_in(torch.bfloat16) for each in recurrent_layers(model))
+    attention = tuple(
         AttentionSize(
             *(call.num_heads, call.num_kv_heads, call.head_dim, call.sliding_window),
             value_head_dim=None if call.value_head_dim == call.head_dim else call.value_head_dim,
@@ -53,6 +69,7 @@ def attention_sizes(file: Path, config: Any) -> tuple[AttentionSize, ...]:
         )
         for call in calls
     )
+    return LayerSizes(attention, states)
 
 
 def counted_model(name: str, config: Any, layers: tuple[AttentionSize, ...], max_positions: int) -> ModelSize:

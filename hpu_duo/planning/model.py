@@ -14,6 +14,7 @@ from hpu_duo.heads.binarise import check_sparsity, round_half_up
 
 if TYPE_CHECKING:
     from hpu_duo.kv.plan import LayerKV
+    from kernels_ref import RowKind
 
 
 _GIB = 1 << 30
@@ -237,6 +238,7 @@ class ModelSize:
             int8; those of experts are not counted.
         stored_bytes: of all weights of a quantised checkpoint, as its files store them; None for plain ones,
             or without files.
+        states: kinds of states of a request in each layer that has these instead of keys and values.
     """
 
     name: str
@@ -250,6 +252,7 @@ class ModelSize:
     structures: tuple[int, ...] = ()
     matrix_outputs: int = 0
     stored_bytes: int | None = None
+    states: tuple[tuple[RowKind, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:

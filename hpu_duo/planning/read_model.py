@@ -185,10 +185,11 @@ def _by_transformers(name: str, file: Path) -> ModelSize:
 
         check_causal(text)
     try:
-        if any(getattr(text, name, None) for name in ("kv_lora_rank", "num_kv_shared_layers", "v_head_dim")):
-            from hpu_duo.planning.counted_model import attention_sizes
+        states: tuple[Any, ...] = ()
+        if _needs_calls(text):
+            from hpu_duo.planning.counted_model import layer_sizes
 
-            layers = attention_sizes(file, text)
+            layers, states = layer_sizes(file, text)
         else:
             layers = _layers(text)
         max_positions = positions_served(text)
@@ -196,9 +197,16 @@ def _by_transformers(name: str, file: Path) -> ModelSize:
             return plain
         from hpu_duo.planning.counted_model import counted_model
 
-        return counted_model(name, text, layers, max_positions)
+        return replace(counted_model(name, text, layers, max_positions), states=states)
     except (*FILE_ERRORS, RuntimeError) as error:
         raise refusal(f"cannot size the model of {file}", error) from error
+
+
+def _needs_calls(config: Any) -> bool:
+    """Whether sizes of layers are read from calls of a model."""
+    names = ("kv_lora_rank", "num_kv_shared_layers", "v_head_dim")
+    has_states = {"conv", "linear_attention"} & set(getattr(config, "layer_types", None) or ())
+    return bool(has_states) or any(getattr(config, name, None) for name in names)
 
 
 def _layers(config: Any) -> tuple[AttentionSize, ...]:

@@ -1,6 +1,7 @@
 """Recurrences over flattened tokens: states of a fixed size for each row, instead of keys and values."""
 
 from kernels_ref.recurrent.convolution import Convolution, causal_convolution
+from kernels_ref.recurrent.delta_rule import DeltaInputs, DeltaRule
 from kernels_ref.recurrent.kind import Recurrence
 
-__all__ = ["Convolution", "Recurrence", "causal_convolution"]
+__all__ = ["Convolution", "DeltaInputs", "DeltaRule", "Recurrence", "causal_convolution"]

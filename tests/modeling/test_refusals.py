@@ -41,10 +41,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {**EXPERTS, "use_mamba_kernels": False},
         "one attention call in each",
     ),
-    "linear_attention_and_attention": (
-        "Qwen3NextConfig",
-        EXPERTS,
-        r"one attention call in each.*states of .* are not supported: Qwen3NextGatedDeltaNet \(torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule\)",
+    "state_space_of_two_kinds": (
+        "BambaConfig",
+        {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8},
+        r"one attention call in each.*states of .* are not supported: BambaMixer",
     ),
     "recurrence_and_attention": ("RecurrentGemmaConfig", {}, "one attention call in each"),
     "recurrence": ("RwkvConfig", {}, "cannot be served"),

@@ -10,8 +10,22 @@ import pytest
 from hpu_duo import HPUDuoModel
 from tests.modeling.families import BASE, BLOCK, is_known, make_config, save_random
 
+_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv", "conv"]}
 HYBRIDS: dict[str, dict[str, Any]] = {
-    "Lfm2Config": {"layer_types": ["conv", "full_attention", "conv", "conv"]},
+    "Lfm2Config": _CONVOLUTIONS,
+    "Qwen3NextConfig": {**_DELTA, "mlp_only_layers": [0, 1, 2, 3]},
+    "Lfm2MoeConfig": {**_CONVOLUTIONS, **_EXPERTS, "num_dense_layers": 2},
+    "Qwen3_5TextConfig": _DELTA,
+    "Qwen3_5MoeTextConfig": {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 24},
 }
 
 

@@ -23,7 +23,7 @@ def run_in_chunks(
         texts: inputs of each row, ``[T, ...]``.
         chunks: new tokens of each row in each step.
     """
-    starts, found = [0] * len(texts), [[text[:0]] for text in texts]
+    starts, found = [0] * len(texts), [list[torch.Tensor]() for _ in texts]
     for counts in chunks:
         if not any(counts):
             continue
@@ -34,4 +34,4 @@ def run_in_chunks(
         for of_row, output in zip(found, outputs):
             of_row.append(output)
         starts = [start + count for start, count in zip(starts, counts)]
-    return [torch.cat(each) for each in found]
+    return [torch.cat(each) if each else text for each, text in zip(found, texts)]
