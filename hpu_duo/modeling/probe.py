@@ -416,7 +416,7 @@ def read_layers(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
     num_modules = len({id(call.module) for call in calls})
     missing = _missing_parts(model)
     recurrent = () if missing else recurrent_layers(model)
-    is_hybrid = bool(recurrent) and 0 < len(calls) == num_modules < num_layers
+    is_hybrid = bool(recurrent) and 0 < len(calls) == num_modules < (num_layers or 0)
     if not is_hybrid and (len(calls) != num_layers or num_modules != num_layers):
         count = _count_text(len(calls), num_modules, num_layers)
         raise ValueError(f"{name} cannot be served: {count}{missing}")

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -104,9 +103,13 @@ def has_states(module: type[nn.Module]) -> bool:
     return _forward_of(module) is not None and not missing_functions(module)
 
 
-@cache
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _with_states(module: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass with the same code of ``forward``, whose functions and cache are ours."""
+    if module in _classes:
+        return _classes[module]
     plain = _forward_of(module)
     assert plain is not None, f"expected {module} with states"
     names = {name: value for name, value in plain.__globals__.items() if name != "__name__"} | _FUNCTIONS
@@ -117,7 +120,8 @@ def _with_states(module: type[nn.Module]) -> type[nn.Module]:
         kwargs["cache"] = getattr(self, _STATES)
         return same(self, hidden_states, *args, **kwargs)
 
-    return type(module.__name__, (module,), {"forward": forward, "__module__": module.__module__})
+    members = {"forward": forward, "__module__": module.__module__}
+    return _classes.setdefault(module, type(module.__name__, (module,), members))
 
 
 class RecurrentStates(nn.Module):
@@ -128,6 +132,9 @@ class RecurrentStates(nn.Module):
         tensors: of each kind, those of all rows.
         running: the step.
     """
+
+    convolution_inputs: torch.Tensor
+    delta_rule_memory: torch.Tensor
 
     def __init__(
         self,
@@ -162,8 +169,7 @@ class RecurrentStates(nn.Module):
             conv_states: inputs of the new tokens, ``[1, C, Q]``.
         """
         (kind,) = (kind for kind in self.kinds if isinstance(kind, Convolution))
-        state: torch.Tensor = self.convolution_inputs
-        return kind.windows(conv_states[0].t(), state, self.step)
+        return kind.windows(conv_states[0].t(), self.convolution_inputs, self.step)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> RecurrentStates:
         """Return the states themselves, which our functions read and update."""
@@ -175,8 +181,7 @@ class RecurrentStates(nn.Module):
     def attend(self, inputs: DeltaInputs) -> torch.Tensor:
         """Return what tokens read by the gated delta rule, float32 ``[Q, H, V]``, and update the states."""
         (kind,) = (kind for kind in self.kinds if isinstance(kind, DeltaRule))
-        state: torch.Tensor = self.delta_rule_memory
-        return kind.attend(inputs, state, self.step)
+        return kind.attend(inputs, self.delta_rule_memory, self.step)
 
 
 @dataclass
@@ -199,7 +204,7 @@ class _Recorder:
         """Record a convolution."""
         if conv_kernel_size is None or state_idx:
             raise ValueError("expected one convolution of a stated size in a module")
-        _, channels, num_tokens = conv_states.shape
+        channels, num_tokens = conv_states.shape[1:]
         self.kinds.append(Convolution(channels, conv_kernel_size, conv_states.dtype))
         return conv_states.new_zeros(num_tokens, conv_kernel_size, channels)
 
@@ -214,7 +219,8 @@ class _Recorder:
 
     def attend(self, inputs: DeltaInputs) -> torch.Tensor:
         """Record a gated delta rule."""
-        self.kinds.append(DeltaRule(*inputs.v.shape[1:2], inputs.k.shape[2], inputs.v.shape[2]))
+        num_heads, value_dim = inputs.v.shape[1:]
+        self.kinds.append(DeltaRule(num_heads, inputs.k.shape[2], value_dim))
         return torch.zeros_like(inputs.v)
 
 
@@ -254,7 +260,7 @@ def recurrent_layers(model: PreTrainedModel) -> tuple[RecurrentLayer, ...]:
         ValueError: a module with states cannot be served.
     """
     found = [(path, module) for path, module in model.named_modules() if has_states(type(module))]
-    width = getattr(model.config.get_text_config(), "hidden_size", None)
+    width = getattr(model.config.get_text_config(), "hidden_size", 0)
     layers = []
     for path, mixer in found:
         parent, name = model.get_submodule(path.rpartition(".")[0]), type(mixer).__name__

@@ -247,6 +247,10 @@ def _binarised(heads: HeadConfig, layers: tuple[DecoderLayer, ...]) -> HeadPatte
     if heads.pattern is None:
         return None
     pattern = _read(heads.pattern)
+    numbers = [layer.number for layer in layers]
+    if numbers != list(range(len(layers))) and pattern.num_layers > numbers[-1]:
+        # Beside layers with states only, whose lines say nothing.
+        pattern = pattern.of_layers(numbers)
     kv_heads = {layer.call.num_kv_heads for layer in layers}
     if len(kv_heads) > 1:
         raise ValueError(f"a head pattern needs equally many key/value heads in every layer, got {kv_heads}")

@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from graphs.backends.compile import CompileBackend
+from hpu_duo.heads import HeadPattern
 from hpu_duo.planning.read_model import read_model
 from hpu_duo.sampling import SamplingParams
 from tests.modeling.driving import greedy_logits, teacher_forced
@@ -94,3 +96,23 @@ def test_capacity_counts_the_states_of_a_request(tmp_path: Path, name: str) -> N
     size = read_model(tmp_path)
     assert sum(kind.row_bytes for kinds in size.states for kind in kinds) == plan.row_bytes
     assert len(size.layers) + len(size.states) == len(plan.layers) == 4
+
+
+@FAMILIES
+def test_patterns_name_heads_of_layers_that_attend(tmp_path: Path, name: str) -> None:
+    """Windows are as long as any request, so that tokens stay what they are."""
+    model = saved(tmp_path, name)
+    mask = np.array([[0.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
+    prompts = prompts_of([20, 33])
+    for scores in (mask, mask[1:2]):
+        pattern = HeadPattern(scores, sink=2, recent=62).binarise(threshold=0.5)
+        served = load(tmp_path, pattern=pattern, attention="reference")
+        kinds = [group.kind.name for group in served.engine.runner.store.plan.layers[0].groups]
+        assert len(kinds) == 2
+        done = served.engine.generate(prompts, GREEDY)
+        assert [sample.token_ids for [sample] in done] == [greedy(model, each, 8) for each in prompts]
+    with pytest.raises(ValueError, match="expected a head pattern of 1 layers"):
+        load(
+            tmp_path,
+            pattern=HeadPattern(mask[:1].repeat(5, axis=1), sink=2, recent=62).binarise(sparsity=0.5),
+        )
