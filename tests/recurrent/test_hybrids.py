@@ -111,8 +111,6 @@ def test_patterns_name_heads_of_layers_that_attend(tmp_path: Path, name: str) ->
         assert len(kinds) == 2
         done = served.engine.generate(prompts, GREEDY)
         assert [sample.token_ids for [sample] in done] == [greedy(model, each, 8) for each in prompts]
-    with pytest.raises(ValueError, match="expected a head pattern of 1 layers"):
-        load(
-            tmp_path,
-            pattern=HeadPattern(mask[:1].repeat(5, axis=1), sink=2, recent=62).binarise(sparsity=0.5),
-        )
+    wide = HeadPattern(np.ones((1, 3)), sink=2, recent=62).binarise(threshold=0.5)
+    with pytest.raises(ValueError, match="expected a head pattern of 1 layers x 2 KV heads, got 1 x 3"):
+        load(tmp_path, pattern=wide)
