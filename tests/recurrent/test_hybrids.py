@@ -31,6 +31,8 @@ CASES = [
     pytest.param(name, CAPTURE[capture], marks=() if name in FAST and is_fast else (pytest.mark.slow,))
     for name in HYBRIDS
     for capture, is_fast in {"eager": False, "replay": True, "compile": False, "hpu-sim": True}.items()
+    # Rotary positions of these are written to a part of a tensor, in transformers' code.
+    if not (capture == "hpu-sim" and name.startswith("Qwen3_5"))
 ]
 
 
