@@ -27,7 +27,7 @@ from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.heads import HeadPattern
 from hpu_duo.planning import GAUDI3, Deployment, Serving, step_cost, step_limits
 from hpu_duo.planning.read_model import read_model
-from hpu_duo.planning.synthetic_drafts import SyntheticDrafts
+from hpu_duo.planning.simulation import SyntheticDrafts
 from kernels_ref import PLAIN
 
 LLAMA_8B: Mapping[str, Any] = {

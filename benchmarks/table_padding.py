@@ -36,8 +36,8 @@ from hpu_duo.planning import (
     step_cost,
 )
 from hpu_duo.planning.read_model import read_model
+from hpu_duo.planning.roofline import StepSeconds
 from hpu_duo.planning.simulation import SimulatedEngine, Simulation, plan_buckets
-from hpu_duo.planning.step_seconds import StepSeconds
 from kernels_ref import PLAIN
 
 LIMITS = StepLimits(

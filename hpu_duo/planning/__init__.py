@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         SECONDS_PER_GRAPH,
         TRACE_S_PER_OPERATOR,
         EngineWork,
-        WarmUp,
         busiest_rank,
         graph_scale,
     )
@@ -43,11 +42,10 @@ if TYPE_CHECKING:
         ModelSize,
         find_hardware,
     )
+    from hpu_duo.planning.predictions import ERROR_FACTORS, Prediction, WarmUp
     from hpu_duo.planning.roofline import (
-        ERROR_FACTORS,
         FITTED,
         Efficiency,
-        Prediction,
         Seconds,
         predict_seconds,
         roof_seconds,
@@ -118,7 +116,7 @@ _HOMES = {
     "Serving": "hpu_duo.planning.serving",
     "EngineWork": "hpu_duo.planning.engine_work",
     "busiest_rank": "hpu_duo.planning.engine_work",
-    "ERROR_FACTORS": "hpu_duo.planning.roofline",
+    "ERROR_FACTORS": "hpu_duo.planning.predictions",
     "FITTED": "hpu_duo.planning.roofline",
     "GAUDI2": "hpu_duo.planning.model",
     "GAUDI3": "hpu_duo.planning.model",
@@ -135,7 +133,7 @@ _HOMES = {
     "AttentionSize": "hpu_duo.planning.model",
     "Experts": "hpu_duo.planning.model",
     "ModelSize": "hpu_duo.planning.model",
-    "Prediction": "hpu_duo.planning.roofline",
+    "Prediction": "hpu_duo.planning.predictions",
     "PublishedRow": "hpu_duo.planning.fit",
     "published_rows": "hpu_duo.planning.fit",
     "published_sources": "hpu_duo.planning.fit",
@@ -146,7 +144,7 @@ _HOMES = {
     "roof_seconds": "hpu_duo.planning.roofline",
     "SECONDS_PER_GRAPH": "hpu_duo.planning.engine_work",
     "TRACE_S_PER_OPERATOR": "hpu_duo.planning.engine_work",
-    "WarmUp": "hpu_duo.planning.engine_work",
+    "WarmUp": "hpu_duo.planning.predictions",
     "graph_scale": "hpu_duo.planning.engine_work",
     "Formats": "hpu_duo.planning.work",
     "Step": "hpu_duo.planning.fit",

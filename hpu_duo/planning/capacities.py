@@ -14,10 +14,11 @@ from hpu_duo.config.limits import (
 from hpu_duo.kv.allocations import block_moves
 from hpu_duo.kv.plan import LayerKV, MemoryPlan, chunk_grid, in_format, last_chunk
 from hpu_duo.kv.snapshots import default_snapshots_within
-from hpu_duo.planning.engine_work import EngineWork, WarmUp
+from hpu_duo.planning.engine_work import EngineWork
 from hpu_duo.planning.fit import Step
 from hpu_duo.planning.kv_formats import name_of
 from hpu_duo.planning.model import Format, ModelSize, TableMemory
+from hpu_duo.planning.predictions import ERROR_FACTORS, Prediction, WarmUp
 from hpu_duo.planning.retrieval_choice import (
     ChoiceCosts,
     RetrievalChoice,
@@ -25,9 +26,8 @@ from hpu_duo.planning.retrieval_choice import (
     choose_retrieval,
     obstacle_to_context,
 )
-from hpu_duo.planning.roofline import ERROR_FACTORS, Prediction
+from hpu_duo.planning.roofline import StepSeconds
 from hpu_duo.planning.serving import Serving
-from hpu_duo.planning.step_seconds import StepSeconds
 from hpu_duo.planning.work import Formats, kernels_of
 from kernels_ref import KVFormat
 

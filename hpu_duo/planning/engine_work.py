@@ -8,7 +8,7 @@ The seconds of a warm-up are predicted from the operators that it traces and com
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -81,79 +81,6 @@ class BucketGraphs(NamedTuple):
 
     num_recipes: int
     operators: float
-
-
-@dataclass(frozen=True)
-class WarmUp:
-    """Graphs to capture, and their seconds.
-
-    Seconds are proportional to the operators of layers: there are no published times of small graphs.
-
-    Attributes:
-        num_graphs: buckets of the table, or the most that one may have.
-        num_layer_kinds: kinds of layers, each of which is compiled for every bucket.
-        recipes: compilations, if all buckets were like the one with fewest and like the one with most; the
-            same number twice if the table is known.
-        operators: of a layer, in the bucket with fewest and in that with most.
-        trace_s: seconds in which torch traces them, low and high.
-        low_s, high_s: seconds of the warm-up, tracing included.
-        is_bound: whether the table has not been planned, so that ``num_graphs`` is its budget.
-    """
-
-    num_graphs: int
-    num_layer_kinds: int
-    recipes: tuple[int, int]
-    operators: tuple[int, int]
-    trace_s: tuple[float, float]
-    low_s: float
-    high_s: float
-    is_bound: bool
-
-    @classmethod
-    def of(cls, graphs: Iterable[BucketGraphs], num_layer_kinds: int) -> WarmUp:
-        """Estimate the warm-up of a table.
-
-        Args:
-            graphs: of each bucket.
-
-        Raises:
-            ValueError: no bucket.
-        """
-        each = list(graphs)
-        if not each:
-            raise ValueError("expected a bucket to warm up, got none")
-        return cls._sum(num_layer_kinds, each, each, is_bound=False)
-
-    @classmethod
-    def within(
-        cls, num_graphs: int, num_layer_kinds: int, fewest: BucketGraphs, most: BucketGraphs
-    ) -> WarmUp:
-        """Bound the warm-up of a table that has not been planned: all its layers are small, or all large."""
-        return cls._sum(num_layer_kinds, [fewest] * num_graphs, [most] * num_graphs, is_bound=True)
-
-    @classmethod
-    def _sum(
-        cls, num_kinds: int, few: list[BucketGraphs], many: list[BucketGraphs], *, is_bound: bool
-    ) -> WarmUp:
-        traced = tuple(
-            num_kinds * TRACE_S_PER_OPERATOR * sum(each.operators for each in graphs)
-            for graphs in (few, many)
-        )
-        compiled = tuple(
-            num_kinds * seconds * sum(graph_scale(each.operators) for each in graphs)
-            for seconds, graphs in zip(SECONDS_PER_GRAPH, (few, many))
-        )
-        recipes = tuple(sum(each.num_recipes for each in graphs) for graphs in (few, many))
-        return cls(
-            len(few),
-            num_kinds,
-            (recipes[0], recipes[1]),
-            (round(min(each.operators for each in few)), round(max(each.operators for each in many))),
-            (traced[0], traced[1]),
-            compiled[0] + traced[0],
-            compiled[1] + traced[1],
-            is_bound,
-        )
 
 
 _EXPERT_MATRICES = 3

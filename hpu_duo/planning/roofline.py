@@ -1,12 +1,16 @@
-"""Roofline: conversion of work to seconds, and the range in which a prediction is expected to lie."""
+"""Roofline: conversion of work to seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from hpu_duo.planning.model import Format, Hardware
+import numpy as np
+
+from graphs import BatchShape, Phase
+from hpu_duo.planning.attention_counts import Shapes
+from hpu_duo.planning.engine_work import EngineWork
+from hpu_duo.planning.model import Hardware
 from hpu_duo.planning.work import Work
 
 
@@ -100,53 +104,41 @@ FITTED = Efficiency(compute=0.748, memory=0.865, link=0.749, launch_s=0.68e-6)
 The second half had no part in it. One set serves both Gaudis: the roofs of ``Hardware`` carry the difference.
 """
 
-ERROR_FACTORS = {Format.FP8: 1.37, Format.BF16: 1.9}
-"""The most that a predicted time is off by, either way, by format, rounded up.
 
-fp8: the worst of the held-out rows. bf16: no row of it is held out, so it is treated as unseen: the worst of
-all rows when the other models alone were fitted (``worst_unseen``).
-"""
+_MOST_KNOWN = 4096
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """A prediction: ``low <= value <= high``.
+class StepSeconds:
+    """A cost function: predicted seconds of a step, with the operators that ``hpu-duo audit`` counts.
 
-    For a time, ``value`` assumes that everything between matrix products is fused, as in the software of the
-    published figures. ``low`` is ``value`` divided by the largest error of the model. ``high`` assumes that
-    nothing is fused, as ``hpu-duo audit`` counts, and is multiplied by that error. For a rate, the two bounds
-    change places.
+    Attributes:
+        work: of the steps of an engine.
+        hardware: that they run on.
+        is_fused: whether everything between matrix products is fused, as in software of published figures.
     """
 
-    value: float
-    low: float
-    high: float
+    work: EngineWork
+    hardware: Hardware
+    is_fused: bool = False
+    _known: dict[BatchShape, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @classmethod
-    def of(cls, work: Work, hardware: Hardware, num_devices: int, error_factor: float) -> Prediction:
-        """Predict the seconds of a step.
+    def at(
+        self, phase: Phase, query_len: Any, num_shared_blocks: Any, num_unique_blocks: Any, num_logits: Any
+    ) -> Any:
+        """Seconds of a step, or of each of many when sizes are arrays that broadcast together."""
+        sizes = (query_len, num_shared_blocks, num_unique_blocks, num_logits)
+        shapes = Shapes(phase, *(size.astype(np.int64) if np.ndim(size) else int(size) for size in sizes))
+        work = self.work.of(shapes)
+        return predict_seconds(
+            work.fused if self.is_fused else work, self.hardware, self.work.num_devices, FITTED
+        ).total
 
-        Args:
-            error_factor: 1 or more.
-
-        Raises:
-            ValueError: one box has fewer devices.
-        """
-        fused = predict_seconds(work.fused, hardware, num_devices, FITTED).total
-        unfused = predict_seconds(work, hardware, num_devices, FITTED).total
-        return cls(fused, fused / error_factor, unfused * error_factor)
-
-    @classmethod
-    def total(cls, parts: Iterable[Prediction]) -> Prediction:
-        """Seconds of steps that follow each other."""
-        values = [(each.value, each.low, each.high) for each in parts]
-        return cls(*(sum(column) for column in zip(*values)))
-
-    def rate(self, num: int) -> Prediction:
-        """Return the rate, per second, of ``num`` items in this total time."""
-        return Prediction(num / self.value, num / self.high, num / self.low)
-
-    @property
-    def range(self) -> tuple[float, float]:
-        """The bounds."""
-        return self.low, self.high
+    def __call__(self, shape: BatchShape) -> float:
+        """Seconds of one step at ``shape``."""
+        seconds = self._known.get(shape)
+        if seconds is None:
+            seconds = float(self.at(shape.phase, *shape.levels[3:]))
+            if len(self._known) < _MOST_KNOWN:
+                self._known[shape] = seconds
+        return seconds

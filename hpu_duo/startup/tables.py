@@ -32,8 +32,8 @@ from hpu_duo.kv.plan import MemoryPlan, chunk_grid, last_chunk, widest_row
 from hpu_duo.modeling.experts import EXPERTS_PER_TOKEN, HELD, NUM_EXPERTS, expert_bytes
 from hpu_duo.planning.engine_work import EngineWork
 from hpu_duo.planning.model import GAUDI2, GAUDI3, AttentionSize, ModelSize
+from hpu_duo.planning.roofline import StepSeconds
 from hpu_duo.planning.simulation import plan_buckets
-from hpu_duo.planning.step_seconds import StepSeconds
 from hpu_duo.startup.step_limits import resolve_limits
 from kernels_ref import GroupKind, HeadGroup, Implementation, LayerSpec, StepParts
 from kernels_ref.chunks import DEFAULT_BOUNDS, ChunkBounds

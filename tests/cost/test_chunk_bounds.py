@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from graphs import BatchShape, Phase, StepCost, StepLimits
 from hpu_duo.planning import GAUDI2, GAUDI3, Hardware
-from hpu_duo.planning.step_seconds import StepSeconds
+from hpu_duo.planning.roofline import StepSeconds
 from hpu_duo.startup.blueprint import chunk_bounds
 from hpu_duo.startup.tables import model_cost
 from kernels_ref import Blocks, HeadGroup, Implementation, LayerSpec

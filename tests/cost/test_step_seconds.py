@@ -21,7 +21,7 @@ from hpu_duo.planning import (
     predict_seconds,
     step_cost,
 )
-from hpu_duo.planning.step_seconds import StepSeconds
+from hpu_duo.planning.roofline import StepSeconds
 from kernels_ref import PLAIN
 from tests.cost.test_capacity import LLAMA_3_8B
 

@@ -15,8 +15,7 @@ from graphs import BatchShape, BucketTable, GraphMissError, StepLimits
 from graphs.backends.compile import CompileBackend
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
-from hpu_duo.planning.simulation import SimulatedEngine, SimulatedStep, Simulation
-from hpu_duo.planning.synthetic_drafts import SyntheticDrafts
+from hpu_duo.planning.simulation import SimulatedEngine, SimulatedStep, Simulation, SyntheticDrafts
 from hpu_duo.request import FinishReason, Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, make_tiny

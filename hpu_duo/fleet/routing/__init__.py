@@ -6,10 +6,9 @@ use the same ones.
 
 from collections.abc import Callable
 
-from hpu_duo.fleet.routing.d2lpm import D2LPM
 from hpu_duo.fleet.routing.e2 import E2
 from hpu_duo.fleet.routing.prefix_map import PrefixMap
-from hpu_duo.fleet.routing.prefix_router import CacheAware
+from hpu_duo.fleet.routing.prefix_router import D2LPM, CacheAware
 from hpu_duo.fleet.routing.router import (
     Dispatch,
     LeastLoaded,

@@ -15,8 +15,7 @@ from hpu_duo.lab.simulate.sessions import SessionArrivals
 from hpu_duo.lab.simulate.step_times import StepTimes
 from hpu_duo.lab.traces import Session
 from hpu_duo.planning import Deployment, step_cost, step_limits
-from hpu_duo.planning.simulation import SimulatedEngine, Simulation
-from hpu_duo.planning.synthetic_drafts import SyntheticDrafts
+from hpu_duo.planning.simulation import SimulatedEngine, Simulation, SyntheticDrafts
 from hpu_duo.scheduling import make_policy
 
 
