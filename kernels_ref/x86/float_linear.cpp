@@ -24,7 +24,7 @@ constexpr int64_t kMostDirect = 6 * kTileRows;  // rows that read the weight as 
 constexpr int64_t kMaxRows = 240;               // of a block
 constexpr int64_t kPart = 512;                  // inputs of a panel that stay in a cache
 constexpr int64_t kDirectInputs = 2048;         // of a part of a panel, times the passes over it
-constexpr int64_t kAhead = 8;                   // steps between what a single pass reads and what it fetches
+constexpr int64_t kAhead = 8;                   // steps of a tile between what a single pass reads and what it fetches
 
 // Where sums of some rows and neighbouring outputs go; they continue what is there unless inputs are the first.
 struct Sums {
@@ -57,10 +57,8 @@ inline F widened(const typename Stored::Item *tile, int pair, int column) {
   else return Lanes::even(tile + (pair * kHalf + column) * 2);
 }
 
-inline void prefetch(const void *from) { __builtin_prefetch(from, 0, 2); }
-
-// Some inputs of neighbouring tiles, and what is fetched meanwhile: of each tile that is read, lines [fetch, stop) of
-// the tile that lies `ahead` items behind it.
+// Some inputs of neighbouring tiles, and what is fetched meanwhile: lines [fetch, stop) of each step of a panel that lies
+// `ahead` items behind.
 template <class Stored>
 struct Part {
   const float *x;
@@ -69,6 +67,19 @@ struct Part {
   int64_t panel_items, ahead;
   int inputs, first_tile, fetch, stop;
 };
+
+// Lines of a step of a panel.
+template <class Stored>
+constexpr int lines_of() {
+  return kStepItems * (int)sizeof(typename Stored::Item) / kLine;
+}
+
+// Fetches lines of a step of a panel, into the first cache or the second.
+template <int LEVEL>
+inline __attribute__((always_inline)) void prefetch(const void *step, int first, int stop) {
+#pragma GCC unroll 4
+  for (int line = first; line < stop; ++line) __builtin_prefetch((const char *)step + line * kLine, 0, LEVEL);
+}
 
 // Adds one input of all rows and tiles.
 template <class Stored, int ODD, int ROWS, int TILES>
@@ -88,10 +99,11 @@ inline __attribute__((always_inline)) void add_input(const typename Stored::Item
   }
 }
 
-// ROWS rows with TILES tiles, two of each panel.
-template <class Stored, int ROWS, int TILES>
-void multiply_tiles(const Part<Stored> &part, int64_t row, const Sums &out) {
-  constexpr int kVectors = TILES * kTileVectors;
+// ROWS rows with TILES tiles, two of each panel, or one. A single pass fetches all lines, each pair its share and in the order of
+// memory: bursts of lines, or lines of two tiles in turn, take up to twice as long. Inlined, sums leave their registers.
+template <class Stored, int ROWS, int TILES, bool IS_SINGLE>
+__attribute__((noinline)) void multiply_tiles(const Part<Stored> &part, int64_t row, const Sums &out) {
+  constexpr int kVectors = TILES * kTileVectors, kPairLines = lines_of<Stored>() / (TILES == 1 ? kDepth : kDepth / 2);
   const float *x = part.x + row * part.x_stride;
   const typename Stored::Item *tiles[TILES];
 #pragma GCC unroll 8
@@ -105,10 +117,11 @@ void multiply_tiles(const Part<Stored> &part, int64_t row, const Sums &out) {
 #pragma GCC unroll 8
     for (int n = 0; n < kVectors; ++n) sum[m][n] = out.begin(row + m, part.first_tile * kHalf + n * kLanes);
   for (int i = 0; i < part.inputs; i += kDepth, x += kDepth) {
-    for (int line = part.fetch; line < part.stop; ++line)
-#pragma GCC unroll 8
-      for (int t = 0; t < TILES; ++t) prefetch((const char *)(tiles[t] + part.ahead) + line * kLine);
+    if (!IS_SINGLE) prefetch<2>(tiles[0] - part.first_tile % 2 * kTileItems + part.ahead, part.fetch, part.stop);
     for (int pair = 0; pair < kDepth / 2; ++pair) {
+#pragma GCC unroll 2
+      for (int t = 0; IS_SINGLE && t < TILES; t += 2)
+        prefetch<3>(tiles[t] + part.ahead, pair * kPairLines, (pair + 1) * kPairLines);
       add_input<Stored, 0>(tiles, pair, x, part.x_stride, sum);
       add_input<Stored, 1>(tiles, pair, x, part.x_stride, sum);
     }
@@ -125,7 +138,7 @@ constexpr int kLeastTiles = kWide / kTileVectors;  // of the most rows of a pass
 
 // How many tiles a pass takes: a panel, if there are registers for it, and four sums at least.
 constexpr int tiles_of(int rows) {
-  return rows == 1 ? 4 / kTileVectors : std::clamp(kTileRows * kWide / (rows * kTileVectors), kLeastTiles, 2);
+  return rows == 1 ? 4 / kTileVectors : (rows + 1) * 2 * kTileVectors < Lanes::kRegisters ? 2 : kLeastTiles;
 }
 
 template <class Stored>
@@ -134,42 +147,43 @@ class DirectProduct {
   // Rows with the panels [begin, end) of a weight of `inputs` inputs.
   static void multiply(const float *x, int64_t rows, int64_t inputs, const typename Stored::Item *weight,
                        int64_t panels, Sums out) {
+    if (rows <= kTileRows) {
+      const int64_t ahead = kAhead / std::min(tiles_of((int)rows), 2) * kStepItems;
+      const Part<Stored> part{x, inputs, weight, inputs * kPanel, ahead, (int)inputs, 0, 0, 0};
+      return with_rows<kTileRows>((int)rows,
+                                  [&](auto count) { multiply_rows<count, true>(part, 0, 2 * panels, out); });
+    }
+    constexpr int lines = lines_of<Stored>();
     const int64_t passes = divide_up(rows, kTileRows), step = even_step(rows, kTileRows, 1);
-    const int64_t depth = passes == 1 ? inputs : even_step(inputs, std::max(kPart, kDirectInputs / passes), kDepth);
-    const int lines = kTileItems * (int)sizeof(*weight) / kLine;
-    const int64_t tiles = 2 * panels, together = tiles_of((int)step);
-    for (int64_t tile = 0; tile < tiles; tile += together) {
-      const int64_t count = std::min(together, tiles - tile);
+    const int64_t depth = even_step(inputs, std::max(kPart, kDirectInputs / passes), kDepth);
+    for (int64_t panel = 0; panel < panels; ++panel) {
       for (int64_t input = 0; input < inputs; input += depth) {
-        Part<Stored> part{x + input, inputs, weight + input * kPanel, inputs * kPanel, 0, 0, (int)tile, 0, 0};
+        Part<Stored> part{x + input, inputs, weight + input * kPanel, inputs * kPanel, 0, 0, (int)panel * 2, 0, 0};
         part.inputs = (int)std::min(depth, inputs - input);
         out.is_first = !input, out.is_last = input + part.inputs == inputs;
-        // Passes share what is read next: the following inputs of the same tiles, or the first ones of others.
-        part.ahead = passes == 1   ? kAhead * kStepItems
-                     : out.is_last ? next_tiles(tile, count, inputs) - input * kPanel
-                                   : depth * kPanel;
+        // Passes share what is read next: the following inputs of the same panel, or the first ones of the next.
+        part.ahead = (out.is_last ? inputs - input : depth) * kPanel;
         for (int64_t pass = 0, row = 0; row < rows; ++pass, row += step) {
           part.fetch = (int)(lines * pass / passes), part.stop = (int)(lines * (pass + 1) / passes);
-          multiply_rows(part, row, std::min(step, rows - row), count, out);
+          with_rows<kTileRows>((int)std::min(step, rows - row),
+                               [&](auto count) { multiply_rows<count, false>(part, row, 2, out); });
         }
       }
     }
   }
 
  private:
-  static int64_t next_tiles(int64_t tile, int64_t count, int64_t inputs) {
-    const auto place = [&](int64_t t) { return t / 2 * inputs * kPanel + t % 2 * kTileItems; };
-    return place(tile + count) - place(tile);
-  }
-
-  static void multiply_rows(Part<Stored> part, int64_t row, int64_t rows, int64_t tiles, const Sums &out) {
-    with_rows<kTileRows>((int)rows, [&](auto most) {
-      constexpr int kRows = decltype(most)::value, kTiles = tiles_of(kRows);
-      for (; tiles >= kTiles; tiles -= kTiles, part.first_tile += kTiles)
-        multiply_tiles<Stored, kRows, kTiles>(part, row, out);
-      for (; tiles > 0; tiles -= kLeastTiles, part.first_tile += kLeastTiles)
-        multiply_tiles<Stored, kRows, kLeastTiles>(part, row, out);
-    });
+  template <int ROWS, bool IS_SINGLE>
+  static void multiply_rows(Part<Stored> part, int64_t row, int64_t tiles, const Sums &out) {
+    constexpr int kTiles = tiles_of(ROWS), kLeast = std::min(kTiles, 2);
+    const int stop = part.stop;
+    for (; tiles >= kTiles; tiles -= kTiles, part.first_tile += kTiles) {
+      if (kTiles == 1) part.stop = tiles > 1 ? (part.fetch + stop) / 2 : stop;
+      multiply_tiles<Stored, ROWS, kTiles, IS_SINGLE>(part, row, out);
+      part.fetch = part.stop;
+    }
+    for (; tiles > 0; tiles -= kLeast, part.first_tile += kLeast)
+      multiply_tiles<Stored, ROWS, kLeast, IS_SINGLE>(part, row, out);
   }
 };
 
