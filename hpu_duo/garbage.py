@@ -12,7 +12,8 @@ def collector_paused() -> Iterator[None]:
     """Pause the collector inside, whatever happens there; one that is off stays off.
 
     The collector scans all objects repeatedly while their number grows, and hardly any of a model's modules,
-    graphs or imports is garbage. For work that ends: what is garbage inside is found after it.
+    graphs or imports is garbage. For work that ends: what is garbage inside is found after it, by the next
+    collection of all objects; to those that come before, all that is there is old.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -20,6 +21,9 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            if not gc.get_freeze_count():  # else what is left out of collections would come back
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

@@ -51,6 +51,19 @@ def test_an_error_inside_ends_the_pause() -> None:
     assert gc.isenabled()
 
 
+@pytest.mark.parametrize("is_serving", [False, True])
+def test_what_came_in_a_pause_is_old_behind_it_and_what_was_left_out_stays_out(is_serving: bool) -> None:
+    gc.enable()
+    gc.unfreeze()
+    if is_serving:
+        gc.freeze()
+    with collector_paused():
+        kept = [[number] for number in range(5_000)]
+    assert (gc.get_freeze_count() > 0) == is_serving
+    young = {id(each) for generation in (0, 1) for each in gc.get_objects(generation)}
+    assert any(id(each) in young for each in kept) == is_serving
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_import_of_the_model_leaves_the_collector_as_it_was(enabled: bool) -> None:
     before = "enable" if enabled else "disable"
