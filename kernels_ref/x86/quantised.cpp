@@ -24,7 +24,8 @@ namespace {
 constexpr int kFewRows = 4;             // codes are read into registers, bytes as float32
 constexpr int kSomeRows = 12;           // and as bfloat16: more rows would widen them again and again
 constexpr int kRowStep = 6;             // rows of a pass over expanded codes: 24 sums stay in registers
-constexpr int64_t kRowBlock = 240;      // most rows for which codes are expanded once
+constexpr int kFirstRows = 4;           // rows of the pass that expands them
+constexpr int64_t kRowBlock = 240;      // most rows for which codes are expanded once, with parts of most inputs
 constexpr int64_t kPartInputs = 1024;   // inputs of a part: its expanded codes take 128 KiB of two panels
 constexpr int kVectors = kPanel / kLanes;
 
@@ -83,6 +84,17 @@ inline __m512bh pair_at(const bf16 *x) {
   uint32_t both;
   std::memcpy(&both, x, sizeof(both));
   return (__m512bh)_mm512_set1_epi32((int)both);
+}
+
+template <int MR, int N>
+inline __attribute__((always_inline)) void add_pair(__m512 (&sum)[MR][N], const __m512bh (&right)[N], const bf16 *x,
+                                                    int64_t stride) {
+#pragma GCC unroll 12
+  for (int m = 0; m < MR; ++m) {
+    const __m512bh left = pair_at(x + m * stride);
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) sum[m][n] = _mm512_dpbf16_ps(sum[m][n], left, right[n]);
+  }
 }
 
 // Pairs of neighbours, summed: of 32 numbers 16.
@@ -205,12 +217,7 @@ inline __attribute__((always_inline)) void some_bytes(const Job &job, int64_t pa
       __m512bh right[kVectors];
 #pragma GCC unroll 2
       for (int n = 0; n < kVectors; ++n) right[n] = (__m512bh)pairs_of<kind>(codes + n * 2 * kLanes, upper);
-#pragma GCC unroll 12
-      for (int m = 0; m < MR; ++m) {
-        const __m512bh left = pair_at(x + m * job.inputs);
-#pragma GCC unroll 2
-        for (int n = 0; n < kVectors; ++n) sum[m][n] = _mm512_dpbf16_ps(sum[m][n], left, right[n]);
-      }
+      add_pair(sum, right, x, job.inputs);
     }
     for (int m = 0; m < MR; ++m)
       for (int n = 0; n < kVectors; ++n) total[m][n] = job.scaled(m, panel, group, n, sum[m][n], total[m][n]);
@@ -317,38 +324,9 @@ void some_rows(const Job &job, int64_t rows, int64_t panel) {
   }
 }
 
-template <CodeKind kind>
-void expand_bytes(const uint8_t *codes, int64_t count, bf16 *out) {
-  const __m512i upper = upper_halves();
-  for (int64_t i = 0; i < count; i += 2 * kLanes) _mm512_store_si512(out + i, pairs_of<kind>(codes + i, upper));
-}
-
-// Codes of some inputs of a panel as bfloat16: [inputs / 2][32][2], panels `kPartInputs` inputs apart.
-void expand(const Job &job, int64_t panel, int64_t input, int64_t count, bf16 *out) {
-  const uint8_t *codes = job.codes(panel, input);
-  if (job.weight.kind == CodeKind::kInt4) {
-    const Nibbles nibbles;
-    for (int64_t i = 0; i < count; i += 8, codes += 4 * kPanel, out += 8 * kPanel)
-#pragma GCC unroll 2
-      for (int n = 0; n < kVectors; ++n) {
-        const __m512i words = _mm512_loadu_si512(codes + n * 64);
-        bf16 *to = out + n * 2 * kLanes;
-        _mm512_store_si512(to, (__m512i)nibbles.at<0>(words));
-        _mm512_store_si512(to + 2 * kPanel, (__m512i)nibbles.at<4>(words));
-        _mm512_store_si512(to + 4 * kPanel, (__m512i)nibbles.at<8>(words));
-        _mm512_store_si512(to + 6 * kPanel, (__m512i)nibbles.at<12>(words));
-      }
-    return;
-  }
-  if (job.weight.kind == CodeKind::kFp8)
-    expand_bytes<CodeKind::kFp8>(codes, count * kPanel, out);
-  else
-    expand_bytes<CodeKind::kInt8>(codes, count * kPanel, out);
-}
-
-// Expanded codes of neighbouring panels, and where the codes lie that are needed after them.
+// Some inputs of neighbouring panels, and where the codes lie that are needed after them.
 struct Part {
-  const bf16 *values;
+  bf16 *values;  // expanded codes [inputs / 2][32][2], panels `kPartInputs` inputs apart
   const uint8_t *next;
   int64_t next_panel, next_pair;  // bytes from a panel to the next one, and from a pair of inputs
   int64_t panel, input, count;
@@ -364,13 +342,97 @@ struct Held {
   float *totals(int64_t row, int vector) const { return sums(rows + row, vector); }
 };
 
-template <int MR, int NP>
+// Where expanded codes of a pair of inputs are: of vector `n`, after the first pair of the part.
+inline bf16 *expanded_at(bf16 *values, int n) { return values + n / 2 * kPartInputs * kPanel + n % 2 * 2 * kLanes; }
+
+// Codes that are fetched meanwhile: some bytes for each pair of inputs.
+struct Ahead {
+  const uint8_t *at;  // or null
+  int64_t step;
+
+  inline void fetch() {
+    if (at) _mm_prefetch((const char *)at, _MM_HINT_T1), at += step;
+  }
+};
+
+// How a pass reads codes: expanded before, or as they lie, which expands them for the passes behind it.
+struct Expanded {
+  template <int MR, int N>
+  static inline __attribute__((always_inline)) void add(__m512 (&sum)[MR][N], const Job &job, int64_t, const bf16 *x,
+                                                        bf16 *values, int64_t, int64_t count, Ahead &ahead) {
+    for (int64_t i = 0; i < count; i += 2, x += 2, values += 2 * kPanel) {
+      ahead.fetch();
+      __m512bh right[N];
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) right[n] = (__m512bh)_mm512_load_si512(expanded_at(values, n));
+      add_pair(sum, right, x, job.inputs);
+    }
+  }
+};
+
+template <CodeKind kind>
+struct Bytes {
+  template <int MR, int N>
+  static inline __attribute__((always_inline)) void add(__m512 (&sum)[MR][N], const Job &job, int64_t panel,
+                                                        const bf16 *x, bf16 *values, int64_t input, int64_t count,
+                                                        Ahead &ahead) {
+    const __m512i upper = upper_halves();
+    const uint8_t *codes = job.codes(panel, input);
+    const int64_t panel_bytes = job.inputs * kPanel;
+    for (int64_t i = 0; i < count; i += 2, x += 2, values += 2 * kPanel, codes += 2 * kPanel) {
+      ahead.fetch();
+      __m512bh right[N];
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) {
+        const __m512i pairs = pairs_of<kind>(codes + n / 2 * panel_bytes + n % 2 * 2 * kLanes, upper);
+        _mm512_store_si512(expanded_at(values, n), pairs);
+        right[n] = (__m512bh)pairs;
+      }
+      add_pair(sum, right, x, job.inputs);
+    }
+  }
+};
+
+struct Words {
+  template <int kShift, int MR, int N>
+  static inline __attribute__((always_inline)) void add_nibble(__m512 (&sum)[MR][N], const __m512i (&words)[N],
+                                                               const Nibbles &nibbles, const bf16 *x, int64_t stride,
+                                                               bf16 *values) {
+    __m512bh right[N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) {
+      right[n] = nibbles.at<kShift>(words[n]);
+      _mm512_store_si512(expanded_at(values + kShift / 4 * 2 * kPanel, n), (__m512i)right[n]);
+    }
+    add_pair(sum, right, x + kShift / 4 * 2, stride);
+  }
+  template <int MR, int N>
+  static inline __attribute__((always_inline)) void add(__m512 (&sum)[MR][N], const Job &job, int64_t panel,
+                                                        const bf16 *x, bf16 *values, int64_t input, int64_t count,
+                                                        Ahead &ahead) {
+    const Nibbles nibbles;
+    const uint8_t *codes = job.codes(panel, input);
+    const int64_t panel_bytes = job.inputs * kPanel / 2;
+    for (int64_t i = 0; i < count; i += 8, x += 8, values += 8 * kPanel, codes += 4 * kPanel) {
+      for (int pair = 0; pair < 4; ++pair) ahead.fetch();
+      __m512i words[N];
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) words[n] = _mm512_loadu_si512(codes + n / 2 * panel_bytes + n % 2 * 64);
+      add_nibble<0>(sum, words, nibbles, x, job.inputs, values);
+      add_nibble<4>(sum, words, nibbles, x, job.inputs, values);
+      add_nibble<8>(sum, words, nibbles, x, job.inputs, values);
+      add_nibble<12>(sum, words, nibbles, x, job.inputs, values);
+    }
+  }
+};
+
+template <class Codes, int MR, int NP>
 inline __attribute__((always_inline)) void pass(const Job &job, const Part &part, int64_t first, int64_t row, int64_t index,
                                                 const Held &held) {
   constexpr int kSums = kVectors * NP;
   const int64_t group_size = job.weight.group;
   // The first passes fetch a panel each.
-  const uint8_t *next = index < NP ? part.next + index * part.next_panel : nullptr;
+  Ahead ahead{index < NP ? part.next + index * part.next_panel : nullptr, part.next_pair};
   for (int64_t begin = part.input; begin < part.input + part.count;) {
     const int64_t group = begin / group_size;
     const int64_t end = std::min((group + 1) * group_size, part.input + part.count);
@@ -380,21 +442,8 @@ inline __attribute__((always_inline)) void pass(const Job &job, const Part &part
 #pragma GCC unroll 8
       for (int n = 0; n < kSums; ++n)
         sum[m][n] = begin == group * group_size ? _mm512_setzero_ps() : _mm512_load_ps(held.sums(row + m, n));
-    const bf16 *x = job.x + (first + row) * job.inputs + begin;
-    const bf16 *values = part.values + (begin - part.input) * kPanel;
-    for (int64_t input = begin; input < end; input += 2, x += 2, values += 2 * kPanel) {
-      if (next) _mm_prefetch((const char *)next, _MM_HINT_T1), next += part.next_pair;
-      __m512bh right[kSums];
-#pragma GCC unroll 8
-      for (int n = 0; n < kSums; ++n)
-        right[n] = (__m512bh)_mm512_load_si512(values + n / 2 * kPartInputs * kPanel + n % 2 * 2 * kLanes);
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; ++m) {
-        const __m512bh left = pair_at(x + m * job.inputs);
-#pragma GCC unroll 8
-        for (int n = 0; n < kSums; ++n) sum[m][n] = _mm512_dpbf16_ps(sum[m][n], left, right[n]);
-      }
-    }
+    Codes::add(sum, job, part.panel, job.x + (first + row) * job.inputs + begin,
+               part.values + (begin - part.input) * kPanel, begin, end - begin, ahead);
     begin = end;
     if (end < std::min((group + 1) * group_size, job.inputs)) {
 #pragma GCC unroll 8
@@ -410,28 +459,45 @@ inline __attribute__((always_inline)) void pass(const Job &job, const Part &part
       const __m512 zero = job.weight.zeros ? zero_at(job.weight, place) : _mm512_setzero_ps();
 #pragma GCC unroll 8
       for (int m = 0; m < MR; ++m) {
-        float *to = held.totals(row + m, n);
         __m512 each = sum[m][n];
         if (job.weight.zeros) each = _mm512_fnmadd_ps(zero, job.sum_of(first + row + m, group), each);
-        _mm512_store_ps(to, _mm512_fmadd_ps(each, scale, group ? _mm512_load_ps(to) : _mm512_setzero_ps()));
+        const __m512 before = group ? _mm512_load_ps(held.totals(row + m, n)) : _mm512_setzero_ps();
+        sum[m][n] = _mm512_fmadd_ps(each, scale, before);
+        if (end < job.inputs) _mm512_store_ps(held.totals(row + m, n), sum[m][n]);
       }
     }
+    if (end < job.inputs) continue;
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
+      for (int p = 0; p < NP; ++p)
+        store(job.weight, first + row + m, part.panel + p, sum[m][2 * p], sum[m][2 * p + 1]);
+  }
+}
+
+template <int MR, int NP>
+void first_pass(const Job &job, const Part &part, int64_t first, const Held &held) {
+  switch (job.weight.kind) {
+    case CodeKind::kInt8: return pass<Bytes<CodeKind::kInt8>, MR, NP>(job, part, first, 0, 0, held);
+    case CodeKind::kFp8: return pass<Bytes<CodeKind::kFp8>, MR, NP>(job, part, first, 0, 0, held);
+    default: return pass<Words, MR, NP>(job, part, first, 0, 0, held);
   }
 }
 
 template <int NP>
 void passes(const Job &job, const Part &part, int64_t first, int64_t rows, const Held &held) {
-  const int64_t count = divide_up(rows, kRowStep);
-  int64_t row = 0;
+  int64_t row = rows < kFirstRows ? 1 : kFirstRows;
+  row == 1 ? first_pass<1, NP>(job, part, first, held) : first_pass<kFirstRows, NP>(job, part, first, held);
+  const int64_t count = divide_up(rows - row, kRowStep);
   for (int64_t left = count; left > 0; --left) {
-    const int64_t some = divide_up(rows - row, left);
+    const int64_t some = divide_up(rows - row, left), index = count - left + 1;
     switch (some) {
-      case 1: pass<1, NP>(job, part, first, row, count - left, held); break;
-      case 2: pass<2, NP>(job, part, first, row, count - left, held); break;
-      case 3: pass<3, NP>(job, part, first, row, count - left, held); break;
-      case 4: pass<4, NP>(job, part, first, row, count - left, held); break;
-      case 5: pass<5, NP>(job, part, first, row, count - left, held); break;
-      default: pass<6, NP>(job, part, first, row, count - left, held);
+      case 1: pass<Expanded, 1, NP>(job, part, first, row, index, held); break;
+      case 2: pass<Expanded, 2, NP>(job, part, first, row, index, held); break;
+      case 3: pass<Expanded, 3, NP>(job, part, first, row, index, held); break;
+      case 4: pass<Expanded, 4, NP>(job, part, first, row, index, held); break;
+      case 5: pass<Expanded, 5, NP>(job, part, first, row, index, held); break;
+      default: pass<Expanded, 6, NP>(job, part, first, row, index, held);
     }
     row += some;
   }
@@ -448,17 +514,10 @@ void many_rows(const Job &job, int64_t first, int64_t rows, int64_t panel) {
   const int64_t panel_bytes = job.inputs / 2 * job.bytes_per_pair();
   for (int64_t input = 0; input < job.inputs; input += step) {
     const int64_t count = std::min(step, job.inputs - input);
-    for (int p = 0; p < NP; ++p)
-      expand(job, panel + p, input, count, values + p * kPartInputs * kPanel);
     const bool is_last = input + count == job.inputs;
     const uint8_t *next = is_last ? job.codes(panel + NP, 0) : job.codes(panel, input + count);
-    const Part part{values, next, panel_bytes, job.bytes_per_pair(), panel, input, count};
-    passes<NP>(job, part, first, rows, held);
+    passes<NP>(job, {values, next, panel_bytes, job.bytes_per_pair(), panel, input, count}, first, rows, held);
   }
-  for (int64_t row = 0; row < rows; ++row)
-    for (int p = 0; p < NP; ++p)
-      store(job.weight, first + row, panel + p, _mm512_load_ps(held.totals(row, 2 * p)),
-            _mm512_load_ps(held.totals(row, 2 * p + 1)));
 }
 
 float sum_of(const bf16 *x, int64_t count) {
@@ -522,7 +581,8 @@ void quantised_linears(const bf16 *x, const QuantisedWeight *weights, int64_t nu
     ends.push_back(pairs);
   }
   const bool is_some = rows <= kSomeRows;
-  const int64_t step = is_some ? rows : even_step(rows, kRowBlock, kRowStep), blocks = divide_up(rows, step);
+  const int64_t most = kRowBlock * kPartInputs / std::clamp<int64_t>(inputs, kPartInputs / 2, kPartInputs);
+  const int64_t step = is_some ? rows : even_step(rows, most, kRowStep), blocks = divide_up(rows, step);
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
   for (int64_t item = 0; item < blocks * pairs; ++item) {
     const int64_t pair = item % pairs, first = item / pairs * step;
