@@ -160,12 +160,13 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--drafts", type=int, default=8)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--commit", default="HEAD", help="edits are those of the commits up to it")
     parser.add_argument("--half-load", action="store_true", help="count steps of traffic instead")
     parser.add_argument("--packed", action="store_true", help="with pack_weights=True")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    encoder, found = tokenizer(), texts("HEAD")
+    encoder, found = tokenizer(), texts(asked.commit)
     kinds: dict[str, list[Pair]] = {}
     for kind in found if asked.half_load else ("edits", "prose"):
         pairs = [(encoder.encode(prompt).ids, encoder.encode(text).ids) for prompt, text in found[kind]]

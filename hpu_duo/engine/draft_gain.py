@@ -12,6 +12,8 @@ _FIRST_CHANCE = 0.5
 _FIRST_OF_MODEL = [0.8**place for place in range(1, 32)]
 """Chances of drafts that a model makes, before any is verified."""
 _NUM_TIMES, _MAX_AGE = 8, 1024
+_DOUBT = 0.3
+"""Share by which the time of a longer row may be too long while few of its steps are known."""
 _MOST_LOSS = 0.005
 """Share of the time of decodes that drafts may lose to find out whether they are accepted."""
 _FREE_STEPS = 4
@@ -66,6 +68,14 @@ class StepTimes:
         times = self._times.get((num_rows.bit_length(), row_len, has_chain), ())
         recent = [seconds for number, seconds in times if self._num_steps - number < _MAX_AGE]
         return min(recent) if len(recent) > 1 else None
+
+    def least_of(self, num_rows: int, row_len: int, has_chain: bool = False) -> float | None:
+        """Seconds of such a step in the best case: less than ``of`` as long as few of them are known."""
+        seconds = self.of(num_rows, row_len, has_chain)
+        if seconds is None:
+            return None
+        num_known = len(self._times[num_rows.bit_length(), row_len, has_chain])
+        return seconds * (1 - _DOUBT * (1 - num_known / _NUM_TIMES))
 
 
 class DraftLengths:
@@ -123,7 +133,7 @@ class DraftLengths:
         sizes = [each for each in self._lens if shortest < each <= last]
         plain_s, known = (
             self.times.of(num_rows, shortest),
-            {each: self.times.of(num_rows, each, has_chain) for each in sizes},
+            {each: self.times.least_of(num_rows, each, has_chain) for each in sizes},
         )
         if plain_s is None:
             return shortest

@@ -89,3 +89,16 @@ def test_a_model_drafts_where_it_is_expected_to_be_right_more_often_than_the_tex
         lengths.verified(0, 4, 0, of_model=True)
         lengths.verified(0, 8, 8)
     assert not lengths.prefers_model(0, 8, 4)
+
+
+def test_a_size_with_few_times_is_tried_more_often() -> None:
+    """Its first steps may have been slow for other reasons."""
+    lengths = DraftLengths(LENS)
+    for size, seconds in ((1, 1.0), (4, 1.2), (9, 3.0)):
+        for _ in range(8 if size < 9 else 2):
+            lengths.verified(0, 8, 8)
+            lengths.ran(4, size, 4 * size, seconds)
+    assert lengths.choose(dict.fromkeys(range(4), 8), 4) == 9
+    for _ in range(6):
+        lengths.ran(4, 9, 36, 3.0)
+    assert lengths.choose(dict.fromkeys(range(4), 8), 4) == 4
