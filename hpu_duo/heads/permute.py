@@ -25,6 +25,11 @@ FUSED_KNOWN = "qkv_proj"
 # The same names have per-head interleaved rows in other families, with the same shapes.
 FUSED_UNKNOWN = ("Wqkv", "query_key_value")
 SEPARATE = ("q_proj", "k_proj", "v_proj")
+EXPANDING = "kv_b_proj"
+"""Projection from a latent to the keys, without rotary part, and values of each head."""
+LATENT_QUERIES = ("q_b_proj", "q_proj")
+OF_LATENTS = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
+"""Modules beside it that all heads share."""
 OUTPUTS = ("o_proj", "out_proj", "dense", "Wo")
 QUERY_NORMS = ("q_norm", "q_layernorm", "query_layernorm")
 KV_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "v_norm")
@@ -124,7 +129,8 @@ def permute_heads(
 
     Understood are separate ``q_proj``, ``k_proj``, ``v_proj`` or one fused projection, an output projection,
     their biases, norms of q and k over one head (left alone) or over the whole projection, and ``sinks``, an
-    attention-sink logit for each query head. A layer that reads the keys and values of an earlier one has
+    attention-sink logit for each query head; or ``kv_b_proj``, which expands latents, with the projections
+    and norms of latents beside it (left alone). A layer that reads the keys and values of an earlier one has
     queries and outputs only; the caller gives both layers the same layout.
 
     Args:
@@ -186,7 +192,9 @@ def _orders(query: tuple[int, ...], kv: tuple[int, ...], head_dim: int, value_di
 def _plan(module: nn.Module, orders: _Orders, fused_rows: FusedRows | None) -> list[_Move | _QuantisedMove]:
     """Every move of one module; ValueError unless all of its tensors are understood."""
     head_dim = getattr(module, "head_dim", orders.head_dim)
-    if head_dim != orders.head_dim:
+    has_latents = hasattr(module, EXPANDING)
+    # Some families with latents name the size of the rotary part so.
+    if not has_latents and head_dim != orders.head_dim:
         raise ValueError(f"expected head_dim={head_dim} as in {_name(module)}, got {orders.head_dim}")
     rows = _row_orders(module, orders, fused_rows)
     output = _output_name(module)
@@ -213,6 +221,8 @@ def _plan(module: nn.Module, orders: _Orders, fused_rows: FusedRows | None) -> l
             moves += _norm_moves(module, name, tensor, orders.kv_heads, orders)
         elif name == "sinks":
             moves.append(_move(module, name, tensor, 0, orders.query_heads))
+        elif has_latents and owner in OF_LATENTS:
+            continue
         elif name != f"{output}.bias" and name not in SHARED_BUFFERS:
             unknown.append(name)
     if unknown:
@@ -223,6 +233,11 @@ def _plan(module: nn.Module, orders: _Orders, fused_rows: FusedRows | None) -> l
 def _row_orders(module: nn.Module, orders: _Orders, fused_rows: FusedRows | None) -> dict[str, Tensor]:
     """The projections into heads, by name, with the order of their rows."""
     present = {name for name, _ in module.named_children()}
+    if EXPANDING in present:
+        query = next((name for name in LATENT_QUERIES if name in present), "q_proj")
+        # Every head has rows for its key and its value, side by side.
+        size = module.get_submodule(EXPANDING).weight.shape[0] // orders.kv_heads.numel()
+        return {query: orders.query_channels, EXPANDING: _channels(orders.kv_heads, size)}
     fused = present & {FUSED_KNOWN, *FUSED_UNKNOWN}
     separate = present & set(SEPARATE)
     if getattr(module, "is_kv_shared_layer", False) and separate == {"q_proj"} and not fused:

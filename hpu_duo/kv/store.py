@@ -120,7 +120,7 @@ class KVStore(NotPicklable):
             store.append(reserved_zeros(shape, part.dtype or dtype, device))
             mark_null(store[-1], null * layout.unit_stride, (null + 1) * layout.unit_stride)
             if group.kind.keeps_scratch:
-                copies = (self.plan.max_chunk_rows, group.num_heads, layout.num_slots, part.width)
+                copies = (self.plan.max_chunk_rows, layout.num_heads, layout.num_slots, part.width)
                 scratch.append(reserved_zeros(copies, part.dtype or dtype, device))
         return KVUnits(
             tuple(store),

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from hpu_duo import HPUDuoModel
+from hpu_duo.heads import HeadPattern
 from hpu_duo.lab import sim
 from hpu_duo.sampling import SamplingParams
+from kernels_ref import LatentBlocks, LatentRings
+from tests.modeling.dense_oracle import oracle_logits
+from tests.modeling.driving import greedy_logits
 from tests.modeling.families import BLOCK, greedy, prompts_of
 from tests.modeling.test_value_sizes import NUM_NEW, OPTIONS, saved
 from tests.sim.workload import LIMITS, Workload
@@ -70,3 +76,31 @@ def test_a_simulated_hpu_forks_preempts_and_caches_prefixes_with_the_tokens_of_a
         tmp_path, device="cpu", attention="reference", buckets=served.engine.runner.graphs.table, **options
     )
     assert work.run(on_cpu) == done
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("deepseek_v2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+def test_streaming_heads_read_rings_and_a_layer_of_them_stores_nothing_else(
+    tmp_path: Path, family: str, attention: str
+) -> None:
+    model = saved(tmp_path, family)
+    retrieval = np.array([[False, True, False, True], [False] * 4, [True] * 4, [True, False, False, False]])
+    pattern = HeadPattern(retrieval.astype(np.float32), sink=2, recent=6, retrieval=retrieval)
+    served = HPUDuoModel.from_pretrained(
+        tmp_path, pattern=pattern, attention=attention, max_num_batched_tokens=13, **OPTIONS
+    )
+    prompts = prompts_of((1, 9, 41))
+    for prompt, (new, logits) in zip(prompts, greedy_logits(served.engine, prompts, NUM_NEW)):
+        expected = oracle_logits(model, pattern, [*prompt, *new])[len(prompt) - 1 : -1]
+        torch.testing.assert_close(logits, expected.float(), atol=1e-4, rtol=0)
+    plan = served.engine.runner.store.plan
+    kinds = [tuple(type(group.kind) for group in layer.groups) for layer in plan.layers]
+    assert kinds == [
+        (LatentBlocks, LatentRings),
+        (LatentRings,),
+        (LatentBlocks,),
+        (LatentBlocks, LatentRings),
+    ]
+    token_bytes = 4 * (16 + 8)
+    assert (plan.block_bytes, plan.row_bytes) == (3 * BLOCK * token_bytes, 3 * (2 + 6) * token_bytes)
+    assert served.engine.runner.store.num_bytes == plan.total_bytes
