@@ -31,8 +31,10 @@ class StepLimits:
             ascend up to ``decode_len``, and steps with prompts the first. () = ``decode_len`` in all of them.
         uses_blocks: False for a model whose heads are all streaming: both block counts are then 0.
         uses_rows: False for a model whose heads all keep blocks, and whose layers have no other state.
-        can_rewind: False for a model with a state that is right only for all tokens it has taken in: requests
-            do not fork, and ``decode_len`` is 1.
+        can_rewind: False for a model with a state that is right only for all tokens of a prompt it has taken
+            in: requests do not fork.
+        takes_drafts_back: False for a model with a state that is right only for all tokens of a decode, too:
+            ``decode_len`` is 1.
         step_tokens: query tokens that a full step computes in the time of a nearly empty one. A prefix that
             is short relative to them is recomputed if a request would have to wait for it.
         uses_block_positions: steps have the positions of the blocks of the unique part, for heads with a
@@ -70,6 +72,7 @@ class StepLimits:
     uses_blocks: bool = True
     uses_rows: bool = True
     can_rewind: bool = True
+    takes_drafts_back: bool = True
     caches_prefixes: bool = False
     num_snapshots: int = 0
     num_staged_blocks: int = 0
@@ -111,10 +114,15 @@ class StepLimits:
                 raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
         if self.chunk_grid:
             self._check_grid()
-        if self.decode_len > 1 and not self.can_rewind:
+        if self.decode_len > 1 and not self.takes_drafts_back:
             raise ValueError(
                 "expected decode_len=1 for a model with states that cannot take tokens back, got "
                 f"decode_len={self.decode_len}" + (" for drafts" if self.draft_lens else "")
+            )
+        if not self.can_rewind and self.prompt_decode_len > 1:
+            raise ValueError(
+                "expected steps with prompts to have no drafts (draft_lens from 1 on) for a model with "
+                f"states, got rows of {self.prompt_decode_len} tokens"
             )
         if self.num_regions not in (0, self.max_chunk_rows):
             raise ValueError(

@@ -58,9 +58,14 @@ class RowKind(ABC):
         """Whether a row can be rolled back by as many tokens as a row decodes in a step.
 
         If it is not, requests do not fork behind a prompt, whose last token each sample computes again, and a
-        row decodes one token in a step.
+        row decodes ``decode_slack + 1`` tokens in a step at most.
         """
         return False
+
+    @property
+    def decode_slack(self) -> int:
+        """Tokens of the last decode that can be taken back, where ``can_rewind`` is False."""
+        return 0
 
     @property
     def row_bytes(self) -> int:

@@ -344,6 +344,11 @@ class MemoryPlan:
         """Whether the further states of rows can be rolled back; see ``RowKind.can_rewind``."""
         return all(kind.can_rewind for layer in self.layers_of_ranks for kind in layer.rows)
 
+    def takes_back(self, num_tokens: int) -> bool:
+        """Whether the further states of rows can be rolled back by so many tokens of a decode."""
+        kinds = (kind for layer in self.layers_of_ranks for kind in layer.rows)
+        return all(kind.can_rewind or kind.decode_slack >= num_tokens for kind in kinds)
+
     @property
     def layers_of_ranks(self) -> Iterator[LayerKV]:
         """All layers, here and on other ranks."""

@@ -8,7 +8,6 @@ the mask, layers that mix neighbouring tokens.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,10 +28,9 @@ from hpu_duo.modeling.attention import (
     placeholder_mask,
 )
 from hpu_duo.modeling.latents import check_expansions, recording_expansions
+from hpu_duo.modeling.missing import missing_parts
 from hpu_duo.modeling.recurrent import (
     RecurrentLayer,
-    has_states,
-    missing_functions,
     recurrent_layers,
     recurring,
     try_recurrences,
@@ -256,7 +254,7 @@ def _compare(model: nn.Module, flat: torch.Tensor, apart: torch.Tensor) -> None:
             f"{type(model).__name__} cannot be served: texts in one flat batch get other results than "
             f"transformers gives each alone (relative error up to {error.max().item():.2g}); something "
             "beside its attention calls reads masks, counts positions or mixes neighbouring "
-            f"tokens{_missing_parts(model)}"
+            f"tokens{missing_parts(model)}"
         )
 
 
@@ -414,7 +412,7 @@ def read_layers(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
     calls = _record_calls(model)
     num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     num_modules = len({id(call.module) for call in calls})
-    missing = _missing_parts(model)
+    missing = missing_parts(model)
     recurrent = () if missing else recurrent_layers(model)
     is_hybrid = bool(recurrent) and 0 < len(calls) == num_modules < (num_layers or 0)
     if not is_hybrid and (len(calls) != num_layers or num_modules != num_layers):
@@ -440,35 +438,6 @@ def _number_of(path: str) -> int:
     if not number.isdigit():
         raise ValueError(f"expected decoder layers in one list, got one at {path!r}")
     return int(number)
-
-
-_STATES = re.compile(
-    r"(Delta(Net|Attention)|(Linear|Lightning)Attention|Mixer|MambaLayer|ShortConv(olution)?|RecurrentBlock)$"
-)
-_CHOICES = re.compile(r"Indexer$")
-
-
-def _missing_parts(model: nn.Module) -> str:
-    """Name the modules that a refused model has and that are not served, for the end of a message."""
-    classes = sorted({type(module) for module in model.modules()}, key=lambda each: each.__name__)
-    states = [each for each in classes if missing_functions(each) or _keeps_states(each)]
-    found = (
-        ("states of recurrences and convolutions", map(_with_functions, states)),
-        ("keys that a model chooses", (each.__name__ for each in classes if _CHOICES.search(each.__name__))),
-    )
-    texts = ((what, ", ".join(of)) for what, of in found)
-    return "".join(f"; {what} are not supported: {of}" for what, of in texts if of)
-
-
-def _keeps_states(module: type[nn.Module]) -> bool:
-    """Whether a class is named like a recurrence, and calls for states in a way of its own."""
-    return _STATES.search(module.__name__) is not None and not has_states(module)
-
-
-def _with_functions(module: type[nn.Module]) -> str:
-    """Return the name of a class, with the functions in it that are missing here."""
-    functions = missing_functions(module)
-    return f"{module.__name__} ({', '.join(functions)})" if functions else module.__name__
 
 
 def _count_text(num_calls: int, num_modules: int, num_layers: int | None) -> str:
@@ -510,7 +479,7 @@ def _check_call(where: str, call: AttentionCall, model: nn.Module) -> None:
     if call.unknown:
         unknown = ", ".join(call.unknown)
         raise ValueError(
-            f"{where} cannot be served: unknown attention arguments {unknown}{_missing_parts(model)}"
+            f"{where} cannot be served: unknown attention arguments {unknown}{missing_parts(model)}"
         )
     if call.num_heads % call.num_kv_heads:
         raise ValueError(
@@ -538,7 +507,7 @@ def _with_window(model: PreTrainedModel, index: int, call: AttentionCall) -> Att
     if types is not None and types[index] not in _SERVED_LAYER_TYPES:
         raise ValueError(
             f"{where} cannot be served: layer type {types[index]!r}, "
-            f"expected one of {', '.join(sorted(_SERVED_LAYER_TYPES))}{_missing_parts(model)}"
+            f"expected one of {', '.join(sorted(_SERVED_LAYER_TYPES))}{missing_parts(model)}"
         )
     seen = read_window(call.mask)
     if seen is None:

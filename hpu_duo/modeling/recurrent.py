@@ -23,6 +23,7 @@ from hpu_duo.modeling.attention import LayerKind, RunningStep
 from kernels_ref import Convolution, Recurrence, Step, StepParts, StepTensors
 from kernels_ref.recurrent import DeltaInputs, DeltaRule, causal_convolution
 from kernels_ref.recurrent.kind import prepare_recurrences
+from kernels_ref.step import DecodeRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -134,7 +135,6 @@ class RecurrentStates(nn.Module):
     """
 
     convolution_inputs: torch.Tensor
-    delta_rule_memory: torch.Tensor
 
     def __init__(
         self,
@@ -181,7 +181,8 @@ class RecurrentStates(nn.Module):
     def attend(self, inputs: DeltaInputs) -> torch.Tensor:
         """Return what tokens read by the gated delta rule, float32 ``[Q, H, V]``, and update the states."""
         (kind,) = (kind for kind in self.kinds if isinstance(kind, DeltaRule))
-        return kind.attend(inputs, self.delta_rule_memory, self.step)
+        state = tuple(getattr(self, f"{kind.name}_{each.name}") for each in kind.tensors)
+        return kind.attend(inputs, state, self.step)
 
 
 @dataclass
@@ -238,17 +239,29 @@ class RecurrentLayer:
     mixer: nn.Module
     kinds: tuple[Recurrence, ...]
 
-    def states_in(self, dtype: torch.dtype) -> tuple[Recurrence, ...]:
-        """Return the kinds of states of a model that computes in ``dtype``."""
-        return tuple(
-            replace(kind, dtype=dtype) if isinstance(kind, Convolution) else kind for kind in self.kinds
-        )
+    def states_in(self, dtype: torch.dtype, slack: int = 0) -> tuple[Recurrence, ...]:
+        """Return the kinds of states of a model that computes in ``dtype``.
+
+        Args:
+            slack: tokens of a decode that can be taken back.
+        """
+        found: list[Recurrence] = []
+        for kind in self.kinds:
+            if isinstance(kind, Convolution):
+                found.append(replace(kind, dtype=dtype, slack=slack))
+            else:
+                assert isinstance(kind, DeltaRule), f"expected a recurrence, got {kind.name}"
+                found.append(replace(kind, slack=slack))
+        return tuple(found)
 
     def attach(
-        self, tensors: Iterable[Iterable[torch.Tensor]], running: RunningStep, dtype: torch.dtype
+        self,
+        kinds: Sequence[Recurrence],
+        tensors: Iterable[Iterable[torch.Tensor]],
+        running: RunningStep,
     ) -> None:
         """Let the module read and write the states of rows, for good."""
-        setattr(self.mixer, _STATES, RecurrentStates(self.states_in(dtype), tensors, running))
+        setattr(self.mixer, _STATES, RecurrentStates(kinds, tensors, running))
         self.mixer.__class__ = _with_states(type(self.mixer))
 
 
@@ -300,12 +313,17 @@ class Cut(NamedTuple):
 
 
 def step_of(
-    cuts: Sequence[Cut], kinds: Iterable[Recurrence], device: torch.device, num_padding: int = 0
+    cuts: Sequence[Cut],
+    kinds: Iterable[Recurrence],
+    device: torch.device,
+    num_padding: int = 0,
+    decode_len: int = 1,
 ) -> Step:
     """Return a step of these rows, with what recurrences read.
 
     Args:
         num_padding: tokens of padding behind those of rows.
+        decode_len: most tokens of a row, if the step is one of decodes.
     """
     starts, counts = zip(*cuts)
     row = [number for number, cut in enumerate(cuts) for _ in range(cut.num_new)] + [len(cuts)] * num_padding
@@ -324,9 +342,10 @@ def step_of(
         "row_query_start": ints(begins),
     }
     tensors = StepTensors(**{name: given.get(name, ints(())) for name in StepTensors._fields})
-    parts = StepParts(causal=max(counts) > 1, shared=False, unique=True)
+    parts = StepParts(causal=max(counts) > decode_len, shared=False, unique=True)
     plans = prepare_recurrences(kinds, parts, tensors)
-    return Step(parts, tensors, 1, ints(begins), tensors.row, plans)
+    rows = DecodeRows.of(parts, tensors, decode_len)
+    return Step(parts, tensors, decode_len, rows.token, rows.slot, plans)
 
 
 def _empty_states(

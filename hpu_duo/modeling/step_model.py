@@ -26,7 +26,7 @@ from hpu_duo.modeling.latents import keep_latents
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.recurrent import RecurrentLayer
 from hpu_duo.not_picklable import NotPicklable
-from kernels_ref import LayerCache, LayerSpec, Step, stores_of
+from kernels_ref import LayerCache, LayerSpec, Recurrence, Step, stores_of
 from kernels_ref.loops import RegionOf
 from kernels_ref.units import SCRATCH_STORES, KVUnits, UnitLayout, copy_units
 
@@ -67,7 +67,7 @@ class StepModel(NotPicklable):
     Args:
         caches: stores of each layer.
         row_tensors: tensors of the row states of each layer; empty where no layer has any.
-        recurrent: layers with states only, and the tensors of their states.
+        recurrent: layers with states only, with kinds and tensors of their states.
 
     Attributes:
         specs: attention of each layer.
@@ -87,7 +87,7 @@ class StepModel(NotPicklable):
         live: LiveRows,
         row_tensors: Sequence[RowTensors] = (),
         scales: Sequence[tuple[float, float] | None] = (),
-        recurrent: Sequence[tuple[RecurrentLayer, RowTensors]] = (),
+        recurrent: Sequence[tuple[RecurrentLayer, Sequence[Recurrence], RowTensors]] = (),
     ) -> None:
         self.model, self.live = model, live
         self.specs = tuple(specs)
@@ -112,12 +112,10 @@ class StepModel(NotPicklable):
             setattr(layer.attention, LAYER_ATTRIBUTE, attention)
             self._attention.append(attention)
             self._serve(layer.module, spec, kinds)
-        dtype = caches[0][0].encoding.dtype
-        found = [kind for each, _ in recurrent for kind in each.states_in(dtype)]
-        self.recurrences = tuple({kind.key: kind for kind in found}.values())
-        for each, tensors in recurrent:
-            each.attach(tensors, self._running, dtype)
-            self._serve(each.module, each.states_in(dtype), kinds)
+        self.recurrences = tuple({kind.key: kind for _, states, _ in recurrent for kind in states}.values())
+        for each, states, tensors in recurrent:
+            each.attach(states, tensors, self._running)
+            self._serve(each.module, tuple(states), kinds)
         self.kinds = tuple(kinds)
         self.stores = stores_of(specs, caches)
         self.mask_dtype = caches[0][0].encoding.dtype if specs[0].impl.reads_masks else None

@@ -15,7 +15,7 @@ from hpu_duo.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from hpu_duo.config.limits import DeviceBudget
 from hpu_duo.heads import HeadPattern
 from hpu_duo.heads.eviction import make_kv_policy
-from hpu_duo.kv.plan import LayerKV, MemoryPlan
+from hpu_duo.kv.plan import LayerKV, MemoryPlan, ring_slack
 from hpu_duo.kv.snapshots import default_snapshots, default_snapshots_within
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.attention import LiveRows
@@ -426,7 +426,8 @@ class Blueprint:
     @property
     def _states(self) -> tuple[LayerKV, ...]:
         """States of layers without attention."""
-        return tuple(LayerKV((), 0, rows=each.states_in(self.dtype)) for each in self.recurrent)
+        slack = ring_slack(self.config.scheduler.decode_len)
+        return tuple(LayerKV((), 0, rows=each.states_in(self.dtype, slack)) for each in self.recurrent)
 
     def memory(
         self, budget: DeviceBudget, cache: CacheConfig | None = None, graph_bytes: int = 0
@@ -470,7 +471,9 @@ class Blueprint:
         store = KVStore(memory, self.dtype, self.device)
         scales = scales_of(self.config.model.path, self.specs, memory.layers, self.config.cache)
         num = len(self.layers)
-        recurrent = tuple(zip(self.recurrent, store.row_tensors[num:], strict=True))
+        slack = ring_slack(self.config.scheduler.decode_len)
+        states = [each.states_in(self.dtype, slack) for each in self.recurrent]
+        recurrent = tuple(zip(self.recurrent, states, store.row_tensors[num:], strict=True))
         parts = (store.layers[:num], live, store.row_tensors[:num], scales, recurrent)
         return store, StepModel(model, self.layers, self.specs, *parts)
 

@@ -47,6 +47,7 @@ def resolve_limits(
         uses_blocks=memory.uses_blocks,
         uses_rows=memory.uses_rows,
         can_rewind=memory.can_rewind,
+        takes_drafts_back=memory.takes_back(decode_len - 1),
         caches_prefixes=caches_prefixes,
         num_snapshots=memory.num_snapshots,
         num_staged_blocks=staged.num_blocks,
@@ -55,8 +56,10 @@ def resolve_limits(
         max_chunk_rows=scheduler.max_chunk_rows,
         step_tokens=CARD_STEP_TOKENS if is_card else 0,
         decode_len=decode_len,
-        # On a grid, tokens of a prompt are never computed as those of a decode.
-        draft_lens=scheduler.draft_lens or ((1, decode_len) if chunk_grid and decode_len > 1 else ()),
+        # On a grid, tokens of a prompt are never computed as those of a decode. States of which drafts are
+        # taken back are computed for all tokens of a step with prompts.
+        draft_lens=scheduler.draft_lens
+        or ((1, decode_len) if (chunk_grid or not memory.can_rewind) and decode_len > 1 else ()),
         chunk_grid=chunk_grid,
         last_chunk=last_chunk,
         num_regions=memory.num_regions,

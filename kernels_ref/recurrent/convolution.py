@@ -1,6 +1,9 @@
 """Short causal convolutions over time: a row's state is its last inputs.
 
-Shapes: Q query tokens, N rows, K size of the kernel, W = K - 1 inputs of a state, C channels.
+Inputs are in slots by position, as keys of a ring: with some more slots than an output reads, the last tokens
+of a decode can be taken back.
+
+Shapes: Q query tokens, N rows, K size of the kernel, W slots of a row, K - 1 at least, C channels.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ class ConvolutionStep(NamedTuple):
 
     Attributes:
         windows: of the K inputs that end with each token, ``[Q * K]``.
-        kept: of the last W inputs of each row behind the step, ``[N * W]``.
+        kept: of the inputs in each row's slots behind the step, ``[N * W]``.
         rows: whose states are written: the row, or the null row for one without new tokens, ``[N]``.
     """
 
@@ -32,17 +35,19 @@ class ConvolutionStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Convolution(Recurrence):
-    """The inputs of a convolution over time that a row's next tokens read, oldest first.
+    """The inputs of a convolution over time that a row's next tokens read, by position.
 
     Attributes:
         channels: of an input.
         kernel_size: inputs that an output reads, its own token's included.
         dtype: of the inputs.
+        slack: tokens of a decode that can be taken back.
     """
 
     channels: int
     kernel_size: int
     dtype: torch.dtype
+    slack: int = 0
     name: ClassVar[str] = "convolution"
 
     def __post_init__(self) -> None:
@@ -53,39 +58,49 @@ class Convolution(Recurrence):
             )
 
     @property
+    def num_slots(self) -> int:
+        """Inputs of a row (W)."""
+        return self.kernel_size - 1 + self.slack
+
+    @property
+    def decode_slack(self) -> int:
+        """``slack``."""
+        return self.slack
+
+    @property
     def tensors(self) -> tuple[RowTensor, ...]:
         """The inputs, ``[W, C]``."""
-        return (RowTensor("inputs", (self.kernel_size - 1, self.channels), self.dtype),)
+        return (RowTensor("inputs", (self.num_slots, self.channels), self.dtype),)
 
     @property
     def key(self) -> PlanKey:
-        """The size of the kernel."""
-        return self.name, self.kernel_size
+        """The size of the kernel, and the slots."""
+        return self.name, self.kernel_size, self.num_slots
 
     def prepare(self, parts: StepParts, tensors: StepTensors) -> ConvolutionStep:
         """Derive the places of inputs; see ``ConvolutionStep``."""
         t, width = tensors, self.kernel_size - 1
         num_tokens, num_rows = len(t.row), len(t.row_start)
-        zero = num_tokens + num_rows * width
+        zero = num_tokens + num_rows * self.num_slots
         token, row, slot = (
             torch.arange(size, dtype=torch.int32, device=t.row.device)
-            for size in (num_tokens, num_rows, width)
+            for size in (num_tokens, num_rows, self.num_slots)
         )
         # Tokens of padding have the row behind the last one.
         start = gather(torch.cat([t.row_start, t.row_start.new_zeros(1)]), t.row)
         local = t.positions - start
         windows = []
         for age in range(width, 0, -1):
-            of_state = num_tokens + t.row * width + (width - age) + local
-            before = torch.where(start > 0, of_state, zero)
+            position = t.positions - age
+            of_state = num_tokens + t.row * self.num_slots + torch.remainder(position, self.num_slots)
+            before = torch.where(torch.logical_and(start > 0, position >= 0), of_state, zero)
             windows.append(torch.where(local >= age, token - age, before))
         windows.append(token)
-        num_new, age_W = t.row_num_new[:, None], width - slot
-        of_new = (t.row_query_start + t.row_num_new)[:, None] - age_W
-        of_state = torch.where(
-            t.row_start[:, None] > 0, num_tokens + row[:, None] * width + slot + num_new, zero
-        )
-        kept = torch.where(num_new >= age_W, of_new, of_state)
+        end, begin = (t.row_start + t.row_num_new)[:, None], t.row_start[:, None]
+        # Of the last positions, the one in each slot.
+        position = end - 1 - torch.remainder(end - 1 - slot, self.num_slots)
+        of_new = t.row_query_start[:, None] + position - begin
+        kept = torch.where(position >= begin, of_new, num_tokens + row[:, None] * self.num_slots + slot)
         null = torch.full_like(row, -1)
         rows = torch.where(t.row_num_new > 0, row, null)
         return ConvolutionStep(torch.stack(windows, dim=1).flatten(), kept.flatten(), rows)

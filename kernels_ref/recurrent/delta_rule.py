@@ -67,13 +67,15 @@ class DeltaStep(NamedTuple):
     """Places of tokens and rows in a step.
 
     Attributes:
-        token: of chunks, Q where one has no more, ``[C * T]``; of decodes, that of each row, ``[N]``.
-        row: of each chunk, -1 for padding, ``[C]``; of decodes, -1 for a row without a new token, ``[N]``.
-        goes_on: whether there is a state before it, of the same size.
-        place: of each token in the results of chunks or rows, behind them for padding, ``[Q]``.
-        chunk_len: T; 0 where all rows decode one token.
+        rows: of the step, -1 for one without new tokens, ``[N]``.
+        token: of each chunk, Q where it has no more, ``[C * T]``.
+        row: of each chunk, -1 for padding, ``[C]``.
+        goes_on: whether a row has a state before the chunk, ``[C]``.
+        place: of each token in the results of chunks, behind them for padding, ``[Q]``.
+        chunk_len: T; 0, with empty tensors of chunks, in steps of decodes.
     """
 
+    rows: torch.Tensor
     token: torch.Tensor
     row: torch.Tensor
     goes_on: torch.Tensor
@@ -88,17 +90,30 @@ class DeltaRule(Recurrence):
     Attributes:
         num_heads: heads of values.
         key_dim, value_dim: sizes of a key and of a value.
+        slack: tokens of a decode that can be taken back. With some, a row's matrices are those before the
+            last decode, beside the inputs of its tokens: the next step applies what was accepted first.
     """
 
     num_heads: int
     key_dim: int
     value_dim: int
+    slack: int = 0
     name: ClassVar[str] = "delta_rule"
 
     @property
     def tensors(self) -> tuple[RowTensor, ...]:
-        """The matrices, ``[H, D, V]``."""
-        return (RowTensor("memory", (self.num_heads, self.key_dim, self.value_dim), torch.float32),)
+        """The matrices, ``[H, D, V]``; with slack the tokens in them, and inputs of ``slack + 1`` tokens."""
+        memory = RowTensor("memory", (self.num_heads, self.key_dim, self.value_dim), torch.float32)
+        if not self.slack:
+            return (memory,)
+        size = self.key_dim + self.value_dim + 2
+        inputs = RowTensor("inputs", (self.slack + 1, self.num_heads, size), torch.float32)
+        return memory, RowTensor("length", (), torch.int32), inputs
+
+    @property
+    def decode_slack(self) -> int:
+        """``slack``."""
+        return self.slack
 
     @property
     def key(self) -> PlanKey:
@@ -110,9 +125,9 @@ class DeltaRule(Recurrence):
         t, num_tokens, num_rows = tensors, len(tensors.row), len(tensors.row_start)
         number = torch.arange(num_rows, dtype=torch.int32, device=t.row.device)
         none = torch.full_like(number, -1)
+        rows = torch.where(t.row_num_new > 0, number, none)
         if not parts.causal:
-            row = torch.where(t.row_num_new > 0, number, none)
-            return DeltaStep(t.row_query_start, row, t.row_start > 0, t.row, 0)
+            return DeltaStep(rows, number[:0], number[:0], number[:0] > 0, number[:0], 0)
         sizes = _CHUNKS if t.row.device.type == "cpu" else _CHUNKS[-1:]
         size = next((each for each in sizes if each * num_rows <= num_tokens), sizes[-1])
         num_chunks = num_tokens // size + min(num_rows, num_tokens)
@@ -132,41 +147,78 @@ class DeltaRule(Recurrence):
         goes_on = torch.logical_and((gather(starts, row) > 0) | (within > 0), row < num_rows)
         place = gather(firsts, t.row) * size + t.positions - gather(starts, t.row)
         place = torch.where(t.row < num_rows, place, num_chunks * size)
-        return DeltaStep(token, torch.where(row < num_rows, row, -1), goes_on, place, size)
+        return DeltaStep(rows, token, torch.where(row < num_rows, row, -1), goes_on, place, size)
 
-    def attend(self, inputs: DeltaInputs, state: torch.Tensor, step: Step) -> torch.Tensor:
+    def attend(self, inputs: DeltaInputs, state: tuple[torch.Tensor, ...], step: Step) -> torch.Tensor:
         """Return what each token reads, float32 ``[Q, H, V]``, and update the state.
 
         Args:
             inputs: of the new tokens, ``[Q, ...]``.
-            state: of all rows, ``[R + 1, H, D, V]``, written in place.
+            state: ``tensors`` of all rows, ``[R + 1, ...]``, written in place.
         """
         found: DeltaStep = step.plans[self.key]
-        null = len(state) - 1
-        rows = torch.where(found.row < 0, null, found.row).to(index_dtype(state.device))
+        rows = self._targets(found.rows, state[0])
         if found.chunk_len:
-            output = self._chunks(inputs, state, found, rows)
+            if self.slack:
+                self._write(self._accepted(state, step), state[0], rows)
+                end = step.tensors.row_start + step.tensors.row_num_new
+                self._write(end, state[1], rows)
+            output, place = self._chunks(inputs, state[0], found), found.place
         else:
-            output = self._decodes(inputs.at(found.token), state, found, rows)
-        return gather(torch.cat([output, output.new_zeros(1, *output.shape[1:])]), found.place)
+            output, place = self._decodes(inputs, state, step, rows), step.decode_slot
+        return gather(torch.cat([output, output.new_zeros(1, *output.shape[1:])]), place)
+
+    @staticmethod
+    def _targets(rows: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the rows that are written, the null row for -1."""
+        return torch.where(rows < 0, len(tensor) - 1, rows).to(index_dtype(tensor.device))
+
+    @staticmethod
+    def _write(data: torch.Tensor, tensor: torch.Tensor, rows: torch.Tensor) -> None:
+        tensor.index_copy_(0, rows, data)
+
+    def _accepted(self, state: tuple[torch.Tensor, ...], step: Step) -> torch.Tensor:
+        """The matrices of rows before the step: with slack, those in the store and the inputs behind them."""
+        start = step.tensors.row_start
+        num_rows = len(start)
+        memory = torch.where(start[:, None, None, None] > 0, state[0][:num_rows], 0.0)
+        if self.slack:
+            length, (k, v, beside) = state[1][:num_rows], self._split(state[2][:num_rows])
+            count = torch.where(start > 0, start - length, 0)
+            for number in range(self.slack + 1):
+                after = _advance(memory, k[:, number], v[:, number], *beside[:, number].unbind(-1))
+                memory = torch.where(count[:, None, None, None] > number, after, memory)
+        return memory
+
+    def _split(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys, values, and decay beside strength."""
+        k, v, beside = inputs.split([self.key_dim, self.value_dim, 2], dim=-1)
+        return k, v, beside
 
     def _decodes(
-        self, inputs: DeltaInputs, state: torch.Tensor, found: DeltaStep, rows: torch.Tensor
+        self, inputs: DeltaInputs, state: tuple[torch.Tensor, ...], step: Step, rows: torch.Tensor
     ) -> torch.Tensor:
-        """One token of each row: ``[N, H, V]``."""
-        goes_on = found.goes_on[:, None, None, None]
-        memory = torch.where(goes_on, state[: len(rows)], 0.0) * inputs.g.exp()[..., None, None]
-        k_NHD1 = inputs.k[..., None]
-        change = (inputs.v - (memory * k_NHD1).sum(dim=-2)) * inputs.beta[..., None]
-        memory = memory + k_NHD1 * change[:, :, None]
-        state.index_copy_(0, rows, memory)
-        return (memory * inputs.q[..., None]).sum(dim=-2)
+        """Some tokens of each row (M): ``[N * M, H, V]``."""
+        q, k, v, g, beta = (x.unflatten(0, (-1, step.decode_len)) for x in inputs.at(step.row_token))
+        before = memory = self._accepted(state, step)
+        outputs = []
+        for number in range(step.decode_len):
+            memory = _advance(memory, *(x[:, number] for x in (k, v, g, beta)))
+            outputs.append((memory * q[:, number, ..., None]).sum(dim=-2))
+        if not self.slack:
+            self._write(memory, state[0], rows)
+        else:
+            self._write(before, state[0], rows)
+            self._write(step.tensors.row_start, state[1], rows)
+            new = torch.cat([k, v, g[..., None], beta[..., None]], dim=-1)
+            missing = self.slack + 1 - step.decode_len
+            new = torch.cat([new, new.new_zeros(len(new), missing, *new.shape[2:])], dim=1)
+            self._write(new, state[2], rows)
+        return torch.stack(outputs, dim=1).flatten(0, 1)
 
-    def _chunks(
-        self, inputs: DeltaInputs, state: torch.Tensor, found: DeltaStep, rows: torch.Tensor
-    ) -> torch.Tensor:
+    def _chunks(self, inputs: DeltaInputs, state: torch.Tensor, found: DeltaStep) -> torch.Tensor:
         """All tokens, chunk after chunk: ``[C * T, H, V]``."""
-        size = found.chunk_len
+        size, rows = found.chunk_len, self._targets(found.row, state)
         padded = DeltaInputs(*(torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in inputs))
         # [C, H, T, ...]
         q, k, v, g, beta = (
@@ -192,6 +244,15 @@ class DeltaRule(Recurrence):
             after = before * whole[number] + torch.matmul(kept[number], change)
             state.index_copy_(0, row, after[None])
         return torch.stack(outputs).transpose(1, 2).flatten(0, 1)
+
+
+def _advance(
+    memory: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    """The matrices ``[N, H, D, V]`` behind one token of each row."""
+    memory, k_NHD1 = memory * g.exp()[..., None, None], k[..., None]
+    change = (v - (memory * k_NHD1).sum(dim=-2)) * beta[..., None]
+    return memory + k_NHD1 * change[:, :, None]
 
 
 def _solve(system: torch.Tensor, right: torch.Tensor, place: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ def test_any_chunks_give_what_a_row_gets_token_by_token(chunks: list[list[int]])
     texts = [torch.randn(length, 2, 13, generator=generator) for length in lengths]
     state = torch.randn(5, 2, 4, 3, generator=generator)
     untouched = state[3].clone()
-    found = run_in_chunks([KIND], texts, chunks, lambda step, x: KIND.attend(inputs_of(x), state, step))
+    found = run_in_chunks([KIND], texts, chunks, lambda step, x: KIND.attend(inputs_of(x), (state,), step))
     for text, got in zip(texts, found):
         if len(text):
             torch.testing.assert_close(got, token_by_token(text), rtol=1e-4, atol=1e-4)

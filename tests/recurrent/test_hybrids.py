@@ -12,7 +12,7 @@ from hpu_duo.heads import HeadPattern
 from hpu_duo.planning.read_model import read_model
 from hpu_duo.sampling import SamplingParams
 from tests.modeling.driving import greedy_logits, teacher_forced
-from tests.modeling.families import greedy, prompts_of
+from tests.modeling.families import BLOCK, greedy, prompts_of
 from tests.recurrent.hybrids import HYBRIDS, load, saved
 
 CAPTURE: dict[str, dict[str, Any]] = {
@@ -61,7 +61,9 @@ def test_logits_are_those_of_transformers_and_of_no_other_row(tmp_path: Path, na
         prompts = [*prompts_of([23, 2], seed=seed), prompts_of([31], seed=7)[0]]
         found = greedy_logits(served.engine, prompts, 6, forced=[[3, 4, 5, 6, 7, 8]] * 3)
         for prompt, (new, logits) in zip(prompts, found):
-            torch.testing.assert_close(logits, teacher_forced(model, prompt, new), rtol=1e-4, atol=1e-4)
+            # Of delta rules transformers' own logits are up to 3e-4 off those in float64, ours up to 1e-4.
+            atol = 1e-4 if "Lfm" in name else 5e-4
+            torch.testing.assert_close(logits, teacher_forced(model, prompt, new), rtol=1e-4, atol=atol)
         results.append(found[-1][1])
     # Products of experts have other numbers of rows then.
     torch.testing.assert_close(*results, **({"rtol": 1e-4, "atol": 1e-3} if "Moe" in name else EQUAL))
@@ -87,8 +89,34 @@ def test_what_states_do_not_serve_yet_is_refused(tmp_path: Path, name: str) -> N
     saved(tmp_path, name)
     with pytest.raises(ValueError, match=r"not served by several ranks.*states that ranks do not share"):
         load(tmp_path, tensor_parallel_size=2)
-    with pytest.raises(ValueError, match="expected decode_len=1 for a model with states that cannot take"):
-        load(tmp_path, decode_len=2)
+    duo = {"method": "duo", "num_speculative_tokens": 2, "draft_sink": 2, "draft_recent": 8}
+    with pytest.raises(ValueError, match="expected heads that store all tokens or a window, got convolution"):
+        load(tmp_path, speculative_config=duo)
+
+
+@FAMILIES
+@pytest.mark.parametrize("graphs", ["eager", pytest.param("replay", marks=pytest.mark.slow)])
+def test_drafts_change_no_token(tmp_path: Path, name: str, graphs: str) -> None:
+    model = saved(tmp_path, name)
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    served = load(tmp_path, speculative_config=config, graphs=graphs, num_blocks=16)
+    prompts = prompts_of([20, 7, 11])
+    expected = [greedy(model, each, 24) for each in prompts]
+    # Predicted texts are right in part.
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=24,
+            ignore_eos=True,
+            prediction_token_ids=[token if number % 5 else 3 for number, token in enumerate(each)],
+        )
+        for each in expected
+    ]
+    done = served.engine.generate(prompts, params)
+    assert [sample.token_ids for [sample] in done] == expected
+    found = served.stats().speculation
+    assert found is not None
+    assert 0 < found.num_accepted_tokens < found.num_draft_tokens
 
 
 @FAMILIES
@@ -100,10 +128,9 @@ def test_capacity_counts_the_states_of_a_request(tmp_path: Path, name: str) -> N
     assert len(size.layers) + len(size.states) == len(plan.layers) == 4
 
 
-@FAMILIES
-def test_patterns_name_heads_of_layers_that_attend(tmp_path: Path, name: str) -> None:
+def test_patterns_name_heads_of_layers_that_attend(tmp_path: Path) -> None:
     """Windows are as long as any request, so that tokens stay what they are."""
-    model = saved(tmp_path, name)
+    model = saved(tmp_path, "Lfm2Config")
     mask = np.array([[0.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
     prompts = prompts_of([20, 33])
     for scores in (mask, mask[1:2]):
@@ -116,3 +143,16 @@ def test_patterns_name_heads_of_layers_that_attend(tmp_path: Path, name: str) ->
     wide = HeadPattern(np.ones((1, 3)), sink=2, recent=62).binarise(threshold=0.5)
     with pytest.raises(ValueError, match="expected a head pattern of 1 layers x 2 KV heads, got 1 x 3"):
         load(tmp_path, pattern=wide)
+
+
+@FAMILIES
+def test_a_saved_context_has_the_states_at_its_end(tmp_path: Path, name: str) -> None:
+    model = saved(tmp_path, name)
+    document, question = prompts_of((3 * BLOCK + 3, 5))
+    with load(tmp_path).prefill(document) as context:
+        context.save(tmp_path / "document")
+    served = load(tmp_path, max_num_seqs=2)
+    with served.load_context(tmp_path / "document") as context:
+        [[sample]] = served.engine.generate([context.prompt(question)], GREEDY, context=context.hold())
+    assert sample.num_cached_tokens == 3 * BLOCK
+    assert sample.token_ids == greedy(model, [*document, *question], 8)
