@@ -436,7 +436,6 @@ _ANSWERS = {
     "tokenizer": _ONE_FILE,
     "enforce_eager": "set graphs='eager'",
     "cpu_offload_gb": _FREED,
-    "swap_space": _FREED,
     "pipeline_parallel_size": "set tensor_parallel_size",
     "data_parallel_size": "start several servers: hpu-duo serve --replicas",
     "enable_expert_parallel": "set expert_parallel",

@@ -30,6 +30,7 @@ from hpu_duo.engine.batch import exact_shape
 from hpu_duo.engine.draft_gain import DraftLengths
 from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
 from hpu_duo.engine.step_plan import CommittedToken, StepPlan
+from hpu_duo.kv.tiers.link import Link
 from hpu_duo.request import Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
 
@@ -114,6 +115,17 @@ class SimulatedStep:
         return self.start + self.duration
 
 
+@dataclass
+class VirtualTime:
+    """A moment on a clock without a clock: moved by whoever computes durations."""
+
+    now: float = 0.0
+
+    def move(self, to: float) -> None:
+        """Move on to a later moment."""
+        self.now = max(self.now, to)
+
+
 class SimulatedEngine:
     """Serves its requests step by step, without a clock of its own.
 
@@ -126,6 +138,11 @@ class SimulatedEngine:
         duration_of: duration of a step in a bucket, above 0, in the units of the clock.
         table: buckets that steps are padded to; None runs each at its exact shape.
         drafts: of its decodes; None = there are none.
+        link: to the host, on the clock of ``time``; None = nothing is offloaded.
+        time: set to the start of each step; an attribute too.
+
+    Attributes:
+        stalled: time in which all requests waited for the link.
     """
 
     def __init__(
@@ -134,8 +151,11 @@ class SimulatedEngine:
         duration_of: Callable[[BatchShape], float],
         table: BucketTable | None = None,
         drafts: SyntheticDrafts | None = None,
+        link: Link | None = None,
+        time: VirtualTime | None = None,
     ) -> None:
-        self.scheduler, self._drafts = scheduler, drafts
+        self.scheduler, self._drafts, self._link = scheduler, drafts, link
+        self.time, self.stalled = VirtualTime() if time is None else time, 0.0
         if drafts is not None:
             scheduler.drafting = drafts
         self._duration_of, self._table = duration_of, table
@@ -159,8 +179,10 @@ class SimulatedEngine:
             ValueError: the time of the bucket is not positive.
             GraphMissError: no bucket holds the step.
         """
-        plan = self.scheduler.plan()
-        assert plan is not None, "somebody is unfinished"
+        self.time.now = start
+        plan = self._plan()
+        self.stalled += self.time.now - start
+        start = self.time.now
         shape = self._shapes.of(plan)
         if self._bucket is None or shape is not self._shape:
             self._shape, self._bucket = shape, self._bucket_of(shape)
@@ -172,7 +194,29 @@ class SimulatedEngine:
         committed = tuple(self.scheduler.commit(plan, _tokens_of(plan), accepted))
         if self._drafts is not None:
             self._drafts.ran(plan, len(committed), duration)
+        if self._link is not None:
+            self._offload(self._link, plan, duration if shape.phase.causal else 0.0)
         return SimulatedStep(start, duration, plan, shape, bucket, committed)
+
+    def _plan(self) -> StepPlan:
+        """Plan a step with rows; while there is none, time moves on to the next transfer that lands."""
+        while True:
+            plan = self.scheduler.plan()
+            assert plan is not None, "somebody is unfinished"
+            if plan.rows or self._link is None:
+                return plan
+            self._offload(self._link, plan, 0.0)
+            self._link.wait_any()
+            self.scheduler.commit(plan, ())
+
+    def _offload(self, link: Link, plan: StepPlan, prompt_time: float) -> None:
+        """Begin the transfers of a plan, and note the time of a step with prompts."""
+        if plan.transfers is not None:
+            link.wait(plan.transfers.landed)
+            link.begin(plan.transfers)
+        tiers = self.scheduler.allocations.tiers
+        if prompt_time and tiers is not None:
+            tiers.load_policy.computed(plan.num_tokens, prompt_time)
 
     def _bucket_of(self, shape: BatchShape) -> BatchShape:
         if self._table is None:

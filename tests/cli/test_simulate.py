@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import Result
@@ -213,3 +214,43 @@ def test_steps_measured_here_are_simulated_with(hpu_duo: Run, model_dir: Path, t
     assert "expected --block-size 16" in refused.stderr
     nonsense = hpu_duo("bench", "steps", "--max-seconds", 0, "--out", steps)
     assert "expected --max-seconds above 0" in nonsense.stderr
+
+
+def test_host_memory_brings_chats_back_at_the_speed_of_the_link(hpu_duo: Run, config_dir: Path) -> None:
+    chats = "chats:per_s=200,turns=4,pause_s=0.05,messages=32,outputs=8,system_len=16,num_users=4"
+
+    def run(*more: object) -> dict[str, Any]:
+        result = hpu_duo(
+            *("simulate", "--model", config_dir, *SMALL, "--workload", chats, "--num-requests", 60),
+            *("--num-blocks", 40, "--json", *more),
+        )
+        assert result.exit_code == 0, result.stderr
+        [found] = json.loads(result.stdout)["runs"]
+        return dict(found)
+
+    without, fast, slow = (
+        run(*each)
+        for each in ((), ("--kv-offloading-size", 0.5), ("--kv-offloading-size", 0.5, "--link", "1kB/s"))
+    )
+    assert "offload" not in without
+    assert fast["offload"]["num_hit_tokens"] > 0
+    assert fast["prefix_hit_rate"] > without["prefix_hit_rate"]
+    assert slow["offload"]["num_hit_tokens"] == 0
+    assert slow["offload"]["num_lost"] > 0  # nothing has arrived on the host
+    assert fast["offload"]["stored_bytes"] > fast["offload"]["loaded_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--link", "fast"), "expected --link in bytes a second such as 32GB/s, got 'fast'"),
+        (("--replicas", 2), "expected --kv-offloading-size without --replicas"),
+        (("--no-enable-prefix-caching",), "expected --kv-offloading-size with --enable-prefix-caching"),
+    ],
+)
+def test_host_memory_that_cannot_be_simulated_is_one_sentence(
+    hpu_duo: Run, config_dir: Path, options: tuple[object, ...], message: str
+) -> None:
+    result = hpu_duo("simulate", "--model", config_dir, *SMALL, *WORK, "--kv-offloading-size", 0.1, *options)
+    assert result.exit_code == 2
+    assert message in result.stderr.replace("\n", " ")

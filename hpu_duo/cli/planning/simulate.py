@@ -22,7 +22,7 @@ from hpu_duo.cli.planning.simulate_options import (
     RequestOptions,
     ServedLimits,
 )
-from hpu_duo.cli.terminal import check_drawing, user_errors
+from hpu_duo.cli.terminal import check_drawing, show_bytes, user_errors
 from hpu_duo.config.limits import SchedulerConfig
 from hpu_duo.garbage import collector_paused
 from hpu_duo.writable import check_file
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hpu_duo.lab.simulate.report import RunReport
-    from hpu_duo.lab.simulate.run_log import RunLog
+    from hpu_duo.lab.simulate.run_log import OffloadFigures, RunLog
     from hpu_duo.lab.simulate.server import SimulatedServer
 
 FORMAT = "hpu-duo simulate 1"
@@ -96,6 +96,8 @@ def simulate(
         _check(policies, chosen, until, asked.ranker)
         forecast = asked.forecast
         fleets = replicated.fleets
+        if limits.kv_offloading_size is not None and fleets != [None]:
+            raise ValueError("expected --kv-offloading-size without --replicas")
         if out is not None:
             check_file("--out", out)
         if plot is not None:
@@ -217,6 +219,7 @@ def _lines(first: RunReport) -> list[tuple[str, _Cell]]:
         ("longest wait to start", lambda run: f"{run.longest_wait_s:,.1f} s"),
         ("preemptions", lambda run: f"{run.num_preemptions:,}"),
         ("prefix hits", lambda run: f"{run.hit_rate:.1%}"),
+        *_of_host(first),
         *_of_replicas(first),
         ("padding by cost", lambda run: f"{run.padding:.1%}"),
         ("steps", lambda run: f"{run.num_steps:,}"),
@@ -225,6 +228,24 @@ def _lines(first: RunReport) -> list[tuple[str, _Cell]]:
     if len(first.fairness.service) > 1:
         lines.append(("largest difference of service", lambda run: f"{run.fairness.largest_difference:,.0f}"))
     return lines
+
+
+def _of_host(first: RunReport) -> list[tuple[str, _Cell]]:
+    if first.offload is None:
+        return []
+
+    def cell(text: Callable[[OffloadFigures, RunReport], str]) -> _Cell:
+        return lambda run: "" if run.offload is None else text(run.offload, run)
+
+    return [
+        (
+            "  of them from the host",
+            cell(lambda each, run: f"{each.num_hit_tokens / max(1, run.num_looked_up_tokens):.1%}"),
+        ),
+        ("to the host", cell(lambda each, _: show_bytes(each.stored_bytes))),
+        ("from the host", cell(lambda each, _: show_bytes(each.loaded_bytes))),
+        ("stalled by the link", cell(lambda each, _: f"{each.stalled_s:,.1f} s")),
+    ]
 
 
 def _of_replicas(first: RunReport) -> list[tuple[str, _Cell]]:

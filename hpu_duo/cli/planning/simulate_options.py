@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from hpu_duo.cli.options import LIMITS, model_option, of_setting, option_in
 from hpu_duo.cli.planning.hardware import HARDWARE, HardwareOptions
+from hpu_duo.cli.terminal import parse_bytes
 from hpu_duo.config.limits import CARD_LIMITS, CacheConfig, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -70,6 +71,11 @@ class ServedLimits:
         int | None,
         _replacing("num_prefix_snapshots", "as many as requests run, in an eighth of the memory"),
     ] = None
+    kv_offloading_size: Annotated[float | None, of_setting("kv_offloading_size")] = None
+    link: Annotated[
+        str,
+        option_in(LIMITS)("Bytes a second between each device and the host, each way.", metavar="RATE"),
+    ] = "32GB/s"
     buckets: Annotated[
         Path | None,
         of_setting("buckets", panel=LIMITS, unset="made from the limits; a measured engine's own"),
@@ -92,6 +98,8 @@ class ServedLimits:
         self._check_drafts(machine)
         from graphs.bucket_file import read_table
 
+        if self.kv_offloading_size is not None and machine.model is None:
+            raise ValueError("expected --model with --kv-offloading-size: measured steps have no sizes")
         server = self._measured(machine.step_times) if machine.step_times else self._priced(machine, served)
         if self.buckets is not None:
             server = server.with_table(read_table(self.buckets, server.cost))
@@ -149,7 +157,15 @@ class ServedLimits:
         # The other limits are among what decides how much fits.
         lens = SchedulerConfig(speculative_config=self.speculative_config).draft_lens
         server = SimulatedServer.on(deployment, lens, self.acceptance_length or 1.0)
-        return server.with_limits(self._replaced(server.limits, "max_chunk_rows", "num_blocks"))
+        server = server.with_limits(self._replaced(server.limits, "max_chunk_rows", "num_blocks"))
+        if self.kv_offloading_size is None:
+            return server
+        from hpu_duo.lab.simulate.offload import SimulatedHost
+
+        size, rate = int(self.kv_offloading_size * 2**30), parse_rate("--link", self.link)
+        memory = deployment.plan(1, max(1, server.limits.num_blocks))
+        host = SimulatedHost.of(size, memory, rate * deployment.serving.num_devices, server.limits)
+        return replace(server, host=host)
 
     @property
     def _scheduler(self) -> SchedulerConfig:
@@ -170,6 +186,21 @@ class ServedLimits:
         if "num_blocks" in given and not limits.uses_blocks:
             raise ValueError("expected no --num-blocks: no head of this model keeps blocks")
         return replace(limits, **given)
+
+
+def parse_rate(name: str, text: str) -> int:
+    """Return the bytes a second of ``32GB/s`` or ``32GB``.
+
+    Raises:
+        ValueError: something else, or nothing a second.
+    """
+    try:
+        rate = parse_bytes(text.removesuffix("/s"))
+    except ValueError:
+        rate = 0
+    if rate <= 0:
+        raise ValueError(f"expected {name} in bytes a second such as 32GB/s, got {text!r}")
+    return rate
 
 
 _replicas_option = option_in("Replicas")

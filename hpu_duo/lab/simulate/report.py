@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
 from hpu_duo.lab.distribution import Distribution
 from hpu_duo.lab.simulate.fairness import Fairness
-from hpu_duo.lab.simulate.run_log import RequestRecord, RunLog
+from hpu_duo.lab.simulate.run_log import OffloadFigures, RequestRecord, RunLog
 
 METRICS = ("ttft", "tpot", "e2el", "latency_per_token")
 """Time to first token, time per token behind it, end to end, and that divided by the output's tokens."""
@@ -53,6 +53,7 @@ class RunReport:
         fairness: of users.
         e2el_by_user: mean seconds from coming to the end, of the users that ``fairness`` compares.
         replicas: None where there is one engine and no router; ``busy_share`` is their mean.
+        offload: traffic with host memory; None without any.
     """
 
     policy: str
@@ -73,6 +74,7 @@ class RunReport:
     fairness: Fairness
     e2el_by_user: dict[str, float] = field(default_factory=dict)
     replicas: ReplicaFigures | None = None
+    offload: OffloadFigures | None = None
 
     @classmethod
     def of(
@@ -110,6 +112,7 @@ class RunReport:
             fairness=fairness,
             e2el_by_user=_means_by_user(ended, fairness.service),
             replicas=replicas,
+            offload=log.offload,
         )
 
     @property
@@ -170,6 +173,8 @@ class RunReport:
                 "expected_prefix_hit_rate": self.replicas.expected_hit_rate,
                 "num_lost": self.replicas.num_lost,
             }
+        if self.offload is not None:
+            fields["offload"] = asdict(self.offload)
         for name, distribution in self.metrics.items():
             fields |= distribution.fields(name)
         return fields

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from graphs import BatchShape, CostFunction
+from hpu_duo.kv.tiers.prefix_tiers import TierCounters
 from hpu_duo.planning.simulation import SimulatedStep
 from hpu_duo.request import Request
 
@@ -83,6 +84,38 @@ class ServiceLog:
     amounts: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class OffloadFigures:
+    """Traffic between devices and host memory in a run.
+
+    Attributes:
+        num_hit_tokens: tokens that were loaded from the host, and not computed.
+        stored_bytes, loaded_bytes: to the host, and from there.
+        num_lost: blocks and snapshots that were evicted while transfers, or host memory, were busy.
+        num_declined: prefixes that were predicted to be computed faster than loaded.
+        stalled_s: time in which all requests waited for loads.
+    """
+
+    num_hit_tokens: int
+    stored_bytes: int
+    loaded_bytes: int
+    num_lost: int
+    num_declined: int
+    stalled_s: float
+
+    @classmethod
+    def of(cls, counters: TierCounters, stalled_s: float) -> OffloadFigures:
+        """Collect the counters of a run."""
+        return cls(
+            counters.num_hit_tokens,
+            counters.stored_bytes,
+            counters.loaded_bytes,
+            counters.num_busy,
+            counters.num_computed,
+            stalled_s,
+        )
+
+
 class RunLog:
     """Takes the steps of a run.
 
@@ -97,6 +130,7 @@ class RunLog:
         num_tokens, num_padded_tokens: query tokens of steps, and of their buckets.
         cost_of_shapes, cost_of_buckets: what steps would cost without padding, and what they cost.
         end: end of the last step.
+        offload: of the run, once it has ended; None without host memory.
     """
 
     def __init__(self, came: Mapping[str, tuple[float, str | None]], cost: CostFunction) -> None:
@@ -106,6 +140,7 @@ class RunLog:
         self._running: dict[Request, RequestRecord] = {}
         self._decoded: BatchShape | None = None
         self.service = ServiceLog()
+        self.offload: OffloadFigures | None = None
         self.num_steps = self.num_tokens = self.num_padded_tokens = 0
         self.busy = self.end = self.cost_of_shapes = self.cost_of_buckets = 0.0
 

@@ -10,12 +10,13 @@ from graphs import BatchShape, BucketTable, CostFunction, Miss, StepCost, StepLi
 from graphs.shape import row_len
 from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
 from hpu_duo.lab.simulate.forecast import Forecast
-from hpu_duo.lab.simulate.run_log import RunLog
+from hpu_duo.lab.simulate.offload import SimulatedHost
+from hpu_duo.lab.simulate.run_log import OffloadFigures, RunLog
 from hpu_duo.lab.simulate.sessions import SessionArrivals
 from hpu_duo.lab.simulate.step_times import StepTimes
 from hpu_duo.lab.traces import Session
 from hpu_duo.planning import Deployment, step_cost, step_limits
-from hpu_duo.planning.simulation import SimulatedEngine, Simulation, SyntheticDrafts
+from hpu_duo.planning.simulation import SimulatedEngine, Simulation, SyntheticDrafts, VirtualTime
 from hpu_duo.scheduling import make_policy
 
 
@@ -31,6 +32,7 @@ class SimulatedServer:
         trims_chunks: whether prompts end at the borders of buckets.
         source: of the seconds, in words.
         acceptance_length: mean tokens of a row that verifies drafts; only with ``limits.draft_lens``.
+        host: memory for what the prefix cache evicts; None = it is lost.
     """
 
     limits: StepLimits
@@ -40,6 +42,7 @@ class SimulatedServer:
     trims_chunks: bool = False
     source: str = ""
     acceptance_length: float = 1.0
+    host: SimulatedHost | None = None
 
     @classmethod
     def on(
@@ -140,8 +143,11 @@ class SimulatedServer:
         """
         arrivals = SessionArrivals(sessions, self.limits.max_model_len, seed, forecast)
         log = RunLog(arrivals.came, self.cost)
-        for step in Simulation(self.engine(policy), arrivals).steps(until_s):
+        engine = self.engine(policy)
+        for step in Simulation(engine, arrivals).steps(until_s):
             log.take(step)
+        if (tiers := engine.scheduler.allocations.tiers) is not None:
+            log.offload = OffloadFigures.of(tiers.counters, engine.stalled)
         log.close()
         return log
 
@@ -154,11 +160,13 @@ class SimulatedServer:
         trimming = None
         if self.trims_chunks and self.table is not None:
             trimming = ChunkTrimming(self.table, self.limits.block_size).num_postponed
-        scheduler = Scheduler(self.limits, trimming, make_policy(policy))
+        limits = self.limits if self.host is None else self.host.staged(self.limits)
+        scheduler, time = Scheduler(limits, trimming, make_policy(policy)), VirtualTime()
+        link = None if self.host is None else self.host.attach(scheduler, time)
         drafts = None
         if lens := self.limits.draft_lens:
             drafts = SyntheticDrafts(lens, self.acceptance_length)
-        return SimulatedEngine(scheduler, self.seconds_of, self.table, drafts)
+        return SimulatedEngine(scheduler, self.seconds_of, self.table, drafts, link, time)
 
     @property
     def max_request_len(self) -> int:
