@@ -158,7 +158,7 @@ def test_no_graph_of_many_experts_is_large(shape: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape", "attention"),
-    every(10, [(*case, attention) for attention in ("hpu", "reference") for case in CASES]),
+    every(15, [(*case, attention) for attention in ("hpu", "reference") for case in CASES]),
 )
 def test_no_graph_of_a_known_model_is_large(name: str, attention: str, shape: str, tmp_path: Path) -> None:
     check(graphs_of(name, attention, shape, tmp_path))

@@ -22,15 +22,17 @@ H2O = "h2o 0.5, 20 slots, chunks of 16"
 @pytest.mark.parametrize(
     ("words", "bucket", "kept"),
     [
-        (
+        pytest.param(
             ("--kv-policy", "h2o", "--kv-budget", "20"),
             "csu/q32/s0/u0/l4",
             [H2O],
+            marks=pytest.mark.exhaustive,
         ),
-        (
+        pytest.param(
             ("--kv-policy", "streaming-llm", "--kv-budget", "20"),
             "csu/q32/s0/u0/l4",
             ["streaming-llm 4, 20 slots, chunks of 16"],
+            marks=pytest.mark.exhaustive,
         ),
         (("--kv-policy", "tova", "--kv-budget", "20"), "--u/q4/s0/u0/l4", ["tova 0, 20 slots, chunks of 16"]),
         (

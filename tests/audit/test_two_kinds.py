@@ -36,7 +36,7 @@ def layer_operators(path: Path, attention: str, num_retrieval: int, bucket: str)
     ("attention", "bucket"),
     [
         ("hpu", "--u/q1/s0/u64/l1"),
-        ("reference", "--u/q16/s0/u512/l16"),
+        pytest.param("reference", "--u/q16/s0/u512/l16", marks=pytest.mark.exhaustive),
         pytest.param("hpu", "--u/q16/s0/u512/l16", marks=pytest.mark.exhaustive),
         pytest.param("reference", "--u/q1/s0/u64/l1", marks=pytest.mark.exhaustive),
     ],

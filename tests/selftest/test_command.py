@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from hpu_duo.cli.app import app
 from hpu_duo.planning.fit import main as fit_main
+from tests.tiers import every
 from tests.vendor import STANDIN
 
 runner = CliRunner()
@@ -51,7 +52,7 @@ def test_bad_options_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["hpu-sim", "cpu"])
+@pytest.mark.parametrize("device", every(2, ["hpu-sim", "cpu"]))
 def test_all_stages_pass(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["selftest", "--device", device, "--hardware", "gaudi3", "--output", str(tmp_path)]
     done = runner.invoke(app, arguments)

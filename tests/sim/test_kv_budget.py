@@ -29,8 +29,10 @@ PLAN = KVPlan(
     "options",
     [
         pytest.param({"kv_policy": "h2o", "kv_budget": 10}, marks=pytest.mark.exhaustive),
-        {"kv_policy": "tova", "kv_budget": 10, "pattern": PATTERN},
-        {"kv_policy": "snapkv:window=4", "kv_budget": 10},
+        pytest.param(
+            {"kv_policy": "tova", "kv_budget": 10, "pattern": PATTERN}, marks=pytest.mark.exhaustive
+        ),
+        pytest.param({"kv_policy": "snapkv:window=4", "kv_budget": 10}, marks=pytest.mark.exhaustive),
         {"kv_policy": "streaming-llm:positions=cache", "kv_budget": 10},
         pytest.param({"kv_policy": "h2o:positions=cache", "kv_budget": 10}, marks=pytest.mark.exhaustive),
         {"kv_policy": "expected-attention", "kv_budget": 10},
