@@ -17,7 +17,7 @@ from hpu_duo.request import Request
 from hpu_duo.sampling import FieldError, SamplingParams
 from hpu_duo.startup.recorded_steps import options_of, read_log
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
-from tests.modeling.families import VOCAB, prompts_of
+from tests.modeling.families import prompts_of
 from tests.tiers import EXHAUSTIVE
 
 LOOPS = [[5, 9, 6, 8, 7] * 5, [3, 4] * 8, *prompts_of([17, 1], seed=4)]
@@ -177,28 +177,40 @@ class Always(Drafter):
         return [self._token] * most
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_draws_behind_and_in_place_of_drafts_follow_the_distribution(tiny: Tiny) -> None:
-    """A second, independent check: chi-square of 20,000 second tokens, each of which had a draft."""
-    num_draws, (prompt,) = 20_000, prompts_of([9], seed=2)
+def chi_square(tiny: Tiny, prompt: list[int], outputs: list[list[int]], temperature: float) -> float:
+    """Chi-square over 50 bins of the places of tokens in transformers' distributions, less its mean, by its
+    deviation. A token's place is drawn evenly from its own part of the cumulative distribution."""
+    tokens = torch.tensor([[*prompt, *output] for output in outputs])
     with torch.no_grad():
-        first = tiny.model(torch.tensor([prompt])).logits[0, -1].softmax(0)
-        each = torch.tensor([[*prompt, token] for token in range(VOCAB)])
-        chance = (first @ tiny.model(each).logits[:, -1].softmax(1)).double().numpy()
-    drafting = tiny.load(decode_len=3, max_num_batched_tokens=16)
-    drafting.engine.drafter = Always(int(chance.argmax()))
-    params = [SamplingParams(max_tokens=3, ignore_eos=True, seed=seed) for seed in range(num_draws)]
-    done = drafting.engine.generate([prompt] * num_draws, params)
-    assert drafting.stats().num_drafted_tokens >= num_draws
-    found = np.bincount([sample.token_ids[1] for (sample,) in done], minlength=VOCAB)
-    expected = num_draws * chance / chance.sum()
-    often = expected >= 5
-    found, expected = (np.append(each[often], each[~often].sum()) for each in (found, expected))
-    distance = ((found - expected) ** 2 / np.maximum(expected, 1)).sum()
-    freedom = len(expected) - 1
-    # Five standard deviations of the statistic; with fixed seeds the result is the same in every run.
-    assert abs(distance - freedom) < 5 * (2 * freedom) ** 0.5
+        logits = tiny.model(tokens[:, :-1]).logits[:, len(prompt) - 1 :].double()
+    chances, sampled = (logits / temperature).softmax(-1), tokens[:, len(prompt) :, None]
+    own = chances.gather(-1, sampled)
+    before = chances.cumsum(-1).gather(-1, sampled) - own
+    drawn = torch.from_numpy(np.random.default_rng(0).random(own.shape))
+    found = torch.histc(before + drawn * own, 50, 0, 1).numpy()
+    expected = found.sum() / 50
+    return float((((found - expected) ** 2 / expected).sum() - 49) / (2 * 49) ** 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_model", [False, True])
+def test_draws_behind_and_in_place_of_drafts_follow_the_distribution(tiny: Tiny, of_model: bool) -> None:
+    """A second, independent check: chi-square of 20,000 tokens, most of which had a draft."""
+    (prompt,), num_tokens = prompts_of([9], seed=2), 20
+    config = {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 16, 3]]}
+    if of_model:
+        config |= {"method": "duo", "draft_sink": 1, "draft_recent": 4}
+    drafting = tiny.load(max_num_seqs=16, max_num_batched_tokens=64, speculative_config=config)
+    if not of_model:
+        drafting.engine.drafter = drafter = Always(7)
+        drafter.most_by_rows = ((1, 16, 3),)
+    params = [SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=seed) for seed in range(1000)]
+    done = drafting.engine.generate([prompt] * len(params), params)
+    assert drafting.stats().num_drafted_tokens >= 15_000
+    outputs = [sample.token_ids for (sample,) in done]
+    # With fixed seeds the result is the same in every run.
+    assert abs(chi_square(tiny, prompt, outputs, 1.0)) < 3
+    assert chi_square(tiny, prompt, outputs, 1.3) > 5
 
 
 def test_what_is_no_configuration_is_refused(tiny: Tiny) -> None:
