@@ -21,6 +21,11 @@ _OF_METHOD = {
     "model": ("draft_model",),
 }
 """Methods of a key, by how it begins."""
+_SPARSER = (
+    "all heads of a layer read the same blocks in drafts of method 'duo', see draft_sink and draft_recent"
+)
+_NOT_SERVED = {"draft_sparsity": _SPARSER, "draft_budget": _SPARSER}
+"""Keys that are refused by name, and why."""
 _OTHERS = ("eagle", "eagle3", "medusa", "mtp", "mlp_speculator")
 
 
@@ -163,6 +168,8 @@ class SpeculativeConfig:
         _check_method(given.get("method", METHODS[0]))
         known = [each.name for each in fields(cls)]
         for key in given:
+            if key in _NOT_SERVED:
+                raise ValueError(f"speculative_config: {key} is not served: {_NOT_SERVED[key]}")
             if key not in known:
                 near = get_close_matches(str(key), known, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -185,6 +185,10 @@ def test_the_configuration_says_which_drafter_there_is() -> None:
     [
         ("[1]", r"expected speculative_config to be an object with keys, got \[1\]"),
         ("{", "expected speculative_config to be a JSON object, got '{'"),
+        (
+            {"method": "duo", "draft_budget": 64},
+            "draft_budget is not served: all heads of a layer read the same blocks",
+        ),
         ({"num_tokens": 3}, "no key 'num_tokens'; did you mean 'num_speculative_tokens'"),
         (
             {"method": "eagle3"},
