@@ -69,6 +69,21 @@ def parse_bytes(text: str) -> int:
     raise ValueError(f"expected a size in bytes such as 4GiB, 500MB or 4294967296, got {text!r}")
 
 
+def parse_rate(name: str, text: str) -> int:
+    """Return the bytes a second of ``32GB/s`` or ``32GB``.
+
+    Raises:
+        ValueError: something else, or nothing a second.
+    """
+    try:
+        rate = parse_bytes(text.removesuffix("/s"))
+    except ValueError:
+        rate = 0
+    if rate <= 0:
+        raise ValueError(f"expected {name} in bytes a second such as 32GB/s, got {text!r}")
+    return rate
+
+
 def show_bytes(num_bytes: float) -> str:
     """About three digits and a binary unit: ``1.50 MiB``."""
     power = 0

@@ -334,6 +334,8 @@ class Scheduler:
         self._run(request)
 
     def _admit(self, step: StepDraft) -> None:
+        if not self._waiting:
+            return
         self._admission.begin_step()
         while self._waiting and self._admission.may_admit(step):
             request = self._waiting.next()

@@ -12,6 +12,7 @@ import torch
 from typer.testing import Result
 
 from hpu_duo import __version__
+from hpu_duo.lab.selftest.rates import offload_facts
 from kernels_ref import native
 from kernels_ref.x86 import library
 
@@ -113,3 +114,11 @@ assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_rates_of_copies_are_measured_in_a_folder(tmp_path: Path) -> None:
+    facts = list(offload_facts("cpu", tmp_path, sizes=(1 << 20,)))
+    assert [fact.name for fact in facts][:3] == ["host memory", "1 MiB, cpu", f"1 MiB, {tmp_path}"]
+    assert "GB/s to the host" in facts[1].detail
+    assert "GB/s written" in facts[2].detail
+    assert not list(tmp_path.iterdir())

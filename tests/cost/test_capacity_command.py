@@ -288,3 +288,19 @@ def test_drafts_of_the_model_itself_pay_where_keys_outweigh_weights(config_dir: 
     assert (
         "with 1 requests of 4,096 tokens and 0% streaming, drafts are predicted to lose" in printed
     ) is loses
+
+
+def test_capacity_has_the_host_and_the_disk(hpu_duo: Run) -> None:
+    result = hpu_duo(
+        *("--sparsity", "0", "--context", "512", "--json", "--link", "1GB/s"),
+        *("--kv-offloading-size", "1", "--kv-offloading-disk-size", "2", "--disk-rate", "500MB/s"),
+    )
+    assert result.exit_code == 0, result.stderr
+    one = json.loads(result.stdout)["capacities"][0]
+    [host], [disk] = one["host"], one["disk"]
+    num_bytes = one["points"][0]["bytes_per_request"]
+    assert host["num_tokens"] == 2**30 // num_bytes * 512
+    assert disk["num_requests"] == 2 * 2**30 // num_bytes
+    assert host["seconds_back"] == pytest.approx(num_bytes / 1e9)
+    assert disk["seconds_back"] == pytest.approx(num_bytes * 3 / 1e9)
+    assert (host["binds"], disk["binds"]) == ("link", "disk")

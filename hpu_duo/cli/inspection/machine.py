@@ -40,6 +40,14 @@ def doctor(
             show_default="not checked",
         ),
     ] = None,
+    rates: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Also measure copies between host and device, and files in a folder: for offloading.",
+            show_default="not measured",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Print versions, devices and capture backends, and why something is not usable.
@@ -51,6 +59,11 @@ def doctor(
     if collectives is not None:
         with user_errors():
             facts.append(_collectives(str(engine.get("device")), collectives))
+    if rates is not None:
+        from hpu_duo.lab.selftest.rates import offload_facts
+
+        with user_errors(OSError), Waiting("measuring copies"):
+            facts += offload_facts(str(engine.get("device")), rates)
     if model is not None:
         with user_errors():
             facts += _resolved(model, engine)

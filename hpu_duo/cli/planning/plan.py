@@ -31,6 +31,7 @@ from hpu_duo.cli.planning.hardware import (
     report_fields,
     served_graph_bytes,
 )
+from hpu_duo.cli.planning.offload import TierOptions
 from hpu_duo.cli.terminal import Waiting, check_drawing, user_errors
 from hpu_duo.config.limits import CARD_LIMITS, CacheConfig, SchedulerConfig
 from hpu_duo.config.overrides import EngineOverrides
@@ -199,6 +200,7 @@ def capacity(
         int, of_setting("max_num_batched_tokens")
     ] = CARD_LIMITS.max_num_batched_tokens,
     speculative_config: Annotated[str | None, of_setting("speculative_config", panel=LIMITS)] = None,
+    offloading: TierOptions,
     png: Annotated[
         Path | None, typer.Option(help="Also draw it; needs matplotlib.", show_default="no picture")
     ] = None,
@@ -221,6 +223,7 @@ def capacity(
             block_size,
             kept,
         )
+        tiers = offloading.tiers(serving.num_devices)
         # transformers is slow to import: everything that can be refused without it comes first.
         from hpu_duo.planning.read_model import read_model
 
@@ -239,13 +242,16 @@ def capacity(
         fields = report_fields(size, serving, found)
         for one, memory in zip(fields["capacities"], memories):
             one["graph_memory"] = None if memory is None else memory._asdict()
+        for tier in tiers:
+            for one, each in zip(fields["capacities"], found):
+                one[tier.name] = tier.fields(each)
         if evens:
             fields["drafts_pay_from"] = [each.fields() for each in evens]
         typer.echo(json.dumps(fields, indent=2))
     else:
         from hpu_duo.cli.planning.tables import print_report
 
-        print_report(size, serving, found, memories=memories, evens=evens)
+        print_report(size, serving, found, memories=memories, evens=evens, tiers=tiers)
 
 
 @grouped

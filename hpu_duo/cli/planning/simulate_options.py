@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from hpu_duo.cli.options import LIMITS, model_option, of_setting, option_in
 from hpu_duo.cli.planning.hardware import HARDWARE, HardwareOptions
-from hpu_duo.cli.terminal import parse_bytes
+from hpu_duo.cli.terminal import parse_rate
 from hpu_duo.config.limits import CARD_LIMITS, CacheConfig, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -186,21 +186,6 @@ class ServedLimits:
         if "num_blocks" in given and not limits.uses_blocks:
             raise ValueError("expected no --num-blocks: no head of this model keeps blocks")
         return replace(limits, **given)
-
-
-def parse_rate(name: str, text: str) -> int:
-    """Return the bytes a second of ``32GB/s`` or ``32GB``.
-
-    Raises:
-        ValueError: something else, or nothing a second.
-    """
-    try:
-        rate = parse_bytes(text.removesuffix("/s"))
-    except ValueError:
-        rate = 0
-    if rate <= 0:
-        raise ValueError(f"expected {name} in bytes a second such as 32GB/s, got {text!r}")
-    return rate
 
 
 _replicas_option = option_in("Replicas")

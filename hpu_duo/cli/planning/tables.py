@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hpu_duo.cli.planning.hardware import ACCEPTANCE, BreakEven
+from hpu_duo.cli.planning.offload import Tier
 from hpu_duo.cli.terminal import show_bytes
 
 if TYPE_CHECKING:
@@ -42,12 +43,14 @@ def print_report(
     *,
     memories: Sequence[TableMemory | None] = (),
     evens: Sequence[BreakEven] = (),
+    tiers: Sequence[Tier] = (),
 ) -> None:
     """Print hardware, memory, requests that fit, predicted speeds, warm-up, and how certain they are.
 
     Args:
         memories: of graphs, of each choice; empty = not printed.
         evens: when drafts pay; empty = not printed.
+        tiers: behind the devices.
     """
     console = console or Console()
     _print(console, serving.hardware.title, hardware_table(serving.hardware))
@@ -60,6 +63,7 @@ def print_report(
         (f"Decode tokens/s of all, at most {serving.max_num_seqs} requests: prediction (range)", _all),
         ("One request alone: decode tokens/s", _alone),
         ("One request alone: seconds to the first token", _first),
+        *(each for tier in tiers for each in tier.cells()),
     ):
         _print(console, title, _by_context(found, cell))
     _print(console, "Warm-up of a bucket table within its budget of graphs", _warm_up_table(found))
