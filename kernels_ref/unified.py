@@ -118,7 +118,7 @@ def prepare_step(
     decode_len: int,
     stores: Mapping[GroupKind, Sequence[UnitLayout]],
     mask_dtype: torch.dtype | None = None,
-    recurrences: Iterable[Recurrence] = (),
+    recurrences: Sequence[Recurrence] = (),
 ) -> Step:
     """Derive on the device, once a step, the tensors that all layers need.
 
@@ -138,7 +138,8 @@ def prepare_step(
         for layout, plan in prepared.items():
             plans[kind.key, layout] = plan
     keeps_rows = mask_dtype is not None and parts.has_decodes_only
-    plans |= prepare_recurrences(recurrences, parts, tensors)
+    if recurrences:
+        plans |= prepare_recurrences(recurrences, parts, tensors)
     return Step(parts, tensors, decode_len, rows.token, rows.slot, plans, keeps_rows)
 
 

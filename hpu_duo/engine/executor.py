@@ -38,7 +38,7 @@ from hpu_duo.not_picklable import NotPicklable
 from hpu_duo.parallel import Exchanged, SpreadLogits, StepExchanges
 from hpu_duo.sampling import SampledTokens, SamplingBatch, SamplingRoute, TokenLogprobs, sample, static_routes
 from hpu_duo.sampling.sampler import packed, unpacked
-from kernels_ref import Step, StepParts, StepTensors, prepare_step
+from kernels_ref import Step, StepParts, StepTensors
 from kernels_ref.loops import RegionOf, in_regions
 from kernels_ref.step import PlanKey
 from kernels_ref.units import index_dtype
@@ -92,7 +92,7 @@ def _preparing(
     """Return a function of the staging buffer."""
     places = tuple((name, slot.offset, slot.stop, slot.shape) for name, slot in layout.slots.items())
     wanted = ("token_ids", "logit_index", *StepTensors._fields)
-    stores, mask_dtype = model.stores, model.mask_dtype
+    prepare_step = model.prepare
 
     def prepare(staged: torch.Tensor) -> Prepared:
         # Copies: a view of the buffer would be an input of every layer.
@@ -102,13 +102,7 @@ def _preparing(
             if name in wanted
         }
         tensors = StepTensors(**{name: fields[name] for name in StepTensors._fields})
-        step = prepare_step(
-            *(parts, tensors),
-            decode_len=decode_len,
-            stores=stores,
-            mask_dtype=mask_dtype,
-            recurrences=model.recurrences,
-        )
+        step = prepare_step(parts, tensors, decode_len=decode_len)
         plans = tuple(step.plans.values())
         return fields["token_ids"], fields["logit_index"], tensors, step.row_token, step.decode_slot, plans
 
@@ -483,14 +477,7 @@ def bucket_step(
         tensors = StepTensors(**{name: inputs[name] for name in StepTensors._fields})
         if parts.causal and parts.shared:
             model.copy_to_scratch(tensors.chunk_row)
-        prepared = prepare_step(
-            parts,
-            tensors,
-            decode_len=decode_len,
-            stores=model.stores,
-            mask_dtype=model.mask_dtype,
-            recurrences=model.recurrences,
-        )
+        prepared = model.prepare(parts, tensors, decode_len=decode_len)
         with nullcontext() if region_of is None else in_regions(region_of):
             return model.logits(inputs["token_ids"], prepared, inputs["logit_index"], runners)
 

@@ -277,11 +277,11 @@ def recurrent_layers(model: PreTrainedModel) -> tuple[RecurrentLayer, ...]:
     layers = []
     for path, mixer in found:
         parent, name = model.get_submodule(path.rpartition(".")[0]), type(mixer).__name__
-        parameter = next(mixer.parameters())
+        device = next(mixer.parameters()).device
         recorder = _Recorder()
         try:
             with _swapped(mixer, recorder):
-                mixer(torch.zeros(1, 1, width, dtype=parameter.dtype, device=parameter.device))
+                mixer(torch.zeros(1, 1, width, dtype=model.dtype, device=device))
         except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
             raise ValueError(f"{name} cannot be served: it fails on one token: {error}") from error
         layers.append(RecurrentLayer(parent, mixer, tuple(recorder.kinds)))
@@ -341,7 +341,7 @@ def step_of(
         "row_num_new": ints(counts),
         "row_query_start": ints(begins),
     }
-    tensors = StepTensors(**{name: given.get(name, ints(())) for name in StepTensors._fields})
+    tensors = StepTensors(**{name: given.get(name, ints(())) for name in StepTensors.__annotations__})
     parts = StepParts(causal=max(counts) > decode_len, shared=False, unique=True)
     plans = prepare_recurrences(kinds, parts, tensors)
     rows = DecodeRows.of(parts, tensors, decode_len)

@@ -7,6 +7,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from hpu_duo.modeling.latents import keep_latents
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.recurrent import RecurrentLayer
 from hpu_duo.not_picklable import NotPicklable
-from kernels_ref import LayerCache, LayerSpec, Recurrence, Step, stores_of
+from kernels_ref import LayerCache, LayerSpec, Recurrence, Step, prepare_step, stores_of
 from kernels_ref.loops import RegionOf
 from kernels_ref.units import SCRATCH_STORES, KVUnits, UnitLayout, copy_units
 
@@ -75,6 +76,7 @@ class StepModel(NotPicklable):
         mask_dtype: of ``prepare_step``.
         live: tells linears on a CPU which rows of a step are padding.
         kinds: distinct kinds of layers; layers of one kind run the same compiled region.
+        prepare: ``prepare_step`` for the stores and states of all layers.
         recurrences: kinds of states of recurrences, one for each ``Recurrence.key``.
     """
 
@@ -119,6 +121,12 @@ class StepModel(NotPicklable):
         self.kinds = tuple(kinds)
         self.stores = stores_of(specs, caches)
         self.mask_dtype = caches[0][0].encoding.dtype if specs[0].impl.reads_masks else None
+        self.prepare = partial(
+            prepare_step,
+            stores=self.stores,
+            mask_dtype=self.mask_dtype,
+            recurrences=self.recurrences,
+        )
         self._copies = tuple(_copies(self._caches))
 
     def _serve(self, layer: nn.Module, spec: Hashable, kinds: dict[LayerKind, LayerKind]) -> None:

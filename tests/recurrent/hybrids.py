@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpu_duo import HPUDuoModel
-from tests.modeling.families import BASE, BLOCK, is_known, make_config, save_random
+from tests.modeling.families import BASE, BLOCK, WINDOW, is_known, make_config, save_random
 
 _DELTA: dict[str, Any] = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
@@ -24,6 +24,12 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "Lfm2Config": _CONVOLUTIONS,
     "Qwen3NextConfig": {**_DELTA, "mlp_only_layers": [0, 1, 2, 3]},
     "Lfm2MoeConfig": {**_CONVOLUTIONS, **_EXPERTS, "num_dense_layers": 2},
+    "Lfm3Config": {
+        "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
+        "head_dim": 8,
+        "sliding_window": WINDOW,
+    },
+    "OlmoHybridConfig": _DELTA,
     "Qwen3_5TextConfig": _DELTA,
     "Qwen3_5MoeTextConfig": {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 24},
 }
