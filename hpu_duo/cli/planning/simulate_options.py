@@ -162,9 +162,9 @@ class ServedLimits:
             return server
         from hpu_duo.lab.simulate.offload import SimulatedHost
 
-        size, rate = int(self.kv_offloading_size * 2**30), parse_rate("--link", self.link)
+        num_bytes, rate = int(self.kv_offloading_size * 2**30), parse_rate("--link", self.link)
         memory = deployment.plan(1, max(1, server.limits.num_blocks))
-        host = SimulatedHost.of(size, memory, rate * deployment.serving.num_devices, server.limits)
+        host = SimulatedHost.of(num_bytes, memory, rate * deployment.serving.num_devices, server.limits)
         return replace(server, host=host)
 
     @property

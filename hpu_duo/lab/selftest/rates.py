@@ -35,8 +35,8 @@ def offload_facts(device: str, folder: Path, sizes: tuple[int, ...] = SIZES) -> 
     nodes = len(list(_NODES.glob("node[0-9]*"))) or 1
     free = f"{memory.free / 2**30:,.1f} of {memory.total / 2**30:,.1f} GiB free"
     yield Fact("offloading", "host memory", None, f"{free}, {nodes} NUMA node{'s' * (nodes > 1)}")
-    place = resolve_device(device)
-    pinned = place == "cuda"
+    place = str(resolve_device(device))
+    pinned = place.startswith("cuda")
     for size in sizes:
         up, down = _link(place, size, pinned=pinned)
         detail = f"{up} to the host, {down} from there, {'pinned' if pinned else 'not pinned'}"
