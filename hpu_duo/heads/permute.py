@@ -236,7 +236,8 @@ def _row_orders(module: nn.Module, orders: _Orders, fused_rows: FusedRows | None
     if EXPANDING in present:
         query = next((name for name in LATENT_QUERIES if name in present), "q_proj")
         # Every head has rows for its key and its value, side by side.
-        size = module.get_submodule(EXPANDING).weight.shape[0] // orders.kv_heads.numel()
+        rows: int = vars(module.get_submodule(EXPANDING))["out_features"]
+        size = rows // orders.kv_heads.numel()
         return {query: orders.query_channels, EXPANDING: _channels(orders.kv_heads, size)}
     fused = present & {FUSED_KNOWN, *FUSED_UNKNOWN}
     separate = present & set(SEPARATE)

@@ -45,6 +45,7 @@ from hpu_duo.modeling.quantised.execution import PUBLISHED, separate_rounded_inp
 from hpu_duo.modeling.quantised.hpu import use_operators
 from hpu_duo.modeling.quantised.state import quantised_layers
 from hpu_duo.modeling.row_fusion import arrange
+from hpu_duo.modeling.scatters import without_scatters
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.parallel import ContextParallelBlocks, SpreadLogits, StepExchanges, Sums, connect
 from hpu_duo.startup.blueprint import Blueprint, choose_kernels
@@ -226,6 +227,8 @@ class DeviceSide:
         for layer, spec in zip(layers, blueprint.specs):
             if spec.stores_latents:
                 keep_latents(layer)
+        if device.type == "hpu":
+            without_scatters(model)
         if kernels.impl is Implementation.HPU:
             fused = fuse_modules(model, [layer.attention for layer in layers], device)
             _log.info("by fused operators: %s", ", ".join((*kernels.operators.names, *fused)))

@@ -11,6 +11,7 @@ import torch
 from hpu_duo import HPUDuoModel
 from hpu_duo.heads import HeadPattern
 from hpu_duo.lab import sim
+from hpu_duo.modeling.scatters import DenseScatters
 from hpu_duo.sampling import SamplingParams
 from kernels_ref import LatentBlocks, LatentRings
 from tests.modeling.dense_oracle import oracle_logits
@@ -55,7 +56,7 @@ def test_a_saved_context_has_latents(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("simulated_hpu")
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["minicpm3", "youtu"])
+@pytest.mark.parametrize("family", ["minicpm3", "deepseek_v3", "mimo_v2_flash"])
 def test_a_simulated_hpu_forks_preempts_and_caches_prefixes_with_the_tokens_of_a_cpu(
     tmp_path: Path, family: str
 ) -> None:
@@ -104,3 +105,12 @@ def test_streaming_heads_read_rings_and_a_layer_of_them_stores_nothing_else(
     token_bytes = 4 * (16 + 8)
     assert (plan.block_bytes, plan.row_bytes) == (3 * BLOCK * token_bytes, 3 * (2 + 6) * token_bytes)
     assert served.engine.runner.store.num_bytes == plan.total_bytes
+
+
+def test_dense_writes_of_a_router_are_its_scattered_ones() -> None:
+    scores, index = torch.randn(5, 8), torch.randint(8, (5, 3))
+    expected = scores.clone().scatter_(1, index, 1)
+    with DenseScatters():
+        found = scores.scatter_(1, index, 1)
+    assert found is scores
+    assert torch.equal(found, expected)
