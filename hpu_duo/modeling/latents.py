@@ -6,17 +6,14 @@ that passes both on, so that the attention function gets latents in place of key
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from kernels_ref import LatentKV, LatentSize
-
-if TYPE_CHECKING:
-    from hpu_duo.modeling.probe import DecoderLayer
 
 _EXPAND = "expand_kv"
 _PROJECTION = "kv_b_proj"
@@ -88,44 +85,39 @@ class LatentProjection(nn.Module):
         return LatentKV(torch.cat([latent, rotary], dim=-1), self.to_keys, self.to_values)
 
 
-def check_expansions(name: str, layers: Sequence[DecoderLayer]) -> None:
-    """Compare our expansion of random latents with that of the model, for each layer that has latents.
+def check_expansion(
+    where: str, module: nn.Module, latent: LatentSize, num_heads: int, value_dim: int
+) -> None:
+    """Compare our expansion of random latents with that of an attention module.
 
     Args:
-        name: of the model, for messages.
+        where: the model and its layer, for messages.
 
     Raises:
         ValueError: they differ.
     """
-    for number, layer in enumerate(layers):
-        latent = layer.call.latent
-        if latent is None:
-            continue
-        weight = getattr(layer.attention, _PROJECTION).weight
-        generator = torch.Generator().manual_seed(number)
-        drawn = torch.randn(1, 1, 3, latent.size, generator=generator).to(weight.device, weight.dtype)
-        nope, rotary = drawn.split(list(latent), dim=-1)
-        with torch.inference_mode():
-            wanted = getattr(layer.attention, _EXPAND)(nope, rotary)
-            ours = LatentProjection(weight, layer.call.num_heads, layer.call.value_head_dim)
-            found = ours(*(x[0].transpose(0, 1) for x in (nope, rotary))).expanded()
-        tolerance = 1e-4 if weight.dtype == torch.float32 else 3e-2
-        for one, other in zip(wanted, found):
-            error = (one[0].transpose(0, 1) - other).abs().max() / one.abs().max().clamp(min=1e-6)
-            if not error <= tolerance:
-                raise ValueError(
-                    f"{name}, layer {number} cannot be served: expected its keys and values to be linear in "
-                    f"latents, by the rows of {_PROJECTION} head by head, got a relative error of "
-                    f"{error.item():.2g}"
-                )
+    weight = getattr(module, _PROJECTION).weight
+    drawn = torch.randn(1, 1, 3, latent.size, generator=torch.Generator().manual_seed(0))
+    nope, rotary = drawn.to(weight.device, weight.dtype).split(list(latent), dim=-1)
+    with torch.inference_mode():
+        wanted = getattr(module, _EXPAND)(nope, rotary)
+        ours = LatentProjection(weight, num_heads, value_dim)
+        found = ours(*(x[0].transpose(0, 1) for x in (nope, rotary))).expanded()
+    tolerance = 1e-4 if weight.dtype == torch.float32 else 3e-2
+    for one, other in zip(wanted, found):
+        error = (one[0].transpose(0, 1) - other).abs().max() / one.abs().max().clamp(min=1e-6)
+        if not error <= tolerance:
+            raise ValueError(
+                f"{where} cannot be served: expected its keys and values to be linear in latents, by the rows "
+                f"of {_PROJECTION} head by head, got a relative error of {error.item():.2g}"
+            )
 
 
-def keep_latents(layer: DecoderLayer) -> LatentProjection:
+def keep_latents(module: nn.Module, num_heads: int, value_dim: int) -> LatentProjection:
     """Let an attention module pass latents on to the attention function; split its projection, once."""
-    module = layer.attention
     projection = getattr(module, _PROJECTION)
     if not isinstance(projection, LatentProjection):
-        projection = LatentProjection(projection.weight, layer.call.num_heads, layer.call.value_head_dim)
+        projection = LatentProjection(projection.weight, num_heads, value_dim)
         setattr(module, _PROJECTION, projection)
         vars(module)[_EXPAND] = _pass_on
     return projection

@@ -27,14 +27,9 @@ from hpu_duo.modeling.attention import (
     attending,
     placeholder_mask,
 )
-from hpu_duo.modeling.latents import check_expansions, recording_expansions
+from hpu_duo.modeling.latents import check_expansion, recording_expansions
 from hpu_duo.modeling.missing import missing_parts
-from hpu_duo.modeling.recurrent import (
-    RecurrentLayer,
-    recurrent_layers,
-    recurring,
-    try_recurrences,
-)
+from hpu_duo.modeling.recurrent import RecurrentLayer, recurrent_layers, recurring, try_recurrences
 from kernels_ref import RowKind
 from kernels_ref.groups.budget_chunks import turned, turns
 
@@ -395,7 +390,11 @@ def probe(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
     layers, recurrent = read_layers(model), recurrent_layers(model)
     try_recurrences(model, recurrent)
     try_flat_batch(model, [layer.call for layer in layers], recurrent)
-    check_expansions(type(model).__name__, layers)
+    for number, layer in enumerate(layers):
+        call = layer.call
+        if call.latent is not None:
+            where = f"{type(model).__name__}, layer {number}"
+            check_expansion(where, call.module, call.latent, call.num_heads, call.value_head_dim)
     return layers
 
 

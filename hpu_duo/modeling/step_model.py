@@ -109,7 +109,9 @@ class StepModel(NotPicklable):
         for layer, spec, cache, rows, of_kv in zip(
             layers, specs, caches, of_rows, scales or [None] * len(caches)
         ):
-            latents = keep_latents(layer) if spec.stores_latents else None
+            latents = None
+            if spec.stores_latents:
+                latents = keep_latents(layer.attention, layer.call.num_heads, layer.call.value_head_dim)
             attention = AttentionLayer(spec, cache, self._running, rows, of_kv, latents)
             setattr(layer.attention, LAYER_ATTRIBUTE, attention)
             self._attention.append(attention)

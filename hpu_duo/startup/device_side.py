@@ -226,7 +226,7 @@ class DeviceSide:
         # Before packing: packed linears do not split.
         for layer, spec in zip(layers, blueprint.specs):
             if spec.stores_latents:
-                keep_latents(layer)
+                keep_latents(layer.attention, layer.call.num_heads, layer.call.value_head_dim)
         if device.type == "hpu":
             without_scatters(model)
         if kernels.impl is Implementation.HPU:
