@@ -28,11 +28,11 @@ from hpu_duo.heads import permute_heads
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.attention import LiveRows
+from hpu_duo.modeling.fused_modules import fuse_modules
 from hpu_duo.modeling.latents import keep_latents
 from hpu_duo.modeling.packed_linear import (
     can_pack,
     code_bytes,
-    fuse_modules,
     leave_files,
     pack_linears,
     plain_bytes,

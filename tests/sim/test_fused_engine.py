@@ -14,7 +14,7 @@ import torch
 from hpu_duo import HPUDuoModel
 from hpu_duo.lab import sim
 from hpu_duo.lab.sim import fused
-from hpu_duo.modeling.packed_linear import FusedRMSNorm
+from hpu_duo.modeling.fused_modules import FusedRMSNorm
 from hpu_duo.sampling import SamplingParams
 from kernels_ref import FusedOperators, Implementation
 from kernels_ref.hpu.attention import ATTENTION, BLOCK_SOFTMAX, LINE_BYTES, SOFTMAX
