@@ -217,20 +217,28 @@ class WidenedProduct {
                        int64_t panels, Sums out) {
     static thread_local Buffer<float> left_buffer, right_buffer;
     const int64_t depth = even_step(inputs, kPart, kDepth), step = even_step(rows, kTileRows, 1);
+    const int64_t tiles = kPanel / kTileColumns * divide_up(rows, step);
     float *left = left_buffer.reserve(rows * depth), *right = right_buffer.reserve(depth * kPanel);
     for (int64_t input = 0; input < inputs; input += depth) {
       const int count = (int)std::min(depth, inputs - input);
+      const int64_t lines = lines_of<Stored>() * (count / kDepth);
       out.is_first = !input, out.is_last = input + count == inputs;
       for (int64_t row = 0; row < rows; row += step)
         lay_out(x + row * inputs + input, inputs, (int)std::min(step, rows - row), count, left + row * depth);
       for (int64_t panel = 0; panel < panels; ++panel) {
-        widen_panel(weight + (panel * inputs + input) * kPanel, count, right);
+        const typename Stored::Item *from = weight + (panel * inputs + input) * kPanel, *next = from + inputs * kPanel;
+        widen_panel(from, count, right);
+        int64_t place = 0;
         for (int column = 0; column < kPanel; column += kTileColumns)
-          for (int64_t row = 0; row < rows; row += step)
+          for (int64_t row = 0; row < rows; row += step) {
+            // Each tile fetches its share of the next panel.
+            prefetch<2>(next, (int)(lines * place / tiles), (int)(lines * (place + 1) / tiles));
+            ++place;
             with_rows<kTileRows>((int)std::min(step, rows - row), [&](auto number) {
               multiply_tile<decltype(number)::value>(left + row * depth, right + column * count, count, row,
                                                      panel * kPanel + column, out);
             });
+          }
       }
     }
   }
