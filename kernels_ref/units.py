@@ -74,11 +74,12 @@ class Encoding(NamedTuple):
 
     def decoded(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[..., D]`` from some vectors of each tensor of a store."""
-        if self.format.is_plain:
-            if len(tensors) == 1:
-                return tensors[0], tensors[0][..., : self.value_dim]
+        if self.format is PLAIN:
             k, v = tensors
             return k, v
+        if self.format.is_plain:
+            # One tensor of latents; else a copy of the format above.
+            return tensors[0], tensors[0][..., : self.value_dim] if len(tensors) == 1 else tensors[1]
         keys, num = self.format.keys, self.format.keys.num_parts
         return keys.decode(tensors[:num], self.dtype), self.format.values.decode(tensors[num:], self.dtype)
 
@@ -291,8 +292,10 @@ def floats(units: KVUnits) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         ValueError: the units have another format.
     """
-    if not units.encoding.format.is_plain:
-        check_plain(units)
+    if units.encoding.format is PLAIN:
+        k, v = units.views
+        return k, v
+    check_plain(units)
     return units.encoding.decoded(units.views)
 
 
@@ -303,12 +306,11 @@ def stored_floats(units: KVUnits) -> tuple[torch.Tensor, torch.Tensor]:
         ValueError: the units have another format.
     """
     kv_format = units.encoding.format
-    if kv_format.is_plain:
-        return units.encoding.decoded(units.views)
-    if not kv_format.is_floats:
-        check_plain(units)
-    k, v = units.views
-    return k, v
+    if kv_format is PLAIN or (kv_format.is_floats and not kv_format.is_plain):
+        k, v = units.views
+        return k, v
+    check_plain(units)
+    return units.encoding.decoded(units.views)
 
 
 def decoded_units(units: KVUnits) -> tuple[torch.Tensor, torch.Tensor]:

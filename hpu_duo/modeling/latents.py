@@ -108,8 +108,8 @@ def check_expansion(
         error = (one[0].transpose(0, 1) - other).abs().max() / one.abs().max().clamp(min=1e-6)
         if not error <= tolerance:
             raise ValueError(
-                f"{where} cannot be served: expected its keys and values to be linear in latents, by rows "
-                f"of {_PROJECTION} head by head, got a relative error of {error.item():.2g}"
+                f"{where} cannot be served: expected its keys and values to be linear in latents, by the "
+                f"rows of {_PROJECTION} head by head, got a relative error of {error.item():.2g}"
             )
 
 
