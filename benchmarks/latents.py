@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -50,12 +51,16 @@ def save_model(path: Path) -> None:
 
 def load(path: Path, dtype: str, *, is_expanded: bool) -> HPUDuoModel:
     """Serve it, with latents or with keys and values of each head."""
-    options = {"max_num_seqs": 1, "max_num_batched_tokens": 2048, "block_size": 128, "dtype": dtype}
-    sizes = {"max_model_len": max(LENGTHS) + MARGIN, "device": "cpu", "enable_prefix_caching": True}
+    options: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 2048, "block_size": 128}
+    sizes: dict[str, Any] = {
+        "max_model_len": max(LENGTHS) + MARGIN,
+        "device": "cpu",
+        "enable_prefix_caching": True,
+    }
     if not is_expanded:
-        return HPUDuoModel.from_pretrained(path, **options, **sizes)
+        return HPUDuoModel.from_pretrained(path, dtype=dtype, **options, **sizes)
     with patch.object(latents, "_is_linear", lambda _: False):
-        return HPUDuoModel.from_pretrained(path, **options, **sizes)
+        return HPUDuoModel.from_pretrained(path, dtype=dtype, **options, **sizes)
 
 
 def decode_seconds(served: HPUDuoModel, prompt: list[int]) -> tuple[float, list[int]]:
