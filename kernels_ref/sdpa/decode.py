@@ -127,6 +127,9 @@ def _tails(
 
 def _one_row(q_1KHD: torch.Tensor, k_XKBD: torch.Tensor, v_XKBD: torch.Tensor, softcap: float) -> Partial:
     """Attention of a single row, which needs no sums by owner."""
+    if k_XKBD.shape[1] == 1:
+        # All heads read the same keys: one product, of blocks that lie side by side.
+        k_XKBD, v_XKBD = (x.transpose(0, 1).flatten(1, 2)[None] for x in (k_XKBD, v_XKBD))
     scores_XKHB = _scores(q_1KHD, k_XKBD, softcap)
     largest_KH = scores_XKHB.amax(dim=(0, 3))
     weights = scores_XKHB.sub_(largest_KH[..., None]).exp_()
