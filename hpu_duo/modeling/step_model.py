@@ -96,6 +96,7 @@ class StepModel(NotPicklable):
         # Layers that share stores have them once.
         self._caches = tuple(cache for spec, cache in zip(specs, caches) if spec.writes)
         self._attention: list[AttentionLayer] = []
+        self._numbers = tuple(layer.number for layer in layers)
         self._num_clipped: dict[int, int] = {}
         self._read_at = -math.inf
         self._kv_scales = tuple(scales)
@@ -144,7 +145,8 @@ class StepModel(NotPicklable):
         A layer with some is warned of once. On devices other than a CPU the counts are read every ten
         seconds at most, since a read waits for the device.
         """
-        counting = {number: each for number, each in enumerate(self._attention) if each.counts_clipped}
+        layers = zip(self._numbers, self._attention)
+        counting = {number: each for number, each in layers if each.counts_clipped}
         now = time.monotonic()
         is_due = self._mask.device.type == "cpu" or now - self._read_at > _READ_S
         if not counting or not is_due:

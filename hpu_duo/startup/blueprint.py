@@ -469,7 +469,8 @@ class Blueprint:
     def build(self, model: PreTrainedModel, memory: MemoryPlan, live: LiveRows) -> tuple[KVStore, StepModel]:
         """Allocate the stores, and attach them to the model; heads are in the order of their groups."""
         store = KVStore(memory, self.dtype, self.device)
-        scales = scales_of(self.config.model.path, self.specs, memory.layers, self.config.cache)
+        numbers = [layer.number for layer in self.layers]
+        scales = scales_of(self.config.model.path, self.specs, memory.layers, numbers, self.config.cache)
         num = len(self.layers)
         slack = ring_slack(self.config.scheduler.decode_len)
         states = [each.states_in(self.dtype, slack) for each in self.recurrent]

@@ -43,14 +43,15 @@ def with_formats(
         ValueError: a layer to skip does not exist, or heads cannot store their keys in a format.
     """
     skipped = set(map(str, cache.kv_cache_dtype_skip_layers))
-    if unknown := skipped - {SLIDING_WINDOW, *map(str, range(len(layers)))}:
-        raise ValueError(
-            f"expected kv_cache_dtype_skip_layers of 0 to {len(layers) - 1}, the layers of this model, "
-            f"got {', '.join(sorted(unknown))}"
-        )
+    numbers = [layer.number for layer in layers]
+    if unknown := skipped - {SLIDING_WINDOW, *map(str, numbers)}:
+        known = f"0 to {len(layers) - 1}, the layers of this model"
+        if numbers != list(range(len(layers))):
+            known = f"{', '.join(map(str, numbers))}, the layers of this model that attend"
+        raise ValueError(f"expected kv_cache_dtype_skip_layers of {known}, got {', '.join(sorted(unknown))}")
     of_blocks, of_rows = (_served(name, dtype, device) for name in (cache.kv_cache_dtype, cache.ring_dtype))
     found = []
-    for number, (each, layer) in enumerate(zip(heads, layers)):
+    for number, each, layer in zip(numbers, heads, layers):
         has_window = layer.call.sliding_window is not None
         is_skipped = str(number) in skipped or (has_window and SLIDING_WINDOW in skipped)
         chosen = (PLAIN, PLAIN) if is_skipped else (of_blocks, of_rows)
@@ -83,7 +84,11 @@ def unused_note(specs: Iterable[LayerSpec], cache: CacheConfig, dtype: torch.dty
 
 
 def scales_of(
-    path: str | Path, specs: Sequence[LayerSpec], layers: Sequence[LayerKV], cache: CacheConfig
+    path: str | Path,
+    specs: Sequence[LayerSpec],
+    layers: Sequence[LayerKV],
+    numbers: Sequence[int],
+    cache: CacheConfig,
 ) -> tuple[tuple[float, float] | None, ...]:
     """Return the constants that keys and values of each layer are divided by, if their formats take them.
 
@@ -92,16 +97,17 @@ def scales_of(
 
     Args:
         path: of the checkpoint.
+        numbers: of the layers among all layers of the model.
 
     Raises:
         ValueError: see ``kv_scales`` and ``IncScales.kv``; or the user's file has none.
     """
     # A layer that reads the stores of another one has its scales.
     sources = [
-        (number if kv.source is None else kv.source)
+        numbers[index if kv.source is None else kv.source]
         if any(group.format.takes_scales for group in spec.groups)
         else None
-        for number, (spec, kv) in enumerate(zip(specs, layers))
+        for index, (spec, kv) in enumerate(zip(specs, layers))
     ]
     wanted = [source for source in sources if source is not None]
     found = None
@@ -119,7 +125,8 @@ def scales_of(
     if found is None:
         return (None,) * len(specs)
     if INC not in (cache.kv_cache_dtype, cache.ring_dtype):
-        found = {number: _scaled(specs[number], pair) for number, pair in found.items()}
+        spec_of = dict(zip(numbers, specs))
+        found = {number: _scaled(spec_of[number], pair) for number, pair in found.items()}
     return tuple(None if source is None else found[source] for source in sources)
 
 

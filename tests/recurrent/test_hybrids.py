@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from graphs.backends.compile import CompileBackend
 from hpu_duo.heads import HeadPattern
@@ -144,6 +145,20 @@ def test_patterns_name_heads_of_layers_that_attend(tmp_path: Path) -> None:
     wide = HeadPattern(np.ones((1, 3)), sink=2, recent=62).binarise(threshold=0.5)
     with pytest.raises(ValueError, match="expected a head pattern of 1 layers x 2 KV heads, got 1 x 3"):
         load(tmp_path, pattern=wide)
+
+
+def test_settings_and_scales_name_layers_by_their_numbers_among_all(tmp_path: Path) -> None:
+    saved(tmp_path, "Lfm2Config")
+    directory = tmp_path / "scales"
+    directory.mkdir()
+    scales = {f"model.layers.1.self_attn.{name}_scale": torch.tensor(0.5) for name in "kv"}
+    save_file(scales, directory / "scales.safetensors", {"format": "pt"})
+    served = load(tmp_path, kv_cache_dtype="fp8", kv_scales=directory)
+    assert served.engine.runner.model.kv_scales == [[0.5, 0.5]]
+    served = load(tmp_path, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=[1])
+    assert any("'fp8' is not used" in note for note in served.stats().notes)
+    with pytest.raises(ValueError, match="skip_layers of 1, the layers of this model that attend, got 0"):
+        load(tmp_path, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=[0])
 
 
 @FAMILIES

@@ -27,7 +27,8 @@ class ScaleCalibration:
 
     Attributes:
         lengths: tokens of each prompt.
-        largest: magnitudes of keys and of values of each layer, ``[layers, 2]``, once ``run`` has ended.
+        largest: magnitudes of keys and of values of each layer that attends, ``[layers, 2]``, once ``run``
+            has ended.
 
     Raises:
         ValueError: the model cannot be read, or prompts do not fit it.
@@ -38,7 +39,8 @@ class ScaleCalibration:
         self.lengths = tuple(len(prompt.ids) for prompt in self._prompts)
         self._request = request
         self._model = GatedModel.load(request.model, request.dtype, resolve_device(request.device))
-        self.largest = torch.zeros(len(self._model.layers), 2)
+        self._numbers = [layer.number for layer in self._model.layers]
+        self.largest = torch.zeros(len(self._numbers), 2)
 
     @property
     def total(self) -> int:
@@ -64,13 +66,13 @@ class ScaleCalibration:
         if (wrong := (~self.largest.isfinite()).any(dim=1).nonzero()).numel():
             number = int(wrong[0])
             raise ValueError(
-                f"expected finite keys and values in layer {number} of {self._request.model}, got at most "
-                f"{self.largest[number].tolist()}"
+                f"expected finite keys and values in layer {self._numbers[number]} of {self._request.model}, "
+                f"got at most {self.largest[number].tolist()}"
             )
         scales = torch.where(self.largest > 0, self.largest * (HEADROOM / LARGEST), torch.ones(()))
         tensors: dict[str, Tensor] = {}
         layers = []
-        for number, (of_layer, largest) in enumerate(zip(scales, self.largest.tolist(), strict=True)):
+        for number, of_layer, largest in zip(self._numbers, scales, self.largest.tolist(), strict=True):
             name = f"model.layers.{number}.self_attn"
             tensors |= {
                 f"{name}.{letter}_scale": of_layer[place].clone() for place, letter in enumerate("kv")
