@@ -152,7 +152,14 @@ def _other_weights(directory: Path) -> str:
 def _check_sizes(file: Path, config: Any) -> None:
     """Check that the sizes that every model needs are there, by whatever name the file has them."""
     for name in _SIZES:
-        size = getattr(config, name, 1)
+        try:
+            size = getattr(config, name, 1)
+        except RuntimeError as error:
+            # transformers refuses to read a number that layers have their own of.
+            raise ValueError(
+                f"model_type {config.model_type!r} cannot be served: expected one {name} for all layers in "
+                f"{file}, got some for single layers"
+            ) from error
         if size not in RANGES[name]:
             raise ValueError(f"expected {name} to be {RANGES[name]} in {file}, got {size!r}")
 

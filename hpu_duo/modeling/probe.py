@@ -68,7 +68,9 @@ def refusing(model: nn.Module) -> Iterator[None]:
         yield
     except _FORWARD_ERRORS as error:
         name = type(model).__name__
-        raise ValueError(f"{name} cannot be served: it fails on flattened tokens: {error}") from error
+        raise ValueError(
+            f"{name} cannot be served: it fails on flattened tokens: {error}{missing_parts(model)}"
+        ) from error
 
 
 NUM_TEXTS = 4

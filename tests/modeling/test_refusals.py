@@ -48,6 +48,38 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "recurrence_and_attention": ("RecurrentGemmaConfig", {}, "one attention call in each"),
     "recurrence": ("RwkvConfig", {}, "cannot be served"),
+    "state_space_in_shared_layers": (
+        "Zamba2Config",
+        {
+            "layer_types": ["mamba", "hybrid", "mamba", "mamba"],
+            "mamba_headdim": 8,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 1,
+        },
+        r"states of .* are not supported: Zamba2MambaMixer",
+    ),
+    "chosen_keys_beside_recurrences": (
+        "Qwen4ExpTextConfig",
+        {
+            **EXPERTS,
+            "head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "shared_expert_intermediate_size": 24,
+            "hc_lowrank": 8,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 4,
+        },
+        "keys that a model chooses are not supported: Qwen4ExpTextQSAIndexer",
+    ),
+    "sizes_of_single_layers": (
+        "Dots3NoteTextConfig",
+        {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
+        "dots3_note_text.* cannot be served: expected one num_attention_heads for all layers",
+    ),
     "chunked_attention": ("Llama4TextConfig", EXPERTS, "chunked_attention"),
     "two_attentions_in_a_layer": (
         "DiffLlamaConfig",
