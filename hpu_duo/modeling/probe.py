@@ -360,6 +360,7 @@ class DecoderLayer:
         call: its attention call.
         rows: kinds of state of a row in the layer, besides what its heads store.
         number: of the layer among all, those without attention included.
+        num_layers: all of them.
     """
 
     module: nn.Module
@@ -367,6 +368,7 @@ class DecoderLayer:
     call: AttentionCall
     rows: tuple[RowKind, ...] = ()
     number: int = 0
+    num_layers: int = 0
 
 
 def pattern_rows(layers: Sequence[DecoderLayer]) -> tuple[int, ...]:
@@ -428,7 +430,7 @@ def read_layers(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
     calls = [_with_window(model, index, call) for index, call in zip(numbers, calls)]
     config = model.config.get_text_config()
     return tuple(
-        DecoderLayer(parent, call.module, call, row_kinds(config, index), index)
+        DecoderLayer(parent, call.module, call, row_kinds(config, index), index, num_layers or 0)
         for index, parent, call in zip(numbers, parents, calls)
     )
 

@@ -204,7 +204,8 @@ def resolve_pattern(
     """
     rows = pattern_rows(layers)
     stored = tuple(layer for layer in layers if layer.call.source is None)
-    pattern = _binarised(heads, stored)
+    num_layers = layers[0].num_layers if layers[0].num_layers > len(layers) else len(stored)
+    pattern = _binarised(heads, stored, num_layers)
     if pattern is None:
         return None
     # With fewer key/value heads than ranks, each rank has one, and a layer has all or none that retrieve.
@@ -243,14 +244,14 @@ def _of_few_kinds(
     return promoted
 
 
-def _binarised(heads: HeadConfig, layers: tuple[DecoderLayer, ...]) -> HeadPattern | None:
+def _binarised(heads: HeadConfig, layers: tuple[DecoderLayer, ...], num_layers: int) -> HeadPattern | None:
+    """Return the binarised pattern of layers that store keys; a pattern may also have ``num_layers`` rows."""
     if heads.pattern is None:
         return None
     pattern = _read(heads.pattern)
-    numbers = [layer.number for layer in layers]
-    if numbers != list(range(len(layers))) and pattern.num_layers > numbers[-1]:
-        # Beside layers with states only, whose lines say nothing.
-        pattern = pattern.of_layers(numbers)
+    if pattern.num_layers == num_layers != len(layers):
+        # Rows of layers with states only say nothing.
+        pattern = pattern.of_layers([layer.number for layer in layers])
     kv_heads = {layer.call.num_kv_heads for layer in layers}
     if len(kv_heads) > 1:
         raise ValueError(f"a head pattern needs equally many key/value heads in every layer, got {kv_heads}")

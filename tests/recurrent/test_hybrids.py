@@ -13,7 +13,7 @@ from hpu_duo.heads import HeadPattern
 from hpu_duo.planning.read_model import read_model
 from hpu_duo.sampling import SamplingParams
 from tests.modeling.driving import greedy_logits, teacher_forced
-from tests.modeling.families import BLOCK, greedy, prompts_of
+from tests.modeling.families import BASE, BLOCK, greedy, make_config, prompts_of, save_random
 from tests.recurrent.hybrids import HYBRIDS, load, saved
 
 CAPTURE: dict[str, dict[str, Any]] = {
@@ -142,9 +142,19 @@ def test_patterns_name_heads_of_layers_that_attend(tmp_path: Path) -> None:
         assert len(kinds) == 2
         done = served.engine.generate(prompts, GREEDY)
         assert [sample.token_ids for [sample] in done] == [greedy(model, each, 8) for each in prompts]
-    wide = HeadPattern(np.ones((1, 3)), sink=2, recent=62).binarise(threshold=0.5)
-    with pytest.raises(ValueError, match="expected a head pattern of 1 layers x 2 KV heads, got 1 x 3"):
-        load(tmp_path, pattern=wide)
+    for num_layers, num_heads in ((1, 3), (2, 2), (5, 2)):
+        other = HeadPattern(np.ones((num_layers, num_heads)), sink=2, recent=62).binarise(threshold=0.5)
+        with pytest.raises(ValueError, match=f"of 1 layers x 2 KV heads, got {num_layers} x {num_heads}"):
+            load(tmp_path, pattern=other)
+
+
+def test_a_pattern_has_rows_for_all_layers_where_the_first_attend(tmp_path: Path) -> None:
+    config = make_config("Lfm2Config", **{**BASE, "layer_types": ["full_attention", "conv", "conv", "conv"]})
+    save_random(config, tmp_path)
+    pattern = HeadPattern(np.eye(4, 2), sink=2, recent=62).binarise(threshold=0.5)
+    served = load(tmp_path, pattern=pattern).engine.pattern
+    assert served is not None
+    assert served.mask.tolist() == [[True, False]]
 
 
 def test_settings_and_scales_name_layers_by_their_numbers_among_all(tmp_path: Path) -> None:
