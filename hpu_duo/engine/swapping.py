@@ -46,9 +46,14 @@ class Swapping:
         return self.space.is_there(request)
 
     def begin(self, victim: Request) -> bool:
-        """Begin to swap a running request out; otherwise only its unused blocks are freed."""
+        """Begin to swap a running request out; otherwise only its unused blocks are freed.
+
+        Requests of contexts are computed again: they come back with the blocks of their own, for which there
+        is room, where copies of the context's might never fit beside it.
+        """
         self._allocations.shrink(victim)
-        may_leave = victim.region == NO_REGION and victim.num_computed_tokens and self._pays(victim)
+        is_whole = victim.region == NO_REGION and victim.context is None
+        may_leave = is_whole and victim.num_computed_tokens and self._pays(victim)
         if may_leave and self.space.begin(victim):
             victim.status = RequestStatus.MOVING
             self._allocations.release_prefix(victim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from hpu_duo import HPUDuoModel, SamplingParams
 from hpu_duo.kv.tiers.swap import SwapCounters
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
-from tests.modeling.families import prompts_of
+from tests.modeling.families import BLOCK, prompts_of
 from tests.offload.test_offloading import KINDS, in_steps
+from tests.recurrent import hybrids
 
 PROMPTS = prompts_of((33, 25, 32, 29, 30, 37, 25, 28, 31, 34))
 PARAMS = SamplingParams(temperature=0, max_tokens=40)
@@ -41,6 +43,37 @@ def test_swapped_requests_have_the_same_tokens_and_compute_none_again(tiny: Tiny
     assert found.num_recomputed == found.num_lost == 0
     # Some began to come back twice.
     assert found.in_bytes >= found.out_bytes > 0
+
+
+@pytest.mark.parametrize("kind", ["full", "duo"])
+def test_requests_of_a_context_have_room_when_they_come_back(tiny: Tiny, kind: str) -> None:
+    """Their context's blocks, which are shared, and one request more than fill the cache."""
+    options = {**limits(kind), "max_model_len": 160, "num_blocks": 28}
+    plain, swapped = tiny.load(**options), in_steps(tiny.load(**options, **SWAP))
+    [document] = prompts_of((15 * BLOCK,), seed=9)
+
+    def answers(served: HPUDuoModel) -> list[list[int]]:
+        with served.prefill(document) as context:
+            prompts = [context.prompt(prompt[:6]) for prompt in PROMPTS]
+            return tokens_of(served.engine.generate(prompts, PARAMS, context=context.hold()))
+
+    assert answers(swapped) == answers(plain)
+    assert swapped.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "drafts"), [("Qwen3NextConfig", 3), pytest.param("Lfm2Config", 0, marks=pytest.mark.slow)]
+)
+def test_states_of_layers_and_of_drafts_are_swapped(tmp_path: Path, name: str, drafts: int) -> None:
+    hybrids.saved(tmp_path, name)
+    options = {**limits("full"), "max_num_seqs": 6, "max_num_batched_tokens": 32}
+    if drafts:
+        options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts}
+    plain = hybrids.load(tmp_path, **options)
+    swapped = in_steps(hybrids.load(tmp_path, **options, **SWAP))
+    assert tokens_of(serve(swapped, PROMPTS, PARAMS)) == tokens_of(serve(plain, PROMPTS, PARAMS))
+    assert counters(swapped).num_out == counters(swapped).num_in > 0
+    assert counters(swapped).num_lost == 0
 
 
 def test_without_room_a_request_is_computed_again(tiny: Tiny) -> None:

@@ -209,7 +209,8 @@ class HostLink(NotPicklable):
 
 def _record_of(parts: Sequence[torch.Tensor]) -> Bytes:
     """Return units ``[n, ...]`` of all tensors as bytes, ``[n, bytes]``."""
-    return np.concatenate([part.flatten(1).contiguous().view(torch.uint8).numpy() for part in parts], axis=1)
+    flat = [part.reshape(len(part), -1).contiguous() for part in parts]
+    return np.concatenate([part.view(torch.uint8).numpy() for part in flat], axis=1)
 
 
 def _timed(move: Callable[[Sequence[Transfer]], None], batch: Sequence[Transfer]) -> float:
