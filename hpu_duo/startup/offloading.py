@@ -161,6 +161,7 @@ def attach_disk(engine: Engine, config: EngineConfig) -> tuple[str, ...]:
         folder = SegmentFolder(path, records_digest(engine, config), limit, largest)
         free = shutil.disk_usage(path).free + folder.num_bytes
         if limit > free:
+            folder.release()
             raise ValueError(
                 f"expected kv_offloading_disk_size within the free space of {path}, {free:,} bytes, got "
                 f"{limit:,} bytes"

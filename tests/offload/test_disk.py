@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import stat
@@ -22,7 +23,7 @@ from hpu_duo.kv.tiers import disk as disk_module
 from hpu_duo.kv.tiers.disk import DiskTier
 from hpu_duo.kv.tiers.host import HostTier, Record, RecordKey
 from hpu_duo.kv.tiers.policy import LoadPolicy
-from hpu_duo.kv.tiers.segments import PAGE, record_bytes, scan, segments_of
+from hpu_duo.kv.tiers.segments import PAGE, FolderLock, record_bytes, scan, segments_of
 from hpu_duo.startup.offloading import is_in_memory
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.offload.disk_child import SLOT_BYTES, payload, tier
@@ -182,6 +183,70 @@ def test_the_command_lists_verifies_and_purges_a_folder(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_purge_removes_segments_without_a_lock_and_nothing_else(tmp_path: Path) -> None:
+    disk, host, slots = tier(tmp_path, LIMIT)
+    write(disk, host, slots, range(4))
+    del disk
+    for path in tmp_path.glob("*.lock"):
+        path.unlink()
+    for name in ("uv.lock", "notes.kv"):
+        (tmp_path / name).write_text("somebody else's")
+    assert "removed 1 files" in CliRunner().invoke(app, ["kv-cache", "purge", str(tmp_path)]).output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.kv", "uv.lock"]
+
+
+def test_a_lock_whose_file_was_removed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process purges the folder between opening the file and locking it."""
+    lock, flock = FolderLock(tmp_path, "0" * 16), fcntl.flock
+
+    def purged_before(*given: Any) -> None:
+        monkeypatch.undo()
+        (tmp_path / f"{'0' * 16}.lock").unlink()
+        flock(*given)
+
+    monkeypatch.setattr(fcntl, "flock", purged_before)
+    assert not lock.acquire()
+    assert lock.acquire()
+    assert not FolderLock(tmp_path, "0" * 16).acquire()
+
+
+@pytest.mark.parametrize("what", ["read", "write"])
+def test_a_thread_that_fails_for_lack_of_memory_ends_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    disk, host, slots = tier(tmp_path, LIMIT)
+    write(disk, host, slots, range(2))
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(disk_module, f"{what}_record", fail)
+    if what == "write":
+        write(disk, host, slots, range(2, 3))
+    assert not read(disk, host, slots, 1)
+    assert disk.is_off
+    assert all(record.num_readers == 0 for record in host)
+
+
+def test_files_that_cannot_be_opened_are_of_other_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, opened = tmp_path / f"{'1' * 16}-00000001.kv", Path.open
+    other.write_bytes(b"of another user")
+
+    def refused(path: Path, *given: Any, **more: Any) -> Any:
+        if path == other:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, *given, **more)
+
+    monkeypatch.setattr(Path, "open", refused)
+    disk, host, slots = tier(tmp_path, LIMIT)
+    write(disk, host, slots, range(2))
+    assert not disk.is_off
+    assert disk.counters.num_foreign == 1
+    assert read(disk, host, slots, 1)
+
+
 def test_files_of_another_model_are_ignored_and_counted(tmp_path: Path) -> None:
     disk, host, slots = tier(tmp_path, LIMIT)
     write(disk, host, slots, range(2))
@@ -259,6 +324,15 @@ def test_texts_of_an_earlier_run_come_back_from_the_disk(
     assert counters.num_read > 0
     assert counters.num_failures == counters.num_damaged == 0
     assert offload.num_hit_tokens >= counters.num_hit_tokens > 0
+
+
+def test_a_folder_whose_size_is_refused_can_be_written_by_the_next_model(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="within the free space of"):
+        tiny.load(**HOST, kv_offloading_disk=tmp_path, kv_offloading_disk_size=1e9)
+    served = tiny.load(**HOST, kv_offloading_disk=tmp_path, kv_offloading_disk_size=0.01)
+    assert (offload := served.stats().offload) is not None
+    assert offload.disk is not None
+    assert offload.disk.is_writer
 
 
 @pytest.mark.parametrize(

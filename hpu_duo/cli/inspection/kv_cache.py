@@ -38,11 +38,11 @@ def _models(folder: Path, *, verifies: bool) -> Iterator[_Model]:
 
     found: dict[str, _Model] = {}
     for segment in segments_of(folder):
-        name = "damaged" if segment.fingerprint is None else segment.fingerprint.hex()[:16]
+        name = segment.fingerprint.hex()[:16] if segment.fingerprint else "damaged"
         each = found.setdefault(name, _Model(name))
         each.num_files += 1
         each.num_bytes += segment.num_bytes
-        if segment.fingerprint is None:
+        if not segment.fingerprint:
             each.num_damaged += 1
             continue
         for stored in scan(folder, segment.name):
@@ -94,20 +94,20 @@ def verify(folder: Folder, *, as_json: Json = False) -> None:
 @app.command()
 def purge(folder: Folder) -> None:
     """Remove all records, but those of models that a process serves now."""
-    from hpu_duo.kv.tiers.segments import FolderLock, segments_of
+    from hpu_duo.kv.tiers.segments import FolderLock, models_of, segments_of
 
     num_files = num_kept = 0
     with user_errors(OSError):
-        for path in sorted(folder.glob("*.lock")):
-            lock = FolderLock(folder, path.stem)
+        for model in models_of(folder):
+            lock = FolderLock(folder, model)
+            own = [each for each in segments_of(folder) if each.name.startswith(model)]
             if not lock.acquire():
-                num_kept += sum(each.name.startswith(path.stem) for each in segments_of(folder))
+                num_kept += len(own)
                 continue
-            for each in segments_of(folder):
-                if each.name.startswith(path.stem):
-                    (folder / each.name).unlink()
-                    num_files += 1
-            path.unlink()
+            for each in own:
+                (folder / each.name).unlink()
+            num_files += len(own)
+            (folder / f"{model}.lock").unlink()
             lock.release()
     kept = f", kept {num_kept} of models that are served" if num_kept else ""
     typer.echo(f"removed {num_files} files{kept}")

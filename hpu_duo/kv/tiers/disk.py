@@ -343,7 +343,7 @@ class DiskTier(NotPicklable):
             self._drop(stored)
             if not self._folder.path.is_dir():
                 self._fail(FileNotFoundError(f"{self._folder.path} was removed"))
-        except OSError as error:
+        except Exception as error:
             self._fail(error)
         else:
             self.counters.num_read += 1
@@ -359,7 +359,7 @@ class DiskTier(NotPicklable):
             record.num_readers -= 1
         try:
             written = future.result()
-        except OSError as error:
+        except Exception as error:
             self._fail(error)
             return
         for stored in written.stored:
@@ -382,7 +382,7 @@ class DiskTier(NotPicklable):
         self._scanning = None
         try:
             scanned = future.result()
-        except OSError as error:
+        except Exception as error:
             self._fail(error)
             return
         self._drop_segments(lambda name: name not in scanned.names)
@@ -410,10 +410,11 @@ class DiskTier(NotPicklable):
             self.counters.num_dropped += 1
             self._drop(stored)
 
-    def _fail(self, error: OSError) -> None:
+    def _fail(self, error: Exception) -> None:
         self.counters.num_failures += 1
         if not self.is_off:
-            _log.warning("the KV tier on disk is off, because %s failed: %s", self._folder.path, error)
+            reason = str(error) or repr(error)
+            _log.warning("the KV tier on disk is off, because %s failed: %s", self._folder.path, reason)
         self.is_off = True
         self._records.clear()
         self._partial = PartialRecords()

@@ -26,6 +26,7 @@ _CHECKSUM = struct.Struct("<I")
 RECORD_START = _RECORD.size + _CHECKSUM.size
 """Bytes of a record before its payload."""
 _NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{8})\.kv")
+_LOCK = re.compile(r"([0-9a-f]{16})\.lock")
 
 
 class StoredRecord(NamedTuple):
@@ -60,7 +61,8 @@ class Segment(NamedTuple):
 
     Attributes:
         name: of the file.
-        fingerprint: SHA-256 of all that its records depend on, as bytes; None = the file has no valid header.
+        fingerprint: SHA-256 of all that its records depend on, as bytes; None = the file has no valid header;
+            empty = it cannot be read.
         num_bytes: of the file.
     """
 
@@ -107,6 +109,8 @@ def segments_of(folder: Path) -> list[Segment]:
                 found.append(Segment(path.name, _fingerprint(file.read(PAGE)), path.stat().st_size))
         except FileNotFoundError:  # the process that writes has dropped it
             continue
+        except OSError:  # of another user, for instance
+            found.append(Segment(path.name, b"", 0))
     return found
 
 
@@ -141,6 +145,13 @@ def create_segment(folder: Path, number: int, fingerprint: bytes, num_bytes: int
 def model_name(fingerprint: bytes) -> str:
     """Return the first digits of a fingerprint, with which names of segments begin."""
     return fingerprint.hex()[:16]
+
+
+def models_of(folder: Path) -> list[str]:
+    """Return the models of the segments and locks of a folder, see ``model_name``."""
+    names = [path.name for path in folder.iterdir()]
+    found = (_NAME.fullmatch(name) or _LOCK.fullmatch(name) for name in names)
+    return sorted({match[1] for match in found if match is not None})
 
 
 def number_of(name: str) -> int:
@@ -286,8 +297,17 @@ class FolderLock:
         except BlockingIOError:
             os.close(file)
             return False
+        if not self._is_there(file):  # removed by a process that had the right until now
+            os.close(file)
+            return False
         self._file = file
         return True
+
+    def _is_there(self, file: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(file), os.lstat(self._path))
+        except FileNotFoundError:
+            return False
 
     def release(self) -> None:
         """Return the right."""
