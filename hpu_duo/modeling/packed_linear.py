@@ -260,10 +260,11 @@ def pack_linears(
 
 
 def _stacks(model: nn.Module, arithmetic: torch.dtype | None) -> Iterator[tuple[Any, str]]:
-    """Yield modules of experts and the names of weights that can be packed."""
+    """Yield modules of experts and the names of weights that can be packed, as plain linears would be."""
     for module in model.modules():
         for name in stacked_weights(module):
-            if panels.fits(getattr(module, name), arithmetic):
+            weight = getattr(module, name)
+            if can_pack(weight.dtype, arithmetic) and panels.fits(weight, arithmetic):
                 yield module, name
 
 

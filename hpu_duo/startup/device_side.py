@@ -375,8 +375,8 @@ def _pack(
         rounded = dtype if quantisation_of(config.model.path) is None else None
         before = plain_bytes(model) + code_bytes(model, rounded)
         head = model.get_output_embeddings()
-        # Compiled, experts run in static shapes, which gather plain weights.
-        experts = place.backend.name != "compile"
+        # Compiled, experts run in static shapes, which gather plain weights; other backends may compile.
+        experts = place.backend.name in ("eager", "replay")
         pack_linears(model, vector=vector, head=head, live=live, arithmetic=arithmetic, experts=experts)
         if arithmetic is not None and precision.is_mixed:
             widen(model, arithmetic)

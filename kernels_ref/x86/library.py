@@ -102,7 +102,7 @@ def serves(store: torch.dtype, arithmetic: torch.dtype) -> bool:
     return arithmetic == store == torch.bfloat16 and is_supported()
 
 
-LOSS = "decodes of a small model take 1.6 to 2.5 times as long with torch's operators in AVX2"
+LOSS = "decodes of a small model take 1.6 to 3.5 times as long with torch's operators in AVX2"
 """Gains of these kernels: of a Llama of 110M, 32 rows and one row in float32, see ``docs/cpu.md``."""
 
 

@@ -57,7 +57,8 @@ def pack(weight_NK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tens
     panels, steps, halves, rows, outputs, pair = shape
     # Pairs of inputs stay together: as one number each they are copied faster.
     item = torch.int32 if pair == 2 else padded.dtype
-    padded = padded.clone() if padded.storage_offset() % pair else padded.contiguous()
+    padded = padded.contiguous()
+    padded = padded.clone() if padded.storage_offset() % pair else padded
     pairs = padded.view(item).view(panels, halves, outputs, steps, rows)
     out.view(item).squeeze(-1).copy_(pairs.permute(0, 3, 1, 4, 2))
     return out

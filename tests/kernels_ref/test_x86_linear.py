@@ -205,5 +205,6 @@ def test_a_weight_may_be_packed_into_memory_that_is_given() -> None:
 def test_a_weight_may_lie_anywhere_in_its_storage() -> None:
     weight = torch.randn(64, 64).bfloat16()
     shifted = torch.cat([weight.flatten()[:1], weight.flatten()])[1:].view(64, 64)
-    for other in (shifted, weight.T.contiguous().T):
+    turned = torch.cat([weight.flatten()[:1], weight.T.flatten()])[1:].view(64, 64).T
+    for other in (shifted, weight.T.contiguous().T, turned):
         assert torch.equal(linear.pack(other), linear.pack(weight))

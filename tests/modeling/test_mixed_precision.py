@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from graphs.backends.base import EagerBackend
 from hpu_duo import HPUDuoModel, SamplingParams
 from hpu_duo.modeling import precision
+from hpu_duo.modeling.experts import PanelExperts
 from hpu_duo.modeling.packed_linear import PanelLinear
 from kernels_ref.x86 import library
 from tests.engine.tiny import serve, tokens_of
@@ -74,6 +76,35 @@ def test_without_packed_weights_all_of_the_model_is_float32(
     served = HPUDuoModel.from_pretrained(path, device="cpu", pack_weights=False, **LIMITS)
     assert {x.dtype for x in served.engine.runner.model.model.parameters()} == {torch.float32}
     assert any("the checkpoint is in float16" in note for note in served.stats().notes)
+
+
+class OwnBackend(EagerBackend):
+    """A backend of a user, which may compile steps."""
+
+    name = "own"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "is_packed"),
+    [
+        (torch.float32, {"quantization": "int8"}, False),
+        (torch.float32, {"quantization": "int8", "pack_weights": True}, True),
+        (torch.float16, {"graphs": OwnBackend()}, False),
+    ],
+    ids=["float32 beside codes", "float32 on request", "own backend"],
+)
+def test_experts_are_packed_as_linears_are_and_where_no_backend_compiles_them(
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    is_packed: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(precision, "_is_multiplied", lambda dtype: dtype == torch.float32)
+    path = save("mixtral", dtype, tmp_path)
+    served = HPUDuoModel.from_pretrained(path, device="cpu", **options, **LIMITS)
+    modules = served.engine.runner.model.model.modules()
+    assert any(isinstance(each, PanelExperts) for each in modules) == is_packed
 
 
 @pytest.mark.parametrize("graphs", ["eager", "replay"])
