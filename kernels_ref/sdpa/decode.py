@@ -128,13 +128,22 @@ def _tails(
 def _one_row(q_1KHD: torch.Tensor, k_XKBD: torch.Tensor, v_XKBD: torch.Tensor, softcap: float) -> Partial:
     """Attention of a single row, which needs no sums by owner."""
     if k_XKBD.shape[1] == 1:
-        # All heads read the same keys: one product, of blocks that lie side by side.
-        k_XKBD, v_XKBD = (x.transpose(0, 1).flatten(1, 2)[None] for x in (k_XKBD, v_XKBD))
+        # All heads read the same keys: products of two matrices, since blocks lie side by side.
+        return _one_head(q_1KHD[0, 0], k_XKBD.flatten(0, 2), v_XKBD.flatten(0, 2), softcap)
     scores_XKHB = _scores(q_1KHD, k_XKBD, softcap)
     largest_KH = scores_XKHB.amax(dim=(0, 3))
     weights = scores_XKHB.sub_(largest_KH[..., None]).exp_()
     attn = torch.matmul(weights.to(v_XKBD.dtype), v_XKBD).sum(dim=0, dtype=torch.float32)
     return Partial(attn[None], largest_KH[None], weights.sum(dim=(0, 3))[None])
+
+
+def _one_head(q_HD: torch.Tensor, k_TD: torch.Tensor, v_TD: torch.Tensor, softcap: float) -> Partial:
+    """Attention of a single row over one key/value head."""
+    scores_HT = _scores(q_HD, k_TD, softcap)
+    largest_H = scores_HT.amax(dim=1)
+    weights = scores_HT.sub_(largest_H[:, None]).exp_()
+    attn_HD = torch.matmul(weights.to(v_TD.dtype), v_TD).float()
+    return Partial(attn_HD[None, None], largest_H[None, None], weights.sum(dim=1)[None, None])
 
 
 MAX_SHORT_SLOTS = 1024
