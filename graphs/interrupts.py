@@ -14,30 +14,35 @@ class Deferral:
     """A context in which interrupts (SIGINT) are deferred; created by ``interrupts_deferred``.
 
     Args:
-        handler: the signal's usual handler; None if nothing is deferred.
+        handler: the signal's handler outside; None if nothing is deferred.
         only_first: a second interrupt is not deferred.
     """
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any] | None, only_first: bool) -> None:
         self._handler, self._only_first = handler, only_first
+        self._is_lifted = False
         self._came: tuple[int, FrameType | None] | None = None
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """Context manager in which interrupts are not deferred; a deferred one is raised at its start."""
-        if self._handler is None:
-            yield
-            return
+        self._is_lifted = True
         try:
-            signal.signal(signal.SIGINT, self._handler)
             self.let_through()
             yield
         finally:
-            signal.signal(signal.SIGINT, self.remember)
+            self._is_lifted = False
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler of the outermost deferral: pass the signal to the innermost one."""
+        (_active[-1] if _active else self).remember(number, frame)
 
     def remember(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler: store the signal for later."""
+        """Store the signal for later, or handle it if it is not deferred."""
         assert self._handler is not None
+        if self._is_lifted:
+            self._handler(number, frame)
+            return
         is_second, self._came = self._came is not None, (number, frame)
         if self._only_first and is_second:
             self._handler(number, frame)
@@ -47,6 +52,11 @@ class Deferral:
         came, self._came = self._came, None
         if came is not None and self._handler is not None:
             self._handler(*came)
+
+
+_active: list[Deferral] = []
+"""Deferrals of the main thread, the innermost one last. Only the outermost one sets the signal's handler,
+which takes up to 10 microseconds."""
 
 
 @contextmanager
@@ -61,14 +71,23 @@ def interrupts_deferred(*, only_first: bool = False) -> Iterator[Deferral]:
         only_first: a second interrupt is not deferred. For long work that may be interrupted if need
             be.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    if threading.current_thread() is not threading.main_thread():
+        yield Deferral(None, only_first)
+        return
+    before = None if _active else signal.getsignal(signal.SIGINT)
+    handler = _active[-1].remember if _active else before
+    if not callable(handler):
         yield Deferral(None, only_first)
         return
     deferral = Deferral(handler, only_first)
-    signal.signal(signal.SIGINT, deferral.remember)
     try:
+        _active.append(deferral)
+        if before is not None:
+            signal.signal(signal.SIGINT, deferral.receive)
         yield deferral
     finally:
-        signal.signal(signal.SIGINT, handler)
+        if deferral in _active:
+            del _active[_active.index(deferral) :]
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
         deferral.let_through()

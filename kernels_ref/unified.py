@@ -232,6 +232,7 @@ def unified_attention(
         if group.num_heads or len(spec.groups) == 1:
             outputs.append(output)
     out_QKGD = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-    if step.keeps_rows:
+    # The result of the only token of a step is in place, and zero if it is padding.
+    if step.keeps_rows and not len(q_QHD) == len(out_QKGD) == 1:
         out_QKGD = placed(out_QKGD, step.decode_slot)
     return out_QKGD.flatten(1, 2)

@@ -208,6 +208,26 @@ def test_a_second_interrupt_takes_effect_at_once_if_asked_for() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def interrupted_where_lifted(done: list[str]) -> None:
+    with interrupts_deferred() as outer:
+        handler = signal.getsignal(signal.SIGINT)
+        with outer.lifted():
+            assert signal.getsignal(signal.SIGINT) == handler
+            with interrupts_deferred():
+                assert signal.getsignal(signal.SIGINT) == handler
+                signal.raise_signal(signal.SIGINT)
+                done.append("inside")
+            done.append("behind")
+
+
+def test_an_inner_region_defers_where_the_outer_one_is_lifted_and_sets_no_handler() -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_where_lifted(done)
+    assert done == ["inside"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_what_handles_the_signal_otherwise_is_called_once_at_the_end() -> None:
     calls: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: calls.append(number))

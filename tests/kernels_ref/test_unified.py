@@ -195,6 +195,24 @@ def test_the_fused_form_of_one_short_row_equals_dense_attention(
         torch.testing.assert_close(out.double(), world.dense(softcap), atol=2e-5, rtol=2e-5)
 
 
+def test_the_result_of_the_only_token_of_a_step_is_not_moved() -> None:
+    world = World(Scenario((RowSpec(21, 1),), 4, Window(2, 6), 1, 1, 3, 8, (0, 0, 0, 0), True, 5))
+    q, k, v, step = world.inputs()
+    assert len(q) == 1
+    step = step._replace(parts=StepParts(causal=False, shared=False, unique=True), keeps_rows=True)
+    names = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    with Record():
+        out = unified_attention(q, k, v, world.cache, step, world.spec(Implementation.SDPA))
+    torch.testing.assert_close(out.double(), world.dense(), atol=2e-5, rtol=2e-5)
+    assert "aten::constant_pad_nd" not in names
+
+
 @ALL
 def test_one_prompt_that_fills_the_step_is_attended_whole(choice: Choice) -> None:
     for window in (Window(2, 6), Window(0, 40)):
