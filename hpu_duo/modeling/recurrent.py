@@ -245,14 +245,8 @@ class RecurrentLayer:
         Args:
             slack: tokens of a decode that can be taken back.
         """
-        found: list[Recurrence] = []
-        for kind in self.kinds:
-            if isinstance(kind, Convolution):
-                found.append(replace(kind, dtype=dtype, slack=slack))
-            else:
-                assert isinstance(kind, DeltaRule), f"expected a recurrence, got {kind.name}"
-                found.append(replace(kind, slack=slack))
-        return tuple(found)
+        kinds = (replace(kind, slack=slack) for kind in self.kinds)
+        return tuple(replace(kind, dtype=dtype) if isinstance(kind, Convolution) else kind for kind in kinds)
 
     def attach(
         self,

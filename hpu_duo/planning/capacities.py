@@ -159,7 +159,8 @@ class Deployment:
     @property
     def not_served(self) -> tuple[str, ...]:
         """Names of what is priced and cannot be run by the engine of this version."""
-        return self.serving.not_served
+        shares_states = self.model.states and self.serving.num_devices > 1
+        return (*self.serving.not_served, *(("states on several devices",) if shares_states else ()))
 
     @property
     def num_promoted(self) -> int:
@@ -200,7 +201,11 @@ class Deployment:
     @property
     def _states(self) -> tuple[LayerKV, ...]:
         """Layers of the model with states only."""
-        return tuple(LayerKV((), 0, rows=kinds) for kinds in self.model.states)
+        slack = self.serving.ring_slack
+        return tuple(
+            LayerKV((), 0, rows=tuple(replace(kind, slack=slack) for kind in kinds))
+            for kinds in self.model.states
+        )
 
     @cached_property
     def _units(self) -> MemoryPlan:

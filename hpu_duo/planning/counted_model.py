@@ -17,7 +17,7 @@ from hpu_duo.modeling.probe import read_layers
 from hpu_duo.modeling.recurrent import recurrent_layers
 from hpu_duo.modeling.transformers_internals import causal_model_class
 from hpu_duo.planning.model import AttentionSize, Experts, ModelSize
-from kernels_ref import RowKind
+from kernels_ref import Recurrence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,7 +41,7 @@ class LayerSizes(NamedTuple):
     """
 
     attention: tuple[AttentionSize, ...]
-    states: tuple[tuple[RowKind, ...], ...]
+    states: tuple[tuple[Recurrence, ...], ...]
 
 
 def layer_sizes(file: Path, config: Any) -> LayerSizes:

@@ -14,7 +14,7 @@ from hpu_duo.heads.binarise import check_sparsity, round_half_up
 
 if TYPE_CHECKING:
     from hpu_duo.kv.plan import LayerKV
-    from kernels_ref import RowKind
+    from kernels_ref import Recurrence
 
 
 _GIB = 1 << 30
@@ -252,7 +252,7 @@ class ModelSize:
     structures: tuple[int, ...] = ()
     matrix_outputs: int = 0
     stored_bytes: int | None = None
-    states: tuple[tuple[RowKind, ...], ...] = ()
+    states: tuple[tuple[Recurrence, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:

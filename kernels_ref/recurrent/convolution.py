@@ -41,13 +41,11 @@ class Convolution(Recurrence):
         channels: of an input.
         kernel_size: inputs that an output reads, its own token's included.
         dtype: of the inputs.
-        slack: tokens of a decode that can be taken back.
     """
 
     channels: int
     kernel_size: int
     dtype: torch.dtype
-    slack: int = 0
     name: ClassVar[str] = "convolution"
 
     def __post_init__(self) -> None:
@@ -61,11 +59,6 @@ class Convolution(Recurrence):
     def num_slots(self) -> int:
         """Inputs of a row (W)."""
         return self.kernel_size - 1 + self.slack
-
-    @property
-    def decode_slack(self) -> int:
-        """``slack``."""
-        return self.slack
 
     @property
     def tensors(self) -> tuple[RowTensor, ...]:

@@ -87,17 +87,17 @@ class DeltaStep(NamedTuple):
 class DeltaRule(Recurrence):
     """The matrices of a gated delta rule, in float32.
 
+    With slack, a row's matrices are those before the last decode, beside the inputs of its tokens: the next
+    step applies what was accepted first.
+
     Attributes:
         num_heads: heads of values.
         key_dim, value_dim: sizes of a key and of a value.
-        slack: tokens of a decode that can be taken back. With some, a row's matrices are those before the
-            last decode, beside the inputs of its tokens: the next step applies what was accepted first.
     """
 
     num_heads: int
     key_dim: int
     value_dim: int
-    slack: int = 0
     name: ClassVar[str] = "delta_rule"
 
     @property
@@ -109,11 +109,6 @@ class DeltaRule(Recurrence):
         size = self.key_dim + self.value_dim + 2
         inputs = RowTensor("inputs", (self.slack + 1, self.num_heads, size), torch.float32)
         return memory, RowTensor("length", (), torch.int32), inputs
-
-    @property
-    def decode_slack(self) -> int:
-        """``slack``."""
-        return self.slack
 
     @property
     def key(self) -> PlanKey:

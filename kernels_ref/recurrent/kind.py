@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,8 +13,20 @@ from kernels_ref.rows import RowKind
 from kernels_ref.step import PlanKey, Step, StepParts, StepTensors
 
 
+@dataclass(frozen=True, kw_only=True)
 class Recurrence(RowKind):
-    """A state that is updated where the layer computes its outputs, not behind them."""
+    """A state that is updated where the layer computes its outputs, not behind them.
+
+    Attributes:
+        slack: tokens of a decode that can be taken back.
+    """
+
+    slack: int = 0
+
+    @property
+    def decode_slack(self) -> int:
+        """``slack``."""
+        return self.slack
 
     @property
     @abstractmethod

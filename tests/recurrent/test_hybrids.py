@@ -10,8 +10,10 @@ from safetensors.torch import save_file
 
 from graphs.backends.compile import CompileBackend
 from hpu_duo.heads import HeadPattern
+from hpu_duo.planning import GAUDI3, Deployment, Serving
 from hpu_duo.planning.read_model import read_model
 from hpu_duo.sampling import SamplingParams
+from kernels_ref import PLAIN
 from tests.modeling.driving import greedy_logits, teacher_forced
 from tests.modeling.families import BASE, BLOCK, greedy, make_config, prompts_of, save_random
 from tests.recurrent.hybrids import HYBRIDS, load, saved
@@ -128,6 +130,12 @@ def test_capacity_counts_the_states_of_a_request(tmp_path: Path, name: str) -> N
     assert size.states == tuple(layer.rows for layer in plan.layers[len(size.layers) :])
     assert sum(kind.row_bytes for kinds in size.states for kind in kinds) > 0
     assert len(size.layers) + len(size.states) == len(plan.layers) == 4
+    drafting = {"method": "ngram", "num_speculative_tokens": 3}
+    served = load(tmp_path, dtype="bfloat16", speculative_config=drafting).engine
+    priced = Deployment(size, Serving(GAUDI3, decode_len=4), 0, PLAIN, 64)
+    assert priced.plan(1, 1).row_bytes == served.runner.store.plan.row_bytes > plan.row_bytes
+    assert not priced.not_served
+    assert Deployment(size, Serving(GAUDI3, 2), 0, PLAIN, 64).not_served == ("states on several devices",)
 
 
 def test_patterns_name_heads_of_layers_that_attend(tmp_path: Path) -> None:
