@@ -13,6 +13,7 @@ from hpu_duo.modeling.config_checks import served_len, short_len
 from hpu_duo.modeling.hub import model_fingerprint
 from hpu_duo.modeling.quantised.execution import inc_scales, rounding_of
 from hpu_duo.modeling.quantised.inc import METHOD
+from hpu_duo.startup.kv_budget import read_kv_plan
 from kernels_ref import LayerSpec
 from kernels_ref.formats import INC
 from kernels_ref.formats.fp8 import LARGEST, Fp8, ScaledFp8
@@ -52,6 +53,8 @@ def fingerprint(engine: Engine, config: EngineConfig) -> dict[str, str]:
     if pattern is not None:
         heads = [pattern.sink, pattern.recent, pattern.mask.astype(int).tolist()]
         found["head pattern"] = json.dumps(heads)
+    if (plan := read_kv_plan(config)) is not None:
+        found["KV plan"] = json.dumps(plan.as_dict(), sort_keys=True)
     found[KV_FORMAT] = ", ".join(format_names(engine.runner.model.specs))
     for each in block_tensors(engine.runner.store):
         kind = f"{each.kind.name} {each.kind.describe()}".strip()
@@ -82,7 +85,7 @@ def records_digest(engine: Engine, config: EngineConfig) -> bytes:
     ]
     found = {
         **fingerprint(engine, config),
-        "eviction": f"{cache.kv_policy} {cache.kv_budget} {cache.kv_plan} {cache.kv_prompt}",
+        "eviction": f"{cache.kv_policy} {cache.kv_budget} {cache.kv_prompt}",
         "grid": str(engine.scheduler.limits.prefix_grid),
         "records": f"{plan.block_bytes} {plan.row_bytes}",
         "layers": json.dumps(layers),

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from hpu_duo import HPUDuoModel
 from hpu_duo.cli.app import app
+from hpu_duo.config.kv_plan import Keep, KVPlan
 from hpu_duo.kv.tiers import disk as disk_module
 from hpu_duo.kv.tiers.disk import DiskTier
 from hpu_duo.kv.tiers.host import HostTier, Record, RecordKey
@@ -324,6 +325,19 @@ def test_texts_of_an_earlier_run_come_back_from_the_disk(
     assert counters.num_read > 0
     assert counters.num_failures == counters.num_damaged == 0
     assert offload.num_hit_tokens >= counters.num_hit_tokens > 0
+
+
+def test_records_of_other_heads_of_a_kv_plan_are_another_models(tiny: Tiny, tmp_path: Path) -> None:
+    """Two plans under one name, which differ in the heads that have a budget."""
+    path, found = tmp_path / "plan.yaml", set[str]()
+    for mask in ([True, False], [False, True]):
+        path.unlink(missing_ok=True)
+        KVPlan.of_mask([mask] * 2, Keep("h2o", budget=16)).save(path)
+        tiny.load(
+            **HOST, kv_plan=path, kv_chunk=8, kv_offloading_disk=tmp_path / "kv", kv_offloading_disk_size=0.01
+        )
+        found |= {lock.name for lock in (tmp_path / "kv").glob("*.lock")}
+    assert len(found) == 2
 
 
 def test_a_folder_whose_size_is_refused_can_be_written_by_the_next_model(tiny: Tiny, tmp_path: Path) -> None:

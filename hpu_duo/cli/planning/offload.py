@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -102,7 +103,7 @@ class TierOptions:
         ):
             if size is None:
                 continue
-            if not size > 0:
+            if not 0 < size < math.inf:
                 raise ValueError(f"expected sizes of offloading in GiB above 0, got {size}")
             found.append(Tier(name, int(size * _GIB), byte_s, binds))
         return tuple(found)
