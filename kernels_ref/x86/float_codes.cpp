@@ -430,7 +430,7 @@ void attend_codes(const float *q, bool is_rounded, const CodedVectors &k, const 
                   float *attn, float *largest, float *total, const int64_t *strides, const int *sizes,
                   int num_threads) {
   const Job job{q,          plan,     attn,     largest,  total,    strides[0], strides[1],
-                strides[2], sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],   sizes[5]};
+                strides[2], sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],   sizes[5], sizes[3]};
   with_codes(k.code, [&](auto keys) {
     with_codes(v.code, [&](auto values) {
       attend_all(job, CodedStores<decltype(keys), decltype(values)>{k, v, is_rounded}, num_threads);

@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kKeys = 128;    // keys whose scores are held at a time
 constexpr int kMaxGroup = 4;  // query heads that one pass over values serves
-constexpr int kMaxDim = 256;
+constexpr int kMaxDim = 576;
 constexpr int kLine = 64;     // bytes
 
 // Neighbouring slots of a unit and a key/value head.
@@ -60,6 +60,12 @@ struct Heads {
   int64_t raw_head = 0;
 };
 
+struct Pass {
+  Heads heads;
+  Sight sight;
+  int first, group;  // query heads
+};
+
 // To the second level: the first one has few places for what is under way.
 template <typename Item>
 inline void prefetch(const Item *from, int count) {
@@ -90,19 +96,22 @@ void soften(Heads &h, const Sight &sight, int group, int dim, int count) {
   }
 }
 
-// `next` are the keys that follow this unit.
+// `next` are the keys that follow this unit. Each pass reads keys and values where the first one has brought them.
 template <class Stores>
-void attend_unit(Heads &h, Sight &sight, int group, int dim, const Stores &stores, const Run &whole, const Run &next) {
+void attend_unit(std::vector<Pass> &passes, int dim, const Stores &stores, const Run &whole, const Run &next) {
   for (int first = 0; first < whole.count; first += kKeys) {
-    sight.first = first;
     const int count = std::min(kKeys, whole.count - first), left = whole.count - first - count;
     const Run run{whole.unit, whole.head, first, count};
-    const Run following = left ? Run{whole.unit, whole.head, first + count, std::min(kKeys, left)} : next;
-    switch (group) {
-      case 1: stores.template attend_keys<1>(h, sight, dim, run, following); break;
-      case 2: stores.template attend_keys<2>(h, sight, dim, run, following); break;
-      case 3: stores.template attend_keys<3>(h, sight, dim, run, following); break;
-      default: stores.template attend_keys<4>(h, sight, dim, run, following);
+    Run following = left ? Run{whole.unit, whole.head, first + count, std::min(kKeys, left)} : next;
+    for (Pass &pass : passes) {
+      pass.sight.first = first;
+      switch (pass.group) {
+        case 1: stores.template attend_keys<1>(pass.heads, pass.sight, dim, run, following); break;
+        case 2: stores.template attend_keys<2>(pass.heads, pass.sight, dim, run, following); break;
+        case 3: stores.template attend_keys<3>(pass.heads, pass.sight, dim, run, following); break;
+        default: stores.template attend_keys<4>(pass.heads, pass.sight, dim, run, following);
+      }
+      following = {};
     }
   }
 }
@@ -129,41 +138,51 @@ struct Job {
   const RowPlan &plan;
   float *attn, *largest, *total;
   int64_t q_row, q_head, q_member;  // strides, in items
-  int num_rows, num_heads, group, dim, num_slots, num_tokens;
+  int num_rows, num_heads, group, dim, num_slots, num_tokens, value_dim;
 };
 
-// Query heads [first, first + count) of a row and key/value head.
-template <class Stores>
-void attend_heads(const Job &job, const Stores &stores, const std::vector<std::vector<Item>> &items, int row,
-                  int head, int first, int count) {
+// Prepares query heads from number `pass.first` on of a row and key/value head.
+void begin_pass(const Job &job, Pass &pass, int row, int head) {
   const RowPlan &plan = job.plan;
-  const int dim = job.dim, members = job.group / job.num_tokens;
-  Heads h;
-  Sight sight;
-  for (int g = 0; g < count; ++g) {
-    const float *from = job.q + row * job.q_row + head * job.q_head + (first + g) * job.q_member;
-    std::copy(from, from + dim, h.q + g * dim);
+  Heads &h = pass.heads;
+  pass.group = std::min(kMaxGroup, job.group - pass.first);
+  for (int g = 0; g < pass.group; ++g) {
+    const float *from = job.q + row * job.q_row + head * job.q_head + (pass.first + g) * job.q_member;
+    std::copy(from, from + job.dim, h.q + g * job.dim);
     h.largest[g] = kFloor;
     h.total[g] = 0;
   }
-  std::fill(h.attn, h.attn + count * dim, 0.0f);
-  stores.begin(h, count, dim);
-  static thread_local std::vector<float> raw;
-  if (plan.mass) {
-    raw.resize(kMaxGroup * (size_t)job.num_slots);
-    h.raw = raw.data();
-    h.raw_head = job.num_slots;
+  std::fill(h.attn, h.attn + pass.group * job.value_dim, 0.0f);
+  Sight &sight = pass.sight = {};
+  if (!plan.position) return;
+  sight.kind = Sight::kHeld;
+  sight.sink = plan.sink;
+  sight.position = plan.position + ((int64_t)row * plan.position_heads + head % plan.position_heads) * job.num_slots;
+  for (int g = 0; g < pass.group; ++g) {
+    const int token = row * job.num_tokens + (pass.first + g) / (job.group / job.num_tokens);
+    sight.begin[g] = plan.begin[token];
+    sight.end[g] = plan.end[token];
   }
-  if (plan.position) {
-    sight.kind = Sight::kHeld;
-    sight.sink = plan.sink;
-    sight.position =
-        plan.position + ((int64_t)row * plan.position_heads + head % plan.position_heads) * job.num_slots;
-    for (int g = 0; g < count; ++g) {
-      const int token = row * job.num_tokens + (first + g) / members;
-      sight.begin[g] = plan.begin[token];
-      sight.end[g] = plan.end[token];
-    }
+}
+
+// Passes [begin, end) of a row and key/value head.
+template <class Stores>
+void attend_passes(const Job &job, const Stores &stores, const std::vector<std::vector<Item>> &items, int row,
+                   int head, int begin, int end) {
+  static thread_local std::vector<Pass> passes;
+  static thread_local std::vector<float> raw;
+  const RowPlan &plan = job.plan;
+  const int members = job.group / job.num_tokens;
+  const size_t raw_size = plan.mass ? kMaxGroup * (size_t)job.num_slots : 0;
+  passes.resize(end - begin);
+  raw.resize(passes.size() * raw_size);
+  for (int n = begin; n < end; ++n) {
+    Pass &pass = passes[n - begin];
+    pass.first = n * kMaxGroup;
+    begin_pass(job, pass, row, head);
+    pass.heads.raw = plan.mass ? raw.data() + (n - begin) * raw_size : nullptr;
+    pass.heads.raw_head = job.num_slots;
+    stores.begin(pass.heads, pass.group, job.dim);
   }
   const auto first_of = [&](int other, size_t i, int its_head) {
     if (i >= items[other].size()) return Run{};
@@ -172,32 +191,41 @@ void attend_heads(const Job &job, const Stores &stores, const std::vector<std::v
   const size_t num_items = items[row].size();
   for (size_t i = 0; i < num_items; ++i) {
     const Item &item = items[row][i];
-    if (!plan.position) sight.kind = item.limits ? Sight::kLeading : Sight::kAll;
-    if (item.limits)
-      for (int g = 0; g < count; ++g) sight.end[g] = item.limits[(first + g) / members];
+    for (Pass &pass : passes) {
+      if (!plan.position) pass.sight.kind = item.limits ? Sight::kLeading : Sight::kAll;
+      if (item.limits)
+        for (int g = 0; g < pass.group; ++g) pass.sight.end[g] = item.limits[(pass.first + g) / members];
+    }
     const Run next = i + 1 < num_items          ? first_of(row, i + 1, head)
                      : head + 1 < job.num_heads ? first_of(row, 0, head + 1)
                      : row + 1 < job.num_rows   ? first_of(row + 1, 0, 0)
                                                 : Run{};
-    attend_unit(h, sight, count, dim, stores, {item.unit, head, 0, item.count}, next);
+    attend_unit(passes, job.dim, stores, {item.unit, head, 0, item.count}, next);
   }
-  const int64_t line = (int64_t)row * job.num_heads + head, place = line * job.group + first;
-  if (plan.mass && num_items)
-    add_mass(h, count, items[row][0].count, plan.sinks ? plan.sinks + head * job.group + first : nullptr,
-             plan.mass + line * job.num_slots);
-  std::copy(h.attn, h.attn + count * dim, job.attn + place * dim);
-  std::copy(h.largest, h.largest + count, job.largest + place);
-  std::copy(h.total, h.total + count, job.total + place);
+  const int64_t line = (int64_t)row * job.num_heads + head;
+  for (const Pass &pass : passes) {
+    const Heads &h = pass.heads;
+    const int64_t place = line * job.group + pass.first;
+    if (plan.mass && num_items)
+      add_mass(h, pass.group, items[row][0].count, plan.sinks ? plan.sinks + head * job.group + pass.first : nullptr,
+               plan.mass + line * job.num_slots);
+    std::copy(h.attn, h.attn + pass.group * job.value_dim, job.attn + place * job.value_dim);
+    std::copy(h.largest, h.largest + pass.group, job.largest + place);
+    std::copy(h.total, h.total + pass.group, job.total + place);
+  }
 }
 
 template <class Stores>
 void attend_all(const Job &job, const Stores &stores, int num_threads) {
   const auto items = items_of(job.plan, job.num_rows, job.num_tokens, job.num_slots);
-#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
+  const int num_passes = (job.group + kMaxGroup - 1) / kMaxGroup;
+  const int num_parts = parts_of(num_passes, job.num_rows * job.num_heads, job.plan, num_threads);
+#pragma omp parallel for collapse(3) schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
   for (int row = 0; row < job.num_rows; ++row)
     for (int head = 0; head < job.num_heads; ++head)
-      for (int first = 0; first < job.group; first += kMaxGroup)
-        attend_heads(job, stores, items, row, head, first, std::min(kMaxGroup, job.group - first));
+      for (int part = 0; part < num_parts; ++part)
+        attend_passes(job, stores, items, row, head, num_passes * part / num_parts,
+                      num_passes * (part + 1) / num_parts);
 }
 
 }  // namespace

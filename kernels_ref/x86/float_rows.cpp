@@ -26,6 +26,7 @@ template <class Stored>
 struct Stores {
   const typename Stored::Item *k, *v;
   int64_t k_unit, k_head, k_slot, v_unit, v_head, v_slot;  // strides, in items
+  int value_dim;
 
   void begin(Heads &, int, int) const {}
 
@@ -43,6 +44,8 @@ template <class Stored, int G>
 void score(Heads &h, int dim, const Stores<Stored> &stores, const typename Stored::Item *k,
            const typename Stored::Item *v, int count) {
   constexpr int kTogether = 2;
+  // Values that are a part of their keys come with them.
+  const int apart = stores.v == stores.k ? 0 : stores.value_dim;
   for (int j = 0; j < count; j += kLanes) {
     F products[G][kLanes];
     for (int i = 0; i < kLanes; i += kTogether) {
@@ -52,7 +55,7 @@ void score(Heads &h, int dim, const Stores<Stored> &stores, const typename Store
       for (int n = 0; n < kTogether; ++n) {
         const int slot = std::min(j + i + n, count - 1);
         keys[n] = k + slot * stores.k_slot;
-        prefetch(v + slot * stores.v_slot, dim);
+        prefetch(v + slot * stores.v_slot, apart);
 #pragma GCC unroll 4
         for (int g = 0; g < G; ++g) sum[n][g] = Lanes::set(0.0f);
       }
@@ -114,9 +117,9 @@ void Stores<Stored>::attend_keys(Heads &h, const Sight &sight, int dim, const Ru
   if (h.raw)
     for (int g = 0; g < G; ++g)
       std::copy(h.scores + g * kKeys, h.scores + g * kKeys + run.count, h.raw + g * h.raw_head + sight.first);
-  soften(h, sight, G, dim, run.count);
-  for (int d = 0; d < dim; d += kWide * kLanes)
-    add_columns<Stored, G>(h, dim, d, values, v_slot, run.count, keys(next));
+  soften(h, sight, G, value_dim, run.count);
+  for (int d = 0; d < value_dim; d += kWide * kLanes)
+    add_columns<Stored, G>(h, value_dim, d, values, v_slot, run.count, keys(next));
 }
 
 }  // namespace
@@ -125,11 +128,11 @@ void Stores<Stored>::attend_keys(Heads &h, const Sight &sight, int dim, const Ru
 void attend_rows(const float *q, const void *k, const void *v, Store store, const RowPlan &plan, float *attn,
                  float *largest, float *total, const int64_t *strides, const int *sizes, int num_threads) {
   const Job job{q,          plan,     attn,     largest,  total,    strides[0], strides[1],
-                strides[2], sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],   sizes[5]};
+                strides[2], sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],   sizes[5], sizes[6]};
   const auto run = [&](auto stored) {
     using Item = typename decltype(stored)::Item;
     const Stores<decltype(stored)> stores{(const Item *)k, (const Item *)v, strides[3], strides[4],
-                                          strides[5],      strides[6],      strides[7], strides[8]};
+                                          strides[5],      strides[6],      strides[7], strides[8], sizes[6]};
     attend_all(job, stores, num_threads);
   };
   with_stored(store, run);

@@ -58,8 +58,8 @@ _INTEGERS, _VNNI = "float_int8.cpp", ("avx512vnni",)
 _ONE_OF_BOTH = "no_pairs.cpp"
 """Stands for the sources of bfloat16 where the CPU does not run them."""
 _Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-_PAIRS, _LANES, _MAX_DIM = 32, 16, 256
-"""Head sizes are multiples of the first two numbers, for rows and for tiles, and at most the third one."""
+_PAIRS, _LANES, _MAX_ROW_DIM, _MAX_DIM = 32, 16, 576, 256
+"""Head sizes are multiples of the first two numbers, for rows and for tiles, and at most the other two."""
 _lock = Lock()
 
 
@@ -198,7 +198,7 @@ def _load_operators() -> bool:
     attention = (("attend_blocks", _triple), ("attend_rings", _triple), ("attend_held", _triple))
     for name, shapes in (("linear", _linear), *attention):
         torch.library.register_fake(f"hpu_duo_x86_v3::{name}", shapes)
-    torch.library.register_fake("hpu_duo_x86_v3::attend_coded_blocks", _triple)
+    torch.library.register_fake("hpu_duo_x86_v3::attend_coded_blocks", _like_queries)
     torch.library.register_fake("hpu_duo_x86_v3::widen_codes", _widened)
     torch.library.register_fake("hpu_duo_x86_v3::attend_with_weights", _with_mass)
     torch.library.register_fake("hpu_duo_x86_v3::eviction_victims", _one_of_each)
@@ -273,8 +273,8 @@ def _one_of_each(_: object, position: torch.Tensor, is_protected: object) -> tor
     return position.new_empty(position.shape[:2])
 
 
-def _with_mass(q: torch.Tensor, k: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
-    return *_triple(q), q.new_empty(*q.shape[:2], k.shape[2], dtype=torch.float32)
+def _with_mass(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
+    return *_triple(q, k, v), q.new_empty(*q.shape[:2], k.shape[2], dtype=torch.float32)
 
 
 def _linear(
@@ -288,8 +288,12 @@ def _linear(
     return x.new_empty(*x.shape[:-1], out_features)
 
 
-def _triple(q: torch.Tensor, *_: object) -> _Triple:
-    attn = q.new_empty(q.shape, dtype=torch.float32)
+def _like_queries(q: torch.Tensor, *_: object) -> _Triple:
+    return _triple(q, q, q)
+
+
+def _triple(q: torch.Tensor, _: object, v: torch.Tensor, *__: object) -> _Triple:
+    attn = q.new_empty(*q.shape[:3], v.shape[3], dtype=torch.float32)
     return attn, attn.new_empty(attn.shape[:-1]), attn.new_empty(attn.shape[:-1])
 
 
@@ -297,11 +301,11 @@ def fits_rows(q_NKHD: torch.Tensor, k_XKSD: torch.Tensor, v_XKSD: torch.Tensor |
     """Whether these queries and keys of rows are supported on this machine; a constant for compiled code.
 
     Args:
-        v_XKSD: values, which must have the size of keys; None = they have.
+        v_XKSD: values, which may have another size; None = that of keys.
     """
-    dim = q_NKHD.shape[3]
-    is_possible = q_NKHD.device.type == "cpu" and dim % _PAIRS == 0 and dim <= _MAX_DIM
-    is_possible = is_possible and (v_XKSD is None or v_XKSD.shape[3] == dim)
+    dim, value_dim = q_NKHD.shape[3], (q_NKHD if v_XKSD is None else v_XKSD).shape[3]
+    is_possible = q_NKHD.device.type == "cpu" and dim % _PAIRS == 0 == value_dim % _PAIRS
+    is_possible = is_possible and max(dim, value_dim) <= _MAX_ROW_DIM
     return is_possible and is_available(q_NKHD.dtype, k_XKSD.dtype)
 
 

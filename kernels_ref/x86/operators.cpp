@@ -2,6 +2,7 @@
 //
 // The Python modules beside this file explain arguments and results.
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string_view>
@@ -22,6 +23,7 @@ using hpu_duo::bf16;
 using Triple = std::tuple<Tensor, Tensor, Tensor>;
 
 constexpr int64_t kAlignment = 64;
+constexpr int64_t kMostOfRows = 576;  // elements of a key or a value of decode rows
 constexpr int64_t kPanel = 32;  // outputs, and inputs, that are packed together
 
 template <typename T>
@@ -125,19 +127,25 @@ Tensor linear(const Tensor &x, const Tensor &packed, const std::optional<Tensor>
 Triple attend_units(const Tensor &query, const Tensor &keys, const Tensor &values, const hpu_duo::RowPlan &plan,
                     int64_t tokens, std::string_view instructions) {
   const int64_t rows = query.size(0), heads = query.size(1), group = query.size(2), dim = query.size(3);
-  TORCH_CHECK_VALUE(keys.size(1) == heads && keys.size(3) == dim && keys.sizes() == values.sizes(),
+  TORCH_CHECK_VALUE(keys.size(1) == heads && keys.size(3) == dim &&
+                        keys.sizes().slice(0, 3) == values.sizes().slice(0, 3),
                     "expected stores [X, ", heads, ", S, ", dim, "], got ", keys.sizes(), " and ", values.sizes());
+  const int64_t value_dim = values.size(3);
+  TORCH_CHECK_VALUE(std::max(dim, value_dim) <= kMostOfRows && dim % kPanel == 0 && value_dim % kPanel == 0,
+                    "expected keys and values of a multiple of ", kPanel, " elements up to ", kMostOfRows, ", got ", dim,
+                    " and ", value_dim);
   TORCH_CHECK_VALUE(tokens > 0 && group % tokens == 0, "expected a number of tokens that divides the ", group,
                     " query heads of a row, got ", tokens);
   const Tensor q = with_runs(query), k = with_runs(keys), v = with_runs(values);
   const int64_t read = plan.tail ? plan.num_owned : rows;
   TORCH_CHECK_VALUE(read <= k.size(0), "expected at most ", k.size(0), " units, got ", read);
   const auto options = q.options().dtype(at::kFloat);
-  Tensor attn = at::empty({rows, heads, group, dim}, options);
+  Tensor attn = at::empty({rows, heads, group, value_dim}, options);
   Tensor largest = at::empty({rows, heads, group}, options), total = at::empty({rows, heads, group}, options);
   const int64_t strides[] = {q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1),
                              k.stride(2), v.stride(0), v.stride(1), v.stride(2)};
-  const int sizes[] = {(int)rows, (int)heads, (int)group, (int)dim, (int)k.size(2), (int)tokens};
+  const int sizes[] = {(int)rows, (int)heads, (int)group, (int)dim, (int)k.size(2), (int)tokens,
+                       (int)value_dim};
   const auto run = [&](const auto &kernel, const auto *queries, auto *key, auto *value, auto... store) {
     kernel(queries, key, value, store..., plan, data<float>(attn), data<float>(largest), data<float>(total), strides,
            sizes, at::get_num_threads());

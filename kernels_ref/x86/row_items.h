@@ -46,5 +46,12 @@ std::vector<std::vector<Item>> items_of(const RowPlan &plan, int num_rows, int n
   return items;
 }
 
+// Parts of the passes over the query heads of a row and key/value head: with fewer of those than threads, more than one.
+inline int parts_of(int num_passes, int num_lines, const RowPlan &plan, int num_threads) {
+  // Heads add to one mass.
+  if (plan.mass || num_lines < 1) return 1;
+  return std::max(1, std::min(num_passes, (num_threads + num_lines - 1) / num_lines));
+}
+
 }  // namespace
 }  // namespace hpu_duo

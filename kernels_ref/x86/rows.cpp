@@ -20,12 +20,13 @@ namespace {
 
 constexpr int kKeys = 128;     // keys whose scores are held at a time
 constexpr int kMaxGroup = 4;   // query heads that one pass over values serves
-constexpr int kMaxDim = 256;
+constexpr int kMaxDim = 576;
 constexpr int kPairs = 2 * kLanes;  // items of a vector of bfloat16
 
 struct Stores {
   const bf16 *k, *v;
   int64_t k_unit, k_head, k_slot, v_unit, v_head, v_slot;  // strides, in items
+  int value_dim;
 };
 
 // Keys that lie a stride apart.
@@ -69,6 +70,12 @@ struct Heads {
   int64_t raw_head = 0;
 };
 
+struct Pass {
+  Heads heads;
+  Sight sight;
+  int first, group;  // query heads
+};
+
 // Four vectors to one whose quarters hold, each, what a quarter adds to the sums of the four.
 inline __m512 quarter_sums(const __m512 *x) {
   const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
@@ -94,7 +101,7 @@ inline void prefetch(const bf16 *from, int dim) {
 // scores[g][j] of `count` keys; lanes behind the last one repeat it and are masked by `soften`. Fetches the
 // values meanwhile. V is dim / kPairs, or 0 for any.
 template <int G, int V>
-void score(Heads &h, int dim, const bf16 *k, int64_t k_slot, const bf16 *v, int64_t v_slot, int count) {
+void score(Heads &h, int dim, const bf16 *k, int64_t k_slot, const bf16 *v, int64_t v_slot, int value_dim, int count) {
   const int width = V ? V * kPairs : dim;
   for (int j = 0; j < count; j += kLanes) {
     __m512 quads[G][4];
@@ -105,7 +112,7 @@ void score(Heads &h, int dim, const bf16 *k, int64_t k_slot, const bf16 *v, int6
       for (int n = 0; n < 4; ++n) {
         const int slot = std::min(j + 4 * i + n, count - 1);
         const bf16 *key = k + slot * k_slot;
-        prefetch(v + slot * v_slot, width);
+        prefetch(v + slot * v_slot, value_dim);
 #pragma GCC unroll 4
         for (int g = 0; g < G; ++g) products[g][n] = _mm512_setzero_ps();
 #pragma GCC unroll 8
@@ -185,19 +192,22 @@ void add_columns(Heads &h, int dim, int d, const bf16 *v, int64_t slot, int coun
 template <int G>
 void attend_keys(Heads &h, const Sight &sight, int dim, const Stores &stores, const bf16 *k, const bf16 *v,
                  int count, const Keys &next) {
+  const int width = stores.value_dim;
+  // Values that are a part of their keys come with them.
+  const int apart = stores.v == stores.k ? 0 : width;
   switch (dim) {
-    case 64: score<G, 2>(h, dim, k, stores.k_slot, v, stores.v_slot, count); break;
-    case 128: score<G, 4>(h, dim, k, stores.k_slot, v, stores.v_slot, count); break;
-    default: score<G, 0>(h, dim, k, stores.k_slot, v, stores.v_slot, count);
+    case 64: score<G, 2>(h, dim, k, stores.k_slot, v, stores.v_slot, apart, count); break;
+    case 128: score<G, 4>(h, dim, k, stores.k_slot, v, stores.v_slot, apart, count); break;
+    default: score<G, 0>(h, dim, k, stores.k_slot, v, stores.v_slot, apart, count);
   }
   if (h.raw)
     for (int g = 0; g < G; ++g)
       std::copy(h.scores + g * kKeys, h.scores + g * kKeys + count, h.raw + g * h.raw_head + sight.first);
-  soften(h, sight, G, dim, count);
+  soften(h, sight, G, width, count);
   int d = 0;
-  for (; d + 2 * kPairs <= dim; d += 2 * kPairs)
-    add_columns<G, 2>(h, dim, d, v, stores.v_slot, count, next);
-  if (d < dim) add_columns<G, 1>(h, dim, d, v, stores.v_slot, count, next);
+  for (; d + 2 * kPairs <= width; d += 2 * kPairs)
+    add_columns<G, 2>(h, width, d, v, stores.v_slot, count, next);
+  if (d < width) add_columns<G, 1>(h, width, d, v, stores.v_slot, count, next);
 }
 
 // The first keys of a unit.
@@ -205,21 +215,24 @@ Keys keys_of(const Stores &stores, int64_t unit, int head, int visible) {
   return {stores.k + unit * stores.k_unit + head * stores.k_head, stores.k_slot, std::min(kKeys, visible)};
 }
 
-// `next` are the keys that follow this unit.
-void attend_unit(Heads &h, Sight &sight, int group, int dim, const Stores &stores, int64_t unit, int head,
-                 int visible, const Keys &next) {
+// `next` are the keys that follow this unit. Each pass reads keys and values where the first one has brought them.
+void attend_unit(std::vector<Pass> &passes, int dim, const Stores &stores, int64_t unit, int head, int visible,
+                 const Keys &next) {
   const bf16 *k = stores.k + unit * stores.k_unit + head * stores.k_head;
   const bf16 *v = stores.v + unit * stores.v_unit + head * stores.v_head;
   for (int first = 0; first < visible; first += kKeys) {
-    sight.first = first;
     const int count = std::min(kKeys, visible - first), left = visible - first - count;
     const bf16 *keys = k + first * stores.k_slot, *values = v + first * stores.v_slot;
-    const Keys following = left ? Keys{keys + count * stores.k_slot, stores.k_slot, std::min(kKeys, left)} : next;
-    switch (group) {
-      case 1: attend_keys<1>(h, sight, dim, stores, keys, values, count, following); break;
-      case 2: attend_keys<2>(h, sight, dim, stores, keys, values, count, following); break;
-      case 3: attend_keys<3>(h, sight, dim, stores, keys, values, count, following); break;
-      default: attend_keys<4>(h, sight, dim, stores, keys, values, count, following);
+    Keys following = left ? Keys{keys + count * stores.k_slot, stores.k_slot, std::min(kKeys, left)} : next;
+    for (Pass &pass : passes) {
+      pass.sight.first = first;
+      switch (pass.group) {
+        case 1: attend_keys<1>(pass.heads, pass.sight, dim, stores, keys, values, count, following); break;
+        case 2: attend_keys<2>(pass.heads, pass.sight, dim, stores, keys, values, count, following); break;
+        case 3: attend_keys<3>(pass.heads, pass.sight, dim, stores, keys, values, count, following); break;
+        default: attend_keys<4>(pass.heads, pass.sight, dim, stores, keys, values, count, following);
+      }
+      following = {};
     }
   }
 }
@@ -256,44 +269,51 @@ void in_order(float *to, const float *from, int dim) {
 }  // namespace
 
 // `strides`: q row, head, member; k unit, head, slot; v unit, head, slot.
-// `sizes`: rows, key/value heads, query heads of a row, head size, slots of a unit, tokens of a row.
+// `sizes`: rows, key/value heads, query heads of a row, size of keys, slots of a unit, tokens of a row, size of values.
 void attend_rows(const bf16 *q, const bf16 *k, const bf16 *v, const RowPlan &plan, float *attn, float *largest,
                  float *total, const int64_t *strides, const int *sizes, int num_threads) {
   const int num_rows = sizes[0], num_heads = sizes[1], group = sizes[2], dim = sizes[3], num_slots = sizes[4];
-  const int num_tokens = sizes[5], members = group / num_tokens;
-  const Stores stores{k, v, strides[3], strides[4], strides[5], strides[6], strides[7], strides[8]};
+  const int num_tokens = sizes[5], members = group / num_tokens, value_dim = sizes[6];
+  const Stores stores{k, v, strides[3], strides[4], strides[5], strides[6], strides[7], strides[8], value_dim};
   const auto items = items_of(plan, num_rows, num_tokens, num_slots);
   const auto keys_at = [&](int row, size_t i, int head) {
     if (i >= items[row].size()) return Keys{};
     return keys_of(stores, items[row][i].unit, head, items[row][i].count);
   };
-#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
+  const int num_passes = (group + kMaxGroup - 1) / kMaxGroup;
+  const int num_parts = parts_of(num_passes, num_rows * num_heads, plan, num_threads);
+#pragma omp parallel for collapse(3) schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
   for (int row = 0; row < num_rows; ++row)
     for (int head = 0; head < num_heads; ++head)
-      for (int first = 0; first < group; first += kMaxGroup) {
-        const int count = std::min(kMaxGroup, group - first);
-        Heads h;
-        Sight sight;
-        for (int g = 0; g < count; ++g) {
-          const bf16 *from = q + row * strides[0] + head * strides[1] + (first + g) * strides[2];
-          std::copy(from, from + dim, h.q + g * dim);
-          h.largest[g] = kFloor;
-          h.total[g] = 0;
-        }
-        std::fill(h.attn, h.attn + count * dim, 0.0f);
+      for (int part = 0; part < num_parts; ++part) {
+        static thread_local std::vector<Pass> passes;
         static thread_local std::vector<float> raw;
-        if (plan.mass) {
-          raw.resize(kMaxGroup * (size_t)num_slots);
-          h.raw = raw.data();
+        const int begin = num_passes * part / num_parts, end = num_passes * (part + 1) / num_parts;
+        passes.resize(end - begin);
+        if (plan.mass) raw.resize(passes.size() * kMaxGroup * (size_t)num_slots);
+        const int64_t line = (int64_t)row * num_heads + head;
+        for (int n = begin; n < end; ++n) {
+          Pass &pass = passes[n - begin];
+          Heads &h = pass.heads;
+          pass.first = n * kMaxGroup;
+          pass.group = std::min(kMaxGroup, group - pass.first);
+          for (int g = 0; g < pass.group; ++g) {
+            const bf16 *from = q + row * strides[0] + head * strides[1] + (pass.first + g) * strides[2];
+            std::copy(from, from + dim, h.q + g * dim);
+            h.largest[g] = kFloor;
+            h.total[g] = 0;
+          }
+          std::fill(h.attn, h.attn + pass.group * value_dim, 0.0f);
+          h.raw = plan.mass ? raw.data() + (n - begin) * kMaxGroup * (size_t)num_slots : nullptr;
           h.raw_head = num_slots;
-        }
-        if (plan.position) {
+          Sight &sight = pass.sight = {};
+          if (!plan.position) continue;
           sight.kind = Sight::kHeld;
           sight.sink = plan.sink;
           sight.position =
               plan.position + ((int64_t)row * plan.position_heads + head % plan.position_heads) * num_slots;
-          for (int g = 0; g < count; ++g) {
-            const int token = row * num_tokens + (first + g) / members;
+          for (int g = 0; g < pass.group; ++g) {
+            const int token = row * num_tokens + (pass.first + g) / members;
             sight.begin[g] = plan.begin[token];
             sight.end[g] = plan.end[token];
           }
@@ -301,22 +321,28 @@ void attend_rows(const bf16 *q, const bf16 *k, const bf16 *v, const RowPlan &pla
         const size_t num_items = items[row].size();
         for (size_t i = 0; i < num_items; ++i) {
           const Item &item = items[row][i];
-          if (!plan.position) sight.kind = item.limits ? Sight::kLeading : Sight::kAll;
-          if (item.limits)
-            for (int g = 0; g < count; ++g) sight.end[g] = item.limits[(first + g) / members];
-          const Keys next = i + 1 < num_items        ? keys_at(row, i + 1, head)
-                            : head + 1 < num_heads   ? keys_at(row, 0, head + 1)
-                            : row + 1 < num_rows     ? keys_at(row + 1, 0, 0)
-                                                     : Keys{};
-          attend_unit(h, sight, count, dim, stores, item.unit, head, item.count, next);
+          for (Pass &pass : passes) {
+            if (!plan.position) pass.sight.kind = item.limits ? Sight::kLeading : Sight::kAll;
+            if (item.limits)
+              for (int g = 0; g < pass.group; ++g) pass.sight.end[g] = item.limits[(pass.first + g) / members];
+          }
+          const Keys next = i + 1 < num_items      ? keys_at(row, i + 1, head)
+                            : head + 1 < num_heads ? keys_at(row, 0, head + 1)
+                            : row + 1 < num_rows   ? keys_at(row + 1, 0, 0)
+                                                   : Keys{};
+          attend_unit(passes, dim, stores, item.unit, head, item.count, next);
         }
-        if (plan.mass && num_items)
-          add_mass(h, count, items[row][0].count, plan.sinks ? plan.sinks + head * group + first : nullptr,
-                   plan.mass + ((int64_t)row * num_heads + head) * num_slots);
-        const int64_t place = ((int64_t)row * num_heads + head) * group + first;
-        for (int g = 0; g < count; ++g) in_order(attn + (place + g) * dim, h.attn + g * dim, dim);
-        std::copy(h.largest, h.largest + count, largest + place);
-        std::copy(h.total, h.total + count, total + place);
+        for (const Pass &pass : passes) {
+          const Heads &h = pass.heads;
+          if (plan.mass && num_items)
+            add_mass(h, pass.group, items[row][0].count,
+                     plan.sinks ? plan.sinks + head * group + pass.first : nullptr, plan.mass + line * num_slots);
+          const int64_t place = line * group + pass.first;
+          for (int g = 0; g < pass.group; ++g)
+            in_order(attn + (place + g) * value_dim, h.attn + g * value_dim, value_dim);
+          std::copy(h.largest, h.largest + pass.group, largest + place);
+          std::copy(h.total, h.total + pass.group, total + place);
+        }
       }
 }
 

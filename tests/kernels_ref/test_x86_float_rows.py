@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_ref.x86 import library as x86
-from tests.kernels_ref.test_x86_rows import exact, plan_of
+from tests.kernels_ref.test_x86_rows import DIMS, exact, plan_of
 
 pytestmark = [
     pytest.mark.skipif(not x86.lanes(), reason="needs a CPU with AVX2, FMA and F16C"),
@@ -41,7 +41,7 @@ def check_bits(found: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     owner=st.lists(st.integers(0, 4), max_size=6),
     tails=st.lists(st.integers(0, 200), min_size=1, max_size=3),
     heads=heads,
-    dim=st.sampled_from([32, 64, 96, 256]),
+    dims=st.sampled_from(DIMS),
     slots=st.sampled_from([4, 16, 140]),
     seed=st.integers(0, 99),
 )
@@ -50,15 +50,17 @@ def test_each_row_sees_its_units_and_the_head_of_its_tail_although_other_slots_h
     owner: list[int],
     tails: list[int],
     heads: tuple[int, int],
-    dim: int,
+    dims: tuple[int, int],
     slots: int,
     seed: int,
 ) -> None:
     gen = torch.Generator().manual_seed(seed)
-    num_rows, (num_kv, group) = len(tails), heads
+    num_rows, (num_kv, group), (dim, value_dim) = len(tails), heads, dims
     visible = [min(tail, slots) for tail in tails]
     q = torch.randn(num_rows, num_kv, group, dim, generator=gen) * 2 * dim**-0.5
-    k, v = (torch.randn(len(owner) + num_rows, num_kv, slots, dim, generator=gen).to(store) for _ in range(2))
+    k, v = (torch.randn(len(owner) + num_rows, num_kv, slots, x, generator=gen).to(store) for x in dims)
+    if dim == 576:
+        v = k[..., :value_dim]
     for stored in (k, v):
         for row in range(num_rows):
             stored[len(owner) + row, :, visible[row] :] = torch.nan

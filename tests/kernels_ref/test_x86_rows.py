@@ -12,6 +12,10 @@ from kernels_ref.x86 import library as x86
 here = pytest.mark.skipif(not x86.is_supported(), reason="needs a CPU with AVX512-BF16")
 
 
+DIMS = [(32, 32), (64, 64), (96, 32), (256, 256), (576, 512)]
+"""Sizes of keys and of values; values of the last ones are views of their keys."""
+
+
 def plan_of(owner: list[int], last: list[int], visible: list[int]) -> list[torch.Tensor]:
     """Rows of one token and one tail."""
     plan = [torch.tensor(x, dtype=torch.int32) for x in (owner, last, visible)]
@@ -29,20 +33,22 @@ def exact(q_KGD: torch.Tensor, k_KTD: torch.Tensor, v_KTD: torch.Tensor) -> torc
     owner=st.lists(st.integers(0, 4), max_size=9),
     tails=st.lists(st.integers(0, 200), min_size=1, max_size=4),
     heads=st.sampled_from([(1, 1), (2, 3), (1, 4), (1, 7)]),
-    dim=st.sampled_from([32, 64, 96, 256]),
+    dims=st.sampled_from(DIMS),
     slots=st.sampled_from([4, 16, 100, 200]),
     seed=st.integers(0, 99),
 )
 def test_each_row_sees_its_units_and_the_head_of_its_tail_although_other_slots_hold_nan(
-    owner: list[int], tails: list[int], heads: tuple[int, int], dim: int, slots: int, seed: int
+    owner: list[int], tails: list[int], heads: tuple[int, int], dims: tuple[int, int], slots: int, seed: int
 ) -> None:
     gen = torch.Generator().manual_seed(seed)
-    num_rows, (num_kv, group) = len(tails), heads
+    num_rows, (num_kv, group), (dim, value_dim) = len(tails), heads, dims
     visible = [min(tail, slots) for tail in tails]
     q = (torch.randn(num_rows, num_kv, group, dim, generator=gen) * 2 * dim**-0.5).bfloat16()
     k, v = (
-        torch.randn(len(owner) + num_rows, num_kv, slots, dim, generator=gen).bfloat16() for _ in range(2)
+        torch.randn(len(owner) + num_rows, num_kv, slots, size, generator=gen).bfloat16() for size in dims
     )
+    if dim == 576:
+        v = k[..., :value_dim]
     for store in (k, v):
         for unit, row in enumerate(owner):
             if row >= num_rows:
@@ -64,10 +70,11 @@ def test_each_row_sees_its_units_and_the_head_of_its_tail_although_other_slots_h
 
 
 @here
-def test_several_threads_give_the_bits_of_one() -> None:
-    q = torch.randn(3, 2, 2, 32).bfloat16()
-    k, v = torch.randn(8, 2, 16, 32).bfloat16(), torch.randn(8, 2, 16, 32).bfloat16()
-    plan = plan_of([0, 1, 2, 0, 0], [5, 6, 7], [3, 0, 16])
+@pytest.mark.parametrize(("num_rows", "heads"), [(3, 2), (1, 1)])
+def test_several_threads_give_the_bits_of_one(num_rows: int, heads: int) -> None:
+    q = torch.randn(num_rows, heads, 9, 32).bfloat16()
+    k, v = (torch.randn(8, heads, 16, 32).bfloat16() for _ in range(2))
+    plan = plan_of([0, 1, 2, 0, 0], [5, 6, 7][:num_rows], [3, 0, 16][:num_rows])
     before = torch.get_num_threads()
     try:
         outputs = []

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 
 from bias_builders import Window
 from kernels_ref import HeadGroup, KVUnits, LatentBlocks, LatentKV, LatentRings, LatentSize, UnitLayout
+from kernels_ref.chunks import Slices
 from kernels_ref.formats import LATENT
 from kernels_ref.units import Encoding, units_of
 from tests.kernels_ref.choices import ALL, Choice
@@ -91,9 +92,10 @@ def latent_scenarios() -> Any:
 @example(
     scenario=Scenario((RowSpec(9, 1), RowSpec(0, 9)), 4, Window(2, 3), 1, 1, 1, 8, (0, 0, 0, 0), False, 0)
 )
+@example(scenario=Scenario((RowSpec(41, 1),), 4, Window(2, 3), 3, 0, 1, 8, (0, 0, 0, 0), False, 0))
 def test_absorbed_and_expanded_parts_equal_dense_attention(choice: Choice, scenario: Scenario) -> None:
     world = LatentWorld(scenario)
-    out = choice.attend(world)
+    out = choice.attend(world, slices=Slices(8, 8, decode_slots=12, short_blocks=2))
     expected = world.dense()
     torch.testing.assert_close(out[: len(expected)].double(), expected, atol=2e-5, rtol=2e-5)
     assert (out[len(expected) :] == 0).all(), "padded rows are zero"
