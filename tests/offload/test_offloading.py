@@ -10,7 +10,7 @@ from bias_builders import Window
 from hpu_duo import HPUDuoModel, SamplingParams
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
 from hpu_duo.kv.tiers.host_link import HostLink
-from hpu_duo.kv.tiers.link import SimulatedLink
+from hpu_duo.kv.tiers.link import SimulatedLink, Transfer, Transfers
 from hpu_duo.kv.tiers.policy import LoadPolicy
 from hpu_duo.startup.offloading import HostSlots
 from kernels_ref import Blocks, HeadGroup, Rings
@@ -55,6 +55,16 @@ def in_steps(served: HPUDuoModel, latency: float = 0.0) -> HPUDuoModel:
     link = SimulatedLink(tiers.sizes[:2], latency, 4096.0, 4096.0, clock, advance, executor.link)
     executor.link = tiers.stage.link = link
     return served
+
+
+def test_transfers_of_units_of_other_ranks_land_here_too(tiny: Tiny) -> None:
+    link = tiny.load(**HOST).engine.runner.executor.link
+    assert link is not None
+    row = Transfer(is_row=True, unit=0, slots=(0,))
+    link.begin(Transfers(stores=(row,), loads=(row,)))
+    link.wait_any()
+    link.wait_any()
+    assert {each.transfer for each in link.poll()} == {row}
 
 
 def answers(served: HPUDuoModel, rounds: int = 3) -> list[list[list[list[int]]]]:

@@ -71,13 +71,13 @@ class HostLink(NotPicklable):
         """Begin the transfers of a step."""
         self._read_leaving()
         for is_row in (False, True):
-            if not self._tensors[is_row]:  # heads that need them are on other ranks
-                continue
             for is_load, each in ((False, transfers.stores), (True, transfers.loads)):
                 batch = tuple(transfer for transfer in each if transfer.is_row is is_row)
                 if not batch:
                     continue
-                if is_load:
+                if not self._tensors[is_row]:  # heads that need them are on other ranks
+                    self._submit(self._down, lambda _: None, batch, is_load=is_load)
+                elif is_load:
                     self._submit(self._down, self._load, batch, is_load=True)
                 elif self._has_stream:
                     self._leaving.append((batch, self._gathered(batch)))
