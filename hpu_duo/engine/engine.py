@@ -164,6 +164,19 @@ class Engine(NotPicklable):
                 replanner.advance(is_idle=True)
             return replanner.can_go_on
 
+    def settle_idle(self) -> bool:
+        """Wait for a transfer to host memory, or a write to disk, while no request waits.
+
+        Returns:
+            Whether there may be more.
+        """
+        with interrupts_deferred() as deferral, self._turns:
+            tiers = self.scheduler.allocations.tiers
+            if tiers is None or self.has_unfinished:
+                return False
+            with deferral.lifted():
+                return tiers.settle()
+
     @property
     def is_planning(self) -> bool:
         """Whether another process plans the bucket table; ``replan_idle`` takes its result."""

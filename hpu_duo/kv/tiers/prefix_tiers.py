@@ -181,6 +181,14 @@ class PrefixTiers:
         """Wait until a transfer, or the work of a thread of the disk, has ended, if any is on its way."""
         self.stage.link.wait_any(() if self.disk is None else self.disk.futures)
 
+    def settle(self) -> bool:
+        """Wait for a transfer, or for the disk, while there are no steps; whether any was on its way."""
+        if not (self.stage.is_moving or (self.disk is not None and self.disk.futures)):
+            return False
+        self.wait_any()
+        self._land()
+        return True
+
     def is_loading(self, request: Request) -> bool:
         """Whether a request waits for records."""
         return request in self._loads
@@ -419,6 +427,11 @@ class PrefixTiers:
             has_free_block: whether nothing is evicted for a block. Otherwise pieces wait for a unit that
                 what is evicted can be copied to.
         """
+        self._land()
+        for load in list(self._loads.values()):
+            self._place(load, place, has_free_block)
+
+    def _land(self) -> None:
         try:
             self.stage.poll()
         except Exception as error:
@@ -426,8 +439,6 @@ class PrefixTiers:
             return
         if self.disk is not None:
             self._land_reads(self.disk)
-        for load in list(self._loads.values()):
-            self._place(load, place, has_free_block)
 
     def _place(
         self,

@@ -46,6 +46,11 @@ class Stage:
         """Whether any transfer has not landed."""
         return bool(self._ended)
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether any transfer of a step that has run has not landed."""
+        return len(self._ended) > len(self._stores) + len(self._loads)
+
     def num_free(self, *, is_load: bool, is_row: bool) -> int:
         """Return how many more transfers can begin."""
         return len(self._free[is_load, is_row])

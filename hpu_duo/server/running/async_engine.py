@@ -110,6 +110,8 @@ class EngineThread:
     def _carry_out(self) -> None:
         """Run queued commands; wait for one if the engine is idle."""
         if self._commands.empty() and not self._engine.has_unfinished:
+            while self._commands.empty() and self._engine.settle_idle():
+                pass
             while self._commands.empty() and self._engine.replan_idle():
                 pass
             self._take_snapshot()
