@@ -1,6 +1,6 @@
 """Decodes over stored latents, read absorbed, against keys and values of each head, expanded.
 
-    python -m benchmarks.latents --out latents.md
+    python -m benchmarks.latents --heads 32 --dtype bfloat16 --out latents.md
 
 A random model with the attention of DeepSeek-V3 (latents of 512 and 64, heads of 192 and 128) in fewer heads
 and layers, served once as it is and once as if its family had no ``expand_kv``. Both decode the same number
@@ -24,7 +24,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hpu_duo import HPUDuoModel, SamplingParams
 from hpu_duo.modeling import latents
 
-NUM_LAYERS, NUM_HEADS = 2, 32
 LENGTHS = (4096, 16384)
 NUM_DECODES = 16
 ROUNDS = 5
@@ -32,17 +31,17 @@ MARGIN = 256
 """Tokens of a request besides its prompt."""
 
 
-def save_model(path: Path) -> None:
+def save_model(path: Path, num_layers: int, num_heads: int) -> None:
     """Save a random model: attention of DeepSeek-V3's sizes and plain, narrow MLPs."""
     config = AutoConfig.for_model(
         "deepseek_v3",
         vocab_size=512,
         hidden_size=1024,
         intermediate_size=1024,
-        num_hidden_layers=NUM_LAYERS,
-        first_k_dense_replace=NUM_LAYERS,
-        num_attention_heads=NUM_HEADS,
-        num_key_value_heads=NUM_HEADS,
+        num_hidden_layers=num_layers,
+        first_k_dense_replace=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
         max_position_embeddings=2 * max(LENGTHS),
     )
     torch.manual_seed(0)
@@ -77,12 +76,12 @@ def decode_seconds(served: HPUDuoModel, prompt: list[int]) -> tuple[float, list[
     return (time.process_time() - begin) / NUM_DECODES, tokens
 
 
-def report(dtype: str) -> str:
+def report(dtype: str, num_layers: int, num_heads: int) -> str:
     """Measure, and return lines of the table."""
     lines = []
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
-        save_model(path)
+        save_model(path, num_layers, num_heads)
         both = [load(path, dtype, is_expanded=is_expanded) for is_expanded in (False, True)]
     for length in LENGTHS:
         prompt = torch.randint(3, 512, (length,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -105,14 +104,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=32)
     arguments = parser.parse_args()
-    table = "\n".join(report(dtype) for dtype in arguments.dtype)
+    table = "\n".join(report(dtype, arguments.layers, arguments.heads) for dtype in arguments.dtype)
     page = f"""# Latents, absorbed against expanded
 
-One request decodes {NUM_DECODES} tokens behind a prompt: {NUM_LAYERS} layers of {NUM_HEADS} heads with
-the attention sizes of DeepSeek-V3 (latents of 512 and 64 elements, keys of 192 and values of 128 for each
-head), random weights, `benchmarks/latents.py`. Medians of {ROUNDS} rounds in turns, in CPU time of the
-process, on {platform.machine()} with {torch.get_num_threads()} threads and torch {torch.__version__}.
+One request decodes {NUM_DECODES} tokens behind a prompt: layers={arguments.layers},
+heads={arguments.heads}, with the attention sizes of DeepSeek-V3 (latents of 512 and 64 elements, keys of 192
+and values of 128 for each head), random weights, `benchmarks/latents.py`. Medians of {ROUNDS} rounds,
+in turns, in CPU time of the process, on {platform.machine()} with {torch.get_num_threads()} threads and torch
+{torch.__version__}.
 
 | dtype | context | absorbed, ms a decode | expanded, ms | expanded / absorbed | latents, MiB | heads, MiB |
 | --- | --- | --- | --- | --- | --- | --- |
