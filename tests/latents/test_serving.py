@@ -12,6 +12,7 @@ from hpu_duo import HPUDuoModel
 from hpu_duo.heads import HeadPattern
 from hpu_duo.lab import sim
 from hpu_duo.modeling.scatters import DenseScatters
+from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams
 from kernels_ref import LatentBlocks, LatentRings
 from tests.modeling.dense_oracle import oracle_logits
@@ -72,12 +73,17 @@ def test_a_simulated_hpu_forks_preempts_and_caches_prefixes_with_the_tokens_of_a
     assert not report.excused
     assert stats.num_preemptions > 0
     assert stats.prefixes is not None
-    # Few blocks leave no room for snapshots of rings.
+    # Evicted blocks leave snapshots of rings without hits.
     assert family == "mimo_v2_flash" or stats.prefixes.num_hit_tokens > 0
     on_cpu = HPUDuoModel.from_pretrained(
         tmp_path, device="cpu", attention="reference", buckets=served.engine.runner.graphs.table, **options
     )
-    assert work.run(on_cpu) == done
+    for request, (tokens, reason) in work.run(on_cpu).items():
+        found, found_reason = done[request]
+        assert found_reason == reason
+        # An aborted request has the tokens of the steps until then.
+        num_common = min(len(found), len(tokens)) if reason is FinishReason.ABORT else None
+        assert found[:num_common] == tokens[:num_common]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("deepseek_v2", marks=pytest.mark.slow)])
