@@ -125,9 +125,13 @@ def _tails(
     return own_units(q_NKHD, k, v, seen_mask(Leading(tail_visible), used), Scoring(softcap or None))
 
 
+MANY_HEADS = 16
+"""Query heads of one key/value head from which two matrices are multiplied, not a batch over blocks."""
+
+
 def _one_row(q_1KHD: torch.Tensor, k_XKBD: torch.Tensor, v_XKBD: torch.Tensor, softcap: float) -> Partial:
     """Attention of a single row, which needs no sums by owner."""
-    if k_XKBD.shape[1] == 1:
+    if k_XKBD.shape[1] == 1 and q_1KHD.shape[2] >= MANY_HEADS:
         # All heads read the same keys: products of two matrices, since blocks lie side by side.
         return _one_head(q_1KHD[0, 0], k_XKBD.flatten(0, 2), v_XKBD.flatten(0, 2), softcap)
     scores_XKHB = _scores(q_1KHD, k_XKBD, softcap)
