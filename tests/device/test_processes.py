@@ -88,6 +88,11 @@ def test_arguments_that_cannot_be_sent_are_an_error_and_start_nothing() -> None:
         run_processes(work.look_around, (threading.Lock(),), [{}])
 
 
+def written(folder: Path) -> list[str]:
+    """Process numbers that are in files; a file is empty before its number is written."""
+    return [text for path in folder.glob("*.pid") if (text := path.read_text())]
+
+
 @pytest.mark.parametrize("sent", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_no_process_outlives_the_one_that_started_it(sent: signal.Signals, tmp_path: Path) -> None:
     """Ctrl-C, which is passed on, and a death that leaves no time to pass anything on."""
@@ -95,8 +100,8 @@ def test_no_process_outlives_the_one_that_started_it(sent: signal.Signals, tmp_p
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     parent = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     try:
-        wait_for(lambda: len(list(tmp_path.glob("*.pid"))) == 2 or parent.poll() is not None)
-        pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
+        wait_for(lambda: len(written(tmp_path)) == 2 or parent.poll() is not None)
+        pids = [int(text) for text in written(tmp_path)]
         parent.send_signal(sent)
         _, told = parent.communicate(timeout=60)
     finally:
