@@ -328,6 +328,9 @@ class Planning:
     def stats(self) -> None:
         pass
 
+    def settle_idle(self) -> bool:
+        return False
+
     @property
     def is_planning(self) -> bool:
         return self.num_looks < 3
