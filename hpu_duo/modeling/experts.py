@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from hpu_duo.modeling.quantised.panels import Arena
 from hpu_duo.modeling.transformers_internals import EXPERTS
 from kernels_ref.x86 import linear as panels
+
+if TYPE_CHECKING:
+    from hpu_duo.modeling.quantised.panels import Arena
 
 NAME = "hpu_duo"
 

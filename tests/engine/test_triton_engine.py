@@ -64,7 +64,7 @@ def test_half_precision_serves_many_requests_on_a_gpu(tiny: Tiny, graphs: str) -
 
 
 def layers(head_dim: int = 64, softcap: float | None = None) -> Any:
-    call = SimpleNamespace(head_dim=head_dim, value_head_dim=head_dim, softcap=softcap)
+    call = SimpleNamespace(head_dim=head_dim, value_head_dim=head_dim, softcap=softcap, latent=None)
     return (SimpleNamespace(call=call),)
 
 
