@@ -323,3 +323,18 @@ def refusal(what: str, error: Exception) -> ValueError:
     # A KeyError is nothing but its key.
     reason = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
     return ValueError(f"{what}: {reason or type(error).__name__}")
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Read a JSON file that has an object.
+
+    Raises:
+        ValueError: it cannot be read, or has something else.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"cannot read {file}: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"cannot read {file}: expected a JSON object, got {type(found).__name__}")
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hpu_duo.modeling.config_checks import (
     NO_REMOTE_CODE,
     check_numbers,
+    read_object,
     refusal,
     rope_types,
 )
@@ -66,21 +66,6 @@ def read_config_file(file: Path) -> Any:
     for kind in rope_types(text):
         _check_known(file, "rope_type", kind, ("default", *ROPE_INIT_FUNCTIONS))
     return config
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """Read a JSON file that has an object.
-
-    Raises:
-        ValueError: it cannot be read, or has something else.
-    """
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"cannot read {file}: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"cannot read {file}: expected a JSON object, got {type(found).__name__}")
-    return found
 
 
 def _check_known(file: Path, name: str, value: object, known: Any) -> None:

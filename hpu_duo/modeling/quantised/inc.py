@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpu_duo.modeling.config_file import read_object
+from hpu_duo.modeling.config_checks import read_object
 
 VARIABLE = "QUANT_CONFIG"
 """Variable of the environment with the path of the configuration, as for vllm-gaudi."""
