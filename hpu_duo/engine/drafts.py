@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpu_duo.drafting import Drafter, PredictedOutput
-from hpu_duo.engine.draft_gain import DraftLengths
+from hpu_duo.drafting.draft_gain import DraftLengths
 from hpu_duo.engine.model_drafts.tables import drafts_of
 from hpu_duo.engine.samples import LiveSamples, SampleState
 from hpu_duo.engine.step_plan import FROM_DEVICE, StepPlan

@@ -21,7 +21,7 @@ from hpu_duo.scheduling import ArrivalOrder, FirstComeFirstServed, SchedulingPol
 
 if TYPE_CHECKING:
     from hpu_duo.engine.drafts import MakesDrafts
-    from hpu_duo.engine.swapping import Swapping
+    from hpu_duo.kv.tiers.swapping import Swapping
 
 
 class Scheduler:

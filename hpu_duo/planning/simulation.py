@@ -26,8 +26,8 @@ from graphs.planner import (
 )
 from graphs.planner.evaluation import halton
 from graphs.table import PlannedPadding
+from hpu_duo.drafting.draft_gain import DraftLengths
 from hpu_duo.engine.batch import exact_shape
-from hpu_duo.engine.draft_gain import DraftLengths
 from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
 from hpu_duo.engine.step_plan import CommittedToken, StepPlan
 from hpu_duo.kv.tiers.link import Link

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from graphs import StepLimits
 from hpu_duo.config.limits import CacheConfig
 from hpu_duo.device.runtime import host_memory
-from hpu_duo.engine.swapping import Swapping
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore, block_units, row_units
 from hpu_duo.kv.tiers.disk import DiskTier, SegmentFolder
@@ -23,6 +22,7 @@ from hpu_duo.kv.tiers.policy import WritePolicy
 from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers, RecordSizes
 from hpu_duo.kv.tiers.stage import Stage
 from hpu_duo.kv.tiers.swap import PreemptionMode, SwapSpace
+from hpu_duo.kv.tiers.swapping import Swapping
 from hpu_duo.startup.fingerprint import records_digest
 from hpu_duo.writable import check_directory
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from hpu_duo.engine.draft_gain import DraftLengths
+from hpu_duo.drafting.draft_gain import DraftLengths
 from hpu_duo.engine.model_drafts.steps import DraftSteps
 from hpu_duo.engine.outputs import Completion
 from hpu_duo.sampling import SamplingParams, StructuredOutputs

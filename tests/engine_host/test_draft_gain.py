@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hpu_duo.engine.draft_gain import Acceptance, DraftLengths
+from hpu_duo.drafting.draft_gain import Acceptance, DraftLengths
 
 LENS = (1, 4, 9)
 

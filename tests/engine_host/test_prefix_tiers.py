@@ -15,13 +15,13 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from graphs import StepLimits
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.step_plan import StepPlan
-from hpu_duo.engine.swapping import Swapping
 from hpu_duo.kv.tiers.host import HostTier
 from hpu_duo.kv.tiers.link import Landed, Transfer, Transfers
 from hpu_duo.kv.tiers.policy import WritePolicy
 from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers, RecordSizes
 from hpu_duo.kv.tiers.stage import Stage
 from hpu_duo.kv.tiers.swap import PreemptionMode, SwapSpace
+from hpu_duo.kv.tiers.swapping import Swapping
 from tests.engine_host.prefix_draws import prefix_limits
 from tests.engine_host.simulated_device import VOCAB_SIZE, SimulatedDevice, Slot, make_request
 from tests.engine_host.test_prefix_loads import LoadMachine

@@ -59,7 +59,7 @@ def test_the_lowest_score_goes_and_the_lowest_position_of_equal_ones(
             assert int(found[row, head]) == min(candidates)[2]
 
 
-@pytest.mark.skipif(not x86.is_available(torch.float32), reason="our kernels cannot run here")
+@pytest.mark.skipif(not x86.lanes(), reason="needs a CPU with AVX2, FMA and F16C")
 def test_arguments_that_do_not_fit_are_refused() -> None:
     position = torch.zeros(2, K, 5, dtype=torch.int32)
     with pytest.raises(ValueError, match="expected score to have shape"):

@@ -11,7 +11,7 @@ import pytest
 
 from hpu_duo import HPUDuoModel
 from hpu_duo.drafting import Drafter
-from hpu_duo.engine.draft_gain import DraftLengths
+from hpu_duo.drafting.draft_gain import DraftLengths
 from hpu_duo.lab.kept_tokens import kept_positions
 from hpu_duo.request import Request, RequestStatus
 from hpu_duo.sampling import SamplingParams
