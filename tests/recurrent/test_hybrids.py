@@ -14,7 +14,7 @@ from hpu_duo.planning import GAUDI3, Deployment, Serving
 from hpu_duo.planning.read_model import read_model
 from hpu_duo.sampling import SamplingParams
 from kernels_ref import PLAIN
-from tests.modeling.driving import greedy_logits, teacher_forced
+from tests.modeling.driving import greedy_logits
 from tests.modeling.families import BASE, BLOCK, greedy, make_config, prompts_of, save_random
 from tests.recurrent.hybrids import HYBRIDS, load, saved
 
@@ -25,6 +25,22 @@ CAPTURE: dict[str, dict[str, Any]] = {
     "hpu-sim": {"device": "hpu-sim", "dtype": "float32"},
 }
 EQUAL: dict[str, Any] = {"rtol": 0, "atol": 0}
+
+
+def token_by_token(model: Any, tokens: list[int]) -> torch.Tensor:
+    """transformers' logits of each token by its own cache, ``[Q, V]``.
+
+    Its delta rule over a whole text, in chunks, differs from this by up to 4e-4 in float32.
+    """
+    cache, found = None, []
+    with torch.inference_mode():
+        for token in tokens:
+            output = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            found.append(output.logits[0, -1])
+    return torch.stack(found)
+
+
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 FAST = ("Lfm2Config", "Qwen3NextConfig")
 FAMILIES = pytest.mark.parametrize(
@@ -64,9 +80,10 @@ def test_logits_are_those_of_transformers_and_of_no_other_row(tmp_path: Path, na
         prompts = [*prompts_of([23, 2], seed=seed), prompts_of([31], seed=7)[0]]
         found = greedy_logits(served.engine, prompts, 6, forced=[[3, 4, 5, 6, 7, 8]] * 3)
         for prompt, (new, logits) in zip(prompts, found):
-            # Of delta rules transformers' own logits are up to 3e-4 off those in float64, ours up to 1e-4.
-            atol = 1e-4 if "Lfm" in name else 5e-4
-            torch.testing.assert_close(logits, teacher_forced(model, prompt, new), rtol=1e-4, atol=atol)
+            expected = token_by_token(model, [*prompt, *new])[-7:-1]
+            # Random experts amplify the rounding of delta rules: 1.3e-4 is the most that was seen.
+            atol = 2e-4 if name == "Qwen3_5MoeTextConfig" else 1e-4
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=atol)
         results.append(found[-1][1])
     # Products of experts have other numbers of rows then.
     torch.testing.assert_close(*results, **({"rtol": 1e-4, "atol": 1e-3} if "Moe" in name else EQUAL))
