@@ -20,10 +20,15 @@ _SMOOTHING = 0.2
 """Weight of the newest measurement."""
 
 
+RETRY_AFTER = 16
+"""Prefixes of which one is loaded although computing it is predicted to be faster."""
+
+
 class LoadPolicy:
     """Decides whether to load a prefix: where the link is predicted to be faster than computing it.
 
-    All rates are measured, as moving means. Before there is one of each, every prefix is loaded.
+    All rates are measured, as moving means. Before there is one of each, every prefix is loaded. Of those
+    that are predicted to lose, one in ``RETRY_AFTER`` is loaded too, since only loads measure the rates.
 
     Attributes:
         prefill_s: seconds of a prompt token in a step; None = no prompt has been computed.
@@ -34,6 +39,7 @@ class LoadPolicy:
     def __init__(self, prefill_s: float | None = None, byte_s: float | None = None) -> None:
         self.prefill_s, self.byte_s = prefill_s, byte_s
         self.disk_byte_s: float | None = None
+        self._num_declined = 0
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Record a step with prompts."""
@@ -59,7 +65,10 @@ class LoadPolicy:
         if self.prefill_s is None or self.byte_s is None or (num_on_disk and self.disk_byte_s is None):
             return True
         seconds = (num_bytes + num_bytes_ahead) * self.byte_s + num_on_disk * (self.disk_byte_s or 0.0)
-        return seconds < num_tokens * self.prefill_s
+        if seconds < num_tokens * self.prefill_s:
+            return True
+        self._num_declined += 1
+        return self._num_declined % RETRY_AFTER == 0
 
 
 def _mean(mean: float | None, value: float) -> float:
