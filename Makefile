@@ -17,7 +17,7 @@ PINNED := $(VENV)/constraints.txt
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: help run test suite slow exhaustive lint format docs lock clean FORCE
+.PHONY: help run test suite slow exhaustive gpu lint format docs lock clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
@@ -42,6 +42,16 @@ slow: $(VENV)/installed-dev ## Run the tests that take minutes, which test leave
 
 exhaustive: $(VENV)/installed-dev ## Run all tests that take minutes, further cases of what slow tries included
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
+
+# What runs on a CUDA device, in minutes. With packages that are there already: make gpu BIN=folder
+GPU_TESTS := $(wildcard tests/*/test_triton_*.py) tests/engine/test_on_cuda.py tests/modeling/test_kv_budget_triton.py \
+  tests/graphs/test_capture_backends.py tests/graphs/test_step_inputs.py tests/watch/test_captured_engines.py \
+  tests/latents tests/recurrent tests/offload tests/modeling/test_shared_keys.py tests/kernels_ref/test_formats.py
+GPU_ARGS ?=
+gpu: PYTEST_ARGS ?= -n 8 --dist worksteal
+gpu: ## Run tests and benchmarks on a CUDA device; its report is in benchmarks/results
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(GPU_TESTS)
+	$(BIN)/python -m benchmarks.gpu $(GPU_ARGS)
 
 lint: $(VENV)/installed-dev ## Formatting, lint, types, import rules
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 
+from benchmarks.gpu_suite import host_tier
 from benchmarks.gpu_suite.budget_cases import BASELINES
 from benchmarks.gpu_suite.machine import COPY, PRODUCT, bandwidth, matrix_rate
 from benchmarks.gpu_suite.memory import DUO, FULL
@@ -34,6 +35,7 @@ def write_report(
         "| --- | --- |",
         *(f"| {name} | {value} |" for name, value in results.environment.items()),
         *_machine(results),
+        *_offload(results),
         *_kernels(results),
         *_budget(results),
         *_curve(results, sizes, "decode", "at", "context"),
@@ -61,6 +63,28 @@ def _machine(results: Results) -> list[str]:
             scale, name = (1e9, "GB/s") if unit == "bytes_per_s" else (1e12, "TFLOP/s")
             rows.append(f"| {key.case} | {point.values[unit] / scale:,.4g} {name} | {_spread(point)} |")
     return _table("## The machine", ("measured", "rate", "time"), rows)
+
+
+def _offload(results: Results) -> list[str]:
+    """Blocks of a context each way, beside one large copy the same way."""
+    rows = []
+    for point in results.of(host_tier.SECTION):
+        copy = results.get(Key(host_tier.SECTION, host_tier.COPY, point.key.system))
+        share = "" if copy is None else f"{host_tier.rate(point) / host_tier.rate(copy):.1%}"
+        queueing = ""
+        if "queueing_s" in point.values:
+            queueing = _seconds(point.values["queueing_s"] / point.values["steps"])
+        cells = (
+            f"{point.key.case}, {point.key.system}",
+            _size(point.values["bytes"]),
+            _spread(point),
+            f"{host_tier.rate(point) / 1e9:,.4g} GB/s",
+            share,
+            queueing,
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    heading = ("what", "bytes", "time", "rate", "of one copy", "to queue a step's")
+    return _table("## Host memory", heading, rows)
 
 
 def _kernels(results: Results) -> list[str]:

@@ -81,6 +81,8 @@ class Sizes:
         budget_rows: numbers of rows of these decodes.
         decode_contexts, decode_steps: of the decode curves.
         prefill_chunks: of the prefill curves.
+        copied_bytes: of one copy between host and device.
+        offload_context: tokens that leave to the host, and come back.
         prefill_context: instead of the published one, None for that.
     """
 
@@ -100,6 +102,8 @@ class Sizes:
     decode_contexts: tuple[int, ...]
     decode_steps: int
     prefill_chunks: tuple[int, ...]
+    copied_bytes: int
+    offload_context: int
     prefill_context: int | None = None
 
 
@@ -131,6 +135,8 @@ REAL = Sizes(
     ),
     decode_steps=20,
     prefill_chunks=(4 * _K, 8 * _K, 16 * _K, 32 * _K),
+    copied_bytes=256 << 20,
+    offload_context=128 * _K,
 )
 
 TOY = Sizes(
@@ -150,5 +156,7 @@ TOY = Sizes(
     decode_contexts=(64, 160),
     decode_steps=2,
     prefill_chunks=(24, 48),
+    copied_bytes=1 << 16,
+    offload_context=40 * 16,
     prefill_context=100,
 )

@@ -7,7 +7,7 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
+
+from hpu_duo.device.streams import CudaCopyStream, pin_for_cuda
 
 if TYPE_CHECKING:
     from graphs import CaptureBackend
@@ -322,6 +324,14 @@ class CudaRuntime:
     def place(self, module: nn.Module) -> None:
         """Move the module."""
         module.to(self._device)
+
+    def copy_stream(self) -> CudaCopyStream:
+        """Return a new stream."""
+        return CudaCopyStream(self._device)
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
+        """Register memory of the host with CUDA."""
+        return pin_for_cuda(memory)
 
 
 PLUGGED = {"hpu-sim": "hpu_duo.lab.sim.device"}

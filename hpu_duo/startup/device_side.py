@@ -420,7 +420,7 @@ def _make_executor(
         followers=followers,
         exchanges=exchanges,
         drafts=drafts,
-        link=host_link(config.cache, store, tables.limits(memory), is_padded=runtime.compiles_operators),
+        link=host_link(config.cache, store, tables.limits(memory), runtime),
     )
     if shared is not None:
         # One broadcast per step, unless masks or histories of penalties exceed that.

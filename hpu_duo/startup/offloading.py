@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from graphs import StepLimits
 from hpu_duo.config.limits import CacheConfig
-from hpu_duo.device.runtime import host_memory
+from hpu_duo.device.runtime import DeviceRuntime, host_memory
+from hpu_duo.device.streams import CopiesAside
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore, block_units, row_units
 from hpu_duo.kv.tiers.disk import DiskTier, SegmentFolder
 from hpu_duo.kv.tiers.host import HostTier
-from hpu_duo.kv.tiers.host_link import HostLink
+from hpu_duo.kv.tiers.host_link import HostLink, HostRecords
 from hpu_duo.kv.tiers.link import Link
 from hpu_duo.kv.tiers.policy import WritePolicy
 from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers, RecordSizes
 from hpu_duo.kv.tiers.stage import Stage
+from hpu_duo.kv.tiers.stream_link import StreamLink
 from hpu_duo.kv.tiers.swap import PreemptionMode, SwapSpace
 from hpu_duo.kv.tiers.swapping import Swapping
 from hpu_duo.startup.fingerprint import records_digest
@@ -125,18 +127,18 @@ class HostSlots(NamedTuple):
         return cls(total // sum(sizes), sizes[0], per_row, swap // sum(sizes))
 
 
-def host_link(cache: CacheConfig, store: KVStore, limits: StepLimits, *, is_padded: bool) -> HostLink | None:
-    """Allocate the records of this rank; None without a tier.
-
-    Args:
-        is_padded: whether the device compiles operators by their shapes.
-    """
+def host_link(
+    cache: CacheConfig, store: KVStore, limits: StepLimits, runtime: DeviceRuntime
+) -> HostLink | StreamLink | None:
+    """Allocate the records of this rank; None without a tier."""
     if cache.kv_offloading_size is None:
         return None
     slots = HostSlots.of(cache.kv_offloading_size, store.plan, cache.swap_space or 0.0)
-    padded = (limits.num_staged_blocks // 2, limits.num_staged_rows // 2) if is_padded else None
-    number = slots.number + slots.num_swap
-    return HostLink(block_units(store), row_units(store), number, slots.num_bytes, padded)
+    each_way = limits.num_staged_blocks // 2, limits.num_staged_rows // 2
+    records = block_units(store), row_units(store), slots.number + slots.num_swap, slots.num_bytes
+    if isinstance(runtime, CopiesAside):
+        return StreamLink(*records, runtime, max(each_way))
+    return HostLink(*records, each_way if runtime.compiles_operators else None)
 
 
 def attach_disk(engine: Engine, config: EngineConfig) -> tuple[str, ...]:
@@ -153,7 +155,7 @@ def attach_disk(engine: Engine, config: EngineConfig) -> tuple[str, ...]:
             "kv_offloading_disk is served on one rank: expected tensor_parallel_size=1, got "
             f"{config.parallel.tensor_parallel_size}"
         )
-    assert isinstance(link, HostLink), "expected records in host memory"
+    assert isinstance(link, HostRecords), "expected records in host memory"
     path, limit = Path(cache.kv_offloading_disk), int(cache.kv_offloading_disk_size * _GIB)
     check_directory("kv_offloading_disk", path)
     largest = tiers.sizes.slot_bytes * (tiers.sizes.slots_per_row if tiers.sizes.row_bytes else 1)

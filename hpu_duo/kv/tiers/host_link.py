@@ -21,21 +21,46 @@ from hpu_duo.not_picklable import NotPicklable
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
-class HostLink(NotPicklable):
-    """Records in host memory, and transfers by two threads, one for each direction.
-
-    On a CPU the threads copy between units and records. On other devices they copy between host buffers and
-    records. There a unit is copied on the device when its transfer begins, that copy is read at the next step
-    border, and a record that arrives is written to its unit when ``wait`` is called for it.
+class HostRecords(NotPicklable):
+    """Records in host memory, and the tensors whose units they hold.
 
     Args:
         blocks, rows: tensors of the stores.
         num_slots: slots of the records.
         slot_bytes: bytes of each.
-        padded: number of blocks, and of rows, that operators on the device have; None = as many as move.
+
+    Attributes:
+        slots: the records, ``[num_slots, slot_bytes]``.
 
     Raises:
         MemoryError: the system has no such range of addresses.
+    """
+
+    def __init__(
+        self, blocks: Sequence[Units], rows: Sequence[Units], num_slots: int, slot_bytes: int
+    ) -> None:
+        self._tensors = {False: tuple(blocks), True: tuple(rows)}
+        self._device = next(each.tensor.device for each in (*blocks, *rows))
+        try:
+            memory = mmap.mmap(-1, num_slots * slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError, ValueError) as error:
+            raise MemoryError(
+                f"expected room for {num_slots * slot_bytes:,} bytes of records: {error}"
+            ) from error
+        self.slots: Bytes = np.frombuffer(memory, np.uint8).reshape(num_slots, slot_bytes)
+
+
+class HostLink(HostRecords):
+    """Transfers by two threads, one for each direction.
+
+    On a CPU the threads copy between units and records. On devices that do not copy while they compute, they
+    copy between host buffers and records. There a unit is copied on the device when its transfer begins, that
+    copy is read at the next step border, and a record that arrives is written to its unit when ``wait`` is
+    called for it.
+
+    Args:
+        blocks, rows, num_slots, slot_bytes: see ``HostRecords``.
+        padded: number of blocks, and of rows, that operators on the device have; None = as many as move.
     """
 
     def __init__(
@@ -46,16 +71,8 @@ class HostLink(NotPicklable):
         slot_bytes: int,
         padded: tuple[int, int] | None = None,
     ) -> None:
-        self._tensors = {False: tuple(blocks), True: tuple(rows)}
+        super().__init__(blocks, rows, num_slots, slot_bytes)
         self._padded = padded
-        self._device = next(each.tensor.device for each in (*blocks, *rows))
-        try:
-            memory = mmap.mmap(-1, num_slots * slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError, ValueError) as error:
-            raise MemoryError(
-                f"expected room for {num_slots * slot_bytes:,} bytes of records: {error}"
-            ) from error
-        self.slots: Bytes = np.frombuffer(memory, np.uint8).reshape(num_slots, slot_bytes)
         self._up, self._down = (ThreadPoolExecutor(1, f"hpu-duo-{name}") for name in ("kv-store", "kv-load"))
         self._flying: dict[tuple[Transfer, bool], Future[float]] = {}
         # Copies of units on the device that have not been read.

@@ -1,0 +1,144 @@
+"""Transfers by streams of a device: on a CUDA device, and on streams whose ends a test decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from hpu_duo import HPUDuoModel
+from hpu_duo.device.streams import Mark
+from hpu_duo.kv.store import block_units, row_units
+from hpu_duo.kv.tiers.host_link import HostLink
+from hpu_duo.kv.tiers.link import Link, Transfer, Transfers
+from hpu_duo.kv.tiers.policy import LoadPolicy
+from hpu_duo.kv.tiers.stream_link import StreamLink
+from tests.engine.tiny import Tiny
+from tests.modeling.families import BLOCK
+from tests.offload.test_offloading import DUO, HOST, KINDS, SMALL, answers
+
+
+@dataclass
+class FakeMark:
+    """A mark that is passed after some looks."""
+
+    looks: int
+
+    @property
+    def is_passed(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def seconds_since(self, earlier: Mark) -> float:
+        return 1e-3
+
+    def hold_computation(self) -> None:
+        """Copies have run when they return."""
+
+    def wait(self) -> None:
+        raise AssertionError("expected no step to wait on the host")
+
+
+@dataclass
+class FakeStreams:
+    """A runtime and its streams: copies run at once, and end after some looks at their marks."""
+
+    looks: int = 3
+    num_pinned: int = 0
+    is_queueing: bool = field(default=False, init=False)
+
+    def copy_stream(self) -> FakeStreams:
+        return self
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
+        self.num_pinned += memory.nbytes
+
+        def unpin() -> None:
+            self.num_pinned -= memory.nbytes
+
+        return unpin
+
+    @contextmanager
+    def after_launched(self) -> Iterator[None]:
+        self.is_queueing = True
+        yield
+        self.is_queueing = False
+
+    def send(self, values: torch.Tensor) -> torch.Tensor:
+        assert self.is_queueing
+        return values
+
+    def mark(self) -> FakeMark:
+        assert self.is_queueing
+        return FakeMark(self.looks)
+
+
+@pytest.fixture(autouse=True)
+def load_whatever_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This model computes a block faster than a link copies one."""
+    monkeypatch.setattr(LoadPolicy, "loads", lambda *_: True)
+
+
+def take(served: HPUDuoModel, link: Callable[[HostLink], Link]) -> HPUDuoModel:
+    executor, tiers = served.engine.runner.executor, served.engine.scheduler.allocations.tiers
+    assert tiers is not None
+    assert isinstance(executor.link, HostLink)
+    executor.link = tiers.stage.link = link(executor.link)
+    return served
+
+
+@pytest.mark.parametrize("kind", ["duo", "codes"])
+def test_texts_come_back_by_streams_that_end_later(
+    tiny: Tiny, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of all stores, in buffers of two blocks; a snapshot fills several slots."""
+    plain, tiered = (tiny.load(**sizes, **KINDS[kind]) for sizes in (SMALL, HOST))
+    store, streams = tiered.engine.runner.store, FakeStreams()
+
+    def by_streams(threads: HostLink) -> StreamLink:
+        return StreamLink(block_units(store), row_units(store), *threads.slots.shape, streams, 2)
+
+    take(tiered, by_streams)
+    assert streams.num_pinned > 0
+    assert answers(tiered) == answers(plain)
+    tiers = tiered.engine.scheduler.allocations.tiers
+    assert tiers is not None
+    assert tiers.counters.num_loaded > 0
+    assert tiers.counters.num_hit_tokens > 5 * BLOCK
+    assert tiers.counters.loaded_s > 0
+
+
+def test_a_link_that_is_gone_leaves_no_memory_pinned(tiny: Tiny) -> None:
+    store, streams = tiny.load(**SMALL, **DUO).engine.runner.store, FakeStreams(looks=0)
+    link = StreamLink(block_units(store), row_units(store), 2, 512, streams)
+    link.begin(Transfers(stores=(block := Transfer(is_row=False, unit=0, slots=(1,)),)))
+    link.wait_any()
+    assert [each.transfer for each in link.poll()] == [block]
+    del link
+    assert streams.num_pinned == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_come_back_on_cuda_and_no_transfer_waits(
+    tiny: Tiny, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {**KINDS[kind], "device": "cuda", "dtype": "float32"}
+    begin, num = StreamLink.begin, 0
+
+    def begin_without_waiting(link: StreamLink, transfers: Transfers) -> None:
+        nonlocal num
+        num += len(transfers.loads)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            begin(link, transfers)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(StreamLink, "begin", begin_without_waiting)
+    assert answers(tiny.load(**HOST, **options)) == answers(tiny.load(**SMALL, **options))
+    assert num > 0
