@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -137,10 +137,11 @@ def _representatives(
         if each.module not in layers:
             layers.append(each.module)
             specs.append(each.kinds)
-    if not any(
-        isinstance(module, nn.ModuleList) and set(layers) <= set(module) for module in model.modules()
-    ):
+    if not any(_lists_of(model, layers)):
         return layers
+    besides = layers_besides(model, layers)
+    layers += besides
+    specs += [()] * len(besides)
     chosen: list[nn.Module] = []
     seen: Counter[Hashable] = Counter()
     for layer, spec in zip(layers, specs):
@@ -151,6 +152,17 @@ def _representatives(
     return chosen
 
 
+def _lists_of(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.ModuleList]:
+    """Lists of modules that have all these layers."""
+    lists = (each for each in model.modules() if isinstance(each, nn.ModuleList))
+    return [each for each in lists if set(layers) <= set(each)]
+
+
+def layers_besides(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:
+    """Return the decoder layers other than these, such as those without attention and states."""
+    return [layer for members in _lists_of(model, layers) for layer in members if layer not in layers]
+
+
 @contextmanager
 def _only(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
     """Context manager that reduces the model to these layers, if one list has them all; yields the others.
@@ -158,13 +170,7 @@ def _only(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[list[nn.Mod
     The other layers pass their input on. Their indices do not change, because models look up masks and rotary
     embeddings by them.
     """
-    skipped = [
-        layer
-        for members in model.modules()
-        if isinstance(members, nn.ModuleList) and set(layers) <= set(members)
-        for layer in members
-        if layer not in layers
-    ]
+    skipped = layers_besides(model, layers)
     output_of: list[object] = [None]
 
     def note(module: nn.Module, args: object, output: object) -> None:
@@ -347,7 +353,7 @@ def mark(
     return marker
 
 
-_SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_SERVED_LAYER_TYPES = {"full_attention", "hybrid", "sliding_attention"}
 
 
 @dataclass(frozen=True)

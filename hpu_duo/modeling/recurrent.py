@@ -21,7 +21,7 @@ from torch.nn.functional import silu
 
 from hpu_duo.modeling.attention import LayerKind, RunningStep
 from kernels_ref import Convolution, Recurrence, Step, StepParts, StepTensors
-from kernels_ref.recurrent import DeltaInputs, DeltaRule, causal_convolution
+from kernels_ref.recurrent import DeltaInputs, DeltaRule, StateSpace, causal_convolution
 from kernels_ref.recurrent.kind import prepare_recurrences
 from kernels_ref.step import DecodeRows
 
@@ -29,6 +29,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _STATES = "hpu_duo_states"
+
+
+class Scan(NamedTuple):
+    """A call of a state space: inputs of new tokens, see ``StateSpace.inputs``, and limits of their steps."""
+
+    x: torch.Tensor
+    step: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    c: torch.Tensor
+    bias: torch.Tensor | None
+    limits: tuple[float, float]
+
+
 _UPDATE = "update_conv_state"
 
 
@@ -64,15 +78,76 @@ def _attend(
     return initial_state.attend(inputs)[None].to(query.dtype), initial_state
 
 
+def _scan(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    *,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_states: RecurrentStates,
+    z: None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, RecurrentStates]:
+    """transformers' ``mamba2_chunk_scan``, of the states that ``get_recurrent_state`` returned, in float32."""
+    if not dt_softplus or z is not None:
+        raise ValueError("expected a state space whose steps are a softplus, without a gate")
+    limits = (float(dt_limit[0]), float(dt_limit[1]))
+    x = hidden_states[0]
+    found = initial_states.scan(Scan(x, dt[0], A, B[0], C[0], dt_bias, limits))
+    return (found + x.float() * D.float()[:, None])[None], initial_states
+
+
+def _scan_one(
+    state: RecurrentStates,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    *,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor,
+    dt_softplus: bool = False,
+    **_: Any,
+) -> torch.Tensor:
+    """transformers' ``mamba2_selective_state_update`` of one token: ``[1, H, P]``, float32.
+
+    Steps have the limits that they have in texts, whatever is passed here.
+    """
+    limits = state.limits
+    found, _state = _scan(
+        *(hidden_states[None], dt[None, ..., 0], A[:, 0, 0], B[None], C[None]),
+        D=D[:, 0],
+        dt_bias=dt_bias[:, 0],
+        dt_softplus=dt_softplus,
+        dt_limit=limits,
+        initial_states=state,
+    )
+    return found[0] if z is None else found[0] * silu(z.float())
+
+
+def _not_fused(*_: Any, **__: Any) -> None:
+    """transformers' ``mamba2_split_conv1d_scan_combined``, for training: None has a module go on."""
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolve,
     "causal_conv1d_update": _convolve,
+    "mamba2_chunk_scan": _scan,
+    "mamba2_selective_state_update": _scan_one,
+    "mamba2_split_conv1d_scan_combined": _not_fused,
     "torch_chunk_gated_delta_rule": _attend,
     "torch_recurrent_gated_delta_rule": _attend,
 }
 """Our functions by the names that transformers' modules call."""
 
-_NEEDS_STATES = re.compile(r"(^|_)(chunk|recurrent|scan|conv1d|ssm|ssd|kda|lru)(_|$)")
+_NEEDS_STATES = re.compile(r"(^|_)(chunk|recurrent|scan|selective|conv1d|ssm|ssd|kda|lru)(_|$)")
 """Names of functions that read several tokens, or a state."""
 
 
@@ -181,8 +256,26 @@ class RecurrentStates(nn.Module):
     def attend(self, inputs: DeltaInputs) -> torch.Tensor:
         """Return what tokens read by the gated delta rule, float32 ``[Q, H, V]``, and update the states."""
         (kind,) = (kind for kind in self.kinds if isinstance(kind, DeltaRule))
-        state = tuple(getattr(self, f"{kind.name}_{each.name}") for each in kind.tensors)
-        return kind.attend(inputs, state, self.step)
+        return kind.attend(inputs, self._state_of(kind), self.step)
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Limits of the steps of a state space."""
+        return self._space.limits
+
+    def scan(self, given: Scan) -> torch.Tensor:
+        """Return what tokens read of a state space, float32 ``[Q, H, P]``, and update the states."""
+        kind = self._space
+        inputs = kind.inputs(given.x, given.step, given.a, given.b, given.c, given.bias)
+        return kind.attend(inputs, self._state_of(kind), self.step)
+
+    @property
+    def _space(self) -> StateSpace:
+        (kind,) = (kind for kind in self.kinds if isinstance(kind, StateSpace))
+        return kind
+
+    def _state_of(self, kind: Recurrence) -> tuple[torch.Tensor, ...]:
+        return tuple(getattr(self, f"{kind.name}_{each.name}") for each in kind.tensors)
 
 
 @dataclass
@@ -221,8 +314,23 @@ class _Recorder:
     def attend(self, inputs: DeltaInputs) -> torch.Tensor:
         """Record a gated delta rule."""
         num_heads, value_dim = inputs.v.shape[1:]
-        self.kinds.append(DeltaRule(num_heads, inputs.k.shape[2], value_dim))
+        kind = DeltaRule(num_heads=num_heads, key_dim=inputs.k.shape[2], value_dim=value_dim)
+        self.kinds.append(kind)
         return torch.zeros_like(inputs.v)
+
+    def scan(self, given: Scan) -> torch.Tensor:
+        """Record a state space."""
+        num_heads, head_dim = given.x.shape[1:]
+        num_groups, state_dim = given.b.shape[1:]
+        kind = StateSpace(
+            num_heads=num_heads,
+            num_groups=num_groups,
+            head_dim=head_dim,
+            state_dim=state_dim,
+            limits=given.limits,
+        )
+        self.kinds.append(kind)
+        return torch.zeros_like(given.x, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -275,9 +383,10 @@ def recurrent_layers(model: PreTrainedModel) -> tuple[RecurrentLayer, ...]:
         recorder = _Recorder()
         try:
             with _swapped(mixer, recorder):
-                mixer(torch.zeros(1, 1, width, dtype=model.dtype, device=device))
+                # Modules have another branch for one token, which does not show all.
+                mixer(torch.zeros(1, 2, width, dtype=model.dtype, device=device))
         except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
-            raise ValueError(f"{name} cannot be served: it fails on one token: {error}") from error
+            raise ValueError(f"{name} cannot be served: it fails on two tokens: {error}") from error
         layers.append(RecurrentLayer(parent, mixer, tuple(recorder.kinds)))
     return tuple(layers)
 

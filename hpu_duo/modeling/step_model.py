@@ -24,7 +24,7 @@ from hpu_duo.modeling.attention import (
     placeholder_mask,
 )
 from hpu_duo.modeling.latents import keep_latents
-from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.modeling.probe import DecoderLayer, layers_besides
 from hpu_duo.modeling.recurrent import RecurrentLayer
 from hpu_duo.not_picklable import NotPicklable
 from kernels_ref import LayerCache, LayerSpec, Recurrence, Step, prepare_step, stores_of
@@ -106,6 +106,7 @@ class StepModel(NotPicklable):
         self._takes_cache_position = "cache_position" in signature(model.forward).parameters
         self._mask = placeholder_mask(caches[0][0].tensors[0].device)
         kinds: dict[LayerKind, LayerKind] = {}
+        served: dict[nn.Module, tuple[Hashable, ...]] = {}
         of_rows = row_tensors or [()] * len(caches)
         for layer, spec, cache, rows, of_kv in zip(
             layers, specs, caches, of_rows, scales or [None] * len(caches)
@@ -116,11 +117,13 @@ class StepModel(NotPicklable):
             attention = AttentionLayer(spec, cache, self._running, rows, of_kv, latents)
             setattr(layer.attention, LAYER_ATTRIBUTE, attention)
             self._attention.append(attention)
-            self._serve(layer.module, spec, kinds)
+            served[layer.module] = (spec,)
         self.recurrences = tuple({kind.key: kind for _, states, _ in recurrent for kind in states}.values())
         for each, states, tensors in recurrent:
             each.attach(states, tensors, self._running)
-            self._serve(each.module, tuple(states), kinds)
+            served[each.module] = (*served.get(each.module, ()), *states)
+        for module in (*served, *layers_besides(model, served)):
+            self._serve(module, served.get(module, ()), kinds)
         self.kinds = tuple(kinds)
         self.stores = stores_of(specs, caches)
         self.mask_dtype = caches[0][0].encoding.dtype if specs[0].impl.reads_masks else None

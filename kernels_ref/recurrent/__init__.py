@@ -3,5 +3,14 @@
 from kernels_ref.recurrent.convolution import Convolution, causal_convolution
 from kernels_ref.recurrent.delta_rule import DeltaInputs, DeltaRule
 from kernels_ref.recurrent.kind import Recurrence
+from kernels_ref.recurrent.state_space import ScanInputs, StateSpace
 
-__all__ = ["Convolution", "DeltaInputs", "DeltaRule", "Recurrence", "causal_convolution"]
+__all__ = [
+    "Convolution",
+    "DeltaInputs",
+    "DeltaRule",
+    "Recurrence",
+    "ScanInputs",
+    "StateSpace",
+    "causal_convolution",
+]

@@ -20,6 +20,13 @@ _DELTA: dict[str, Any] = {
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv", "conv"]}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_state": 12,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+}
+_MIXED = {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]}
 HYBRIDS: dict[str, dict[str, Any]] = {
     "Lfm2Config": _CONVOLUTIONS,
     "Qwen3NextConfig": {**_DELTA, "mlp_only_layers": [0, 1, 2, 3]},
@@ -31,6 +38,27 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
     "OlmoHybridConfig": _DELTA,
     "Qwen3_5TextConfig": _DELTA,
+    "GraniteMoeHybridConfig": {
+        **_MAMBA,
+        **_MIXED,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 48,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 0.5,
+    },
+    "NemotronHConfig": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+        "head_dim": 8,
+        "ssm_state_size": 12,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 6,
+        "n_groups": 2,
+        "chunk_size": 16,
+    },
+    "BambaConfig": {**_MAMBA, "attn_layer_indices": [2]},
+    "FalconH1Config": {**_MAMBA, "mamba_d_ssm": 48, "ssm_multipliers": [1.5, 0.5, 0.7, 1.3, 0.9]},
     "Qwen3_5MoeTextConfig": {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 24},
 }
 

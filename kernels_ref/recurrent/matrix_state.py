@@ -1,0 +1,207 @@
+"""States of a matrix for each head: decodes token by token, prompts in chunks of one row each.
+
+With slack, a row's matrices are those before the last decode, beside the inputs of its tokens: the next step
+applies what was accepted first.
+
+Shapes: Q query tokens, N rows, C chunks of T tokens, H heads; a matrix is ``[A, B]``.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Generic, NamedTuple, TypeVar
+
+import torch
+
+from kernels_ref.recurrent.kind import Recurrence
+from kernels_ref.rows import RowTensor
+from kernels_ref.step import PlanKey, Step, StepParts, StepTensors
+from kernels_ref.units import gather, index_dtype
+
+_CHUNKS = (64, 32, 16)
+
+Inputs = TypeVar("Inputs", bound=tuple[torch.Tensor, ...])
+"""A named tuple of tensors ``[Q, ...]``."""
+
+
+class ChunkStep(NamedTuple):
+    """Places of tokens and rows in a step.
+
+    Attributes:
+        rows: of the step, -1 for one without new tokens, ``[N]``.
+        token: of each chunk, Q where it has no more, ``[C * T]``.
+        row: of each chunk, -1 for padding, ``[C]``.
+        begins: whether a chunk is the first one of its row, ``[C]``.
+        goes_on: whether a row has a state before the chunk, ``[C]``.
+        last: last chunk of each row, any for a row without new tokens, ``[N]``.
+        place: of each token in the results of chunks, behind them for padding, ``[Q]``.
+        chunk_len: T; 0, with empty tensors of chunks, in steps of decodes.
+    """
+
+    rows: torch.Tensor
+    token: torch.Tensor
+    row: torch.Tensor
+    begins: torch.Tensor
+    goes_on: torch.Tensor
+    last: torch.Tensor
+    place: torch.Tensor
+    chunk_len: int
+
+
+@dataclass(frozen=True)
+class MatrixState(Recurrence, Generic[Inputs]):
+    """A matrix of each head, in float32.
+
+    Attributes:
+        num_heads: matrices of a row (H).
+    """
+
+    num_heads: int
+    device_chunk: ClassVar[int]
+    """Tokens of a chunk on devices other than a CPU."""
+
+    @property
+    @abstractmethod
+    def matrix(self) -> tuple[int, int]:
+        """Sizes of a matrix (A, B)."""
+
+    @property
+    @abstractmethod
+    def kept(self) -> tuple[int, ...]:
+        """Shape of what is kept of a token that can be taken back."""
+
+    @property
+    def tensors(self) -> tuple[RowTensor, ...]:
+        """The matrices; with slack the tokens in them, and what is kept of ``slack + 1`` tokens."""
+        memory = RowTensor("memory", (self.num_heads, *self.matrix), torch.float32)
+        if not self.slack:
+            return (memory,)
+        inputs = RowTensor("inputs", (self.slack + 1, *self.kept), torch.float32)
+        return memory, RowTensor("length", (), torch.int32), inputs
+
+    @property
+    def key(self) -> PlanKey:
+        """The same for all sizes."""
+        return (self.name,)
+
+    @abstractmethod
+    def keep(self, inputs: Inputs) -> torch.Tensor:
+        """Return what changes a state, of some tokens of each row: ``[N, M, *kept]``."""
+
+    @abstractmethod
+    def apply(self, memory: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        """Return the matrices ``[N, H, A, B]`` behind one token of each row, of what was kept of it."""
+
+    @abstractmethod
+    def read(self, memory: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        """Return what one token of each row reads, ``[N, H, ...]``."""
+
+    @abstractmethod
+    def attend_in_chunks(
+        self, inputs: Inputs, state: tuple[torch.Tensor, ...], step: Step, found: ChunkStep
+    ) -> torch.Tensor:
+        """Return what all tokens read, ``[C * T, H, ...]``, and update the matrices of rows."""
+
+    def prepare(self, parts: StepParts, tensors: StepTensors) -> ChunkStep:
+        """Derive places of tokens; see ``ChunkStep``."""
+        t, num_tokens, num_rows = tensors, len(tensors.row), len(tensors.row_start)
+        number = torch.arange(num_rows, dtype=torch.int32, device=t.row.device)
+        none = torch.full_like(number, -1)
+        rows = torch.where(t.row_num_new > 0, number, none)
+        if not parts.causal:
+            no_ints, no_flags = number[:0], number[:0] > 0
+            return ChunkStep(rows, no_ints, no_ints, no_flags, no_flags, no_ints, no_ints, 0)
+        sizes = _CHUNKS if t.row.device.type == "cpu" else (self.device_chunk,)
+        size = next((each for each in sizes if each * num_rows <= num_tokens), sizes[-1])
+        num_chunks = num_tokens // size + min(num_rows, num_tokens)
+        counts = torch.div(t.row_num_new + (size - 1), size, rounding_mode="floor")
+        # A sum over rows before each, by a mask: exact, and no scan.
+        first = torch.where(number[None] < number[:, None], counts[None], 0).sum(dim=1, dtype=torch.int32)
+        chunk = torch.arange(num_chunks, dtype=torch.int32, device=t.row.device)
+        row = ((first + counts)[None] <= chunk[:, None]).sum(dim=1, dtype=torch.int32)
+        zero = t.row_start.new_zeros(1)
+        firsts, news, begins, starts = (
+            torch.cat([x, zero]) for x in (first, t.row_num_new, t.row_query_start, t.row_start)
+        )
+        within = chunk - gather(firsts, row)
+        local = within[:, None] * size + torch.arange(size, dtype=torch.int32, device=t.row.device)
+        is_used = local < gather(news, row)[:, None]
+        token = torch.where(is_used, gather(begins, row)[:, None] + local, num_tokens).flatten()
+        goes_on = torch.logical_and((gather(starts, row) > 0) | (within > 0), row < num_rows)
+        place = gather(firsts, t.row) * size + t.positions - gather(starts, t.row)
+        place = torch.where(t.row < num_rows, place, num_chunks * size)
+        row = torch.where(row < num_rows, row, -1)
+        last = torch.clamp(first + counts - 1, min=0)
+        return ChunkStep(rows, token, row, within == 0, goes_on, last, place, size)
+
+    def attend(self, inputs: Inputs, state: tuple[torch.Tensor, ...], step: Step) -> torch.Tensor:
+        """Return what each token reads, float32 ``[Q, H, ...]``, and update the state.
+
+        Args:
+            inputs: of the new tokens, ``[Q, ...]``.
+            state: ``tensors`` of all rows, ``[R + 1, ...]``, written in place.
+        """
+        found: ChunkStep = step.plans[self.key]
+        if found.chunk_len:
+            output, place = self.attend_in_chunks(inputs, state, step, found), found.place
+            if self.slack:
+                end = step.tensors.row_start + step.tensors.row_num_new
+                self._write(end, state[1], found.rows)
+        else:
+            output, place = self._decodes(inputs, state, step, found.rows), step.decode_slot
+        return gather(torch.cat([output, output.new_zeros(1, *output.shape[1:])]), place)
+
+    @staticmethod
+    def _targets(rows: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the rows that are written, the null row for -1."""
+        return torch.where(rows < 0, len(tensor) - 1, rows).to(index_dtype(tensor.device))
+
+    def _write(self, data: torch.Tensor, tensor: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write rows, -1 for the null row."""
+        tensor.index_copy_(0, self._targets(rows, tensor), data)
+
+    def _accepted(self, state: tuple[torch.Tensor, ...], step: Step) -> torch.Tensor:
+        """The matrices of rows before the step: with slack, those in the store and the inputs behind them."""
+        start = step.tensors.row_start
+        num_rows = len(start)
+        memory = torch.where(start[:, None, None, None] > 0, state[0][:num_rows], 0.0)
+        if self.slack:
+            length, kept = state[1][:num_rows], state[2][:num_rows]
+            count = torch.where(start > 0, start - length, 0)
+            for number in range(self.slack + 1):
+                after = self.apply(memory, kept[:, number])
+                memory = torch.where(count[:, None, None, None] > number, after, memory)
+        return memory
+
+    def _decodes(
+        self, inputs: Inputs, state: tuple[torch.Tensor, ...], step: Step, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Some tokens of each row (M): ``[N * M, H, ...]``."""
+        tokens = (gather(x, step.row_token).unflatten(0, (-1, step.decode_len)) for x in inputs)
+        given = self._made(inputs, tokens)
+        kept = self.keep(given)
+        before = memory = self._accepted(state, step)
+        outputs = []
+        for number in range(step.decode_len):
+            memory = self.apply(memory, kept[:, number])
+            outputs.append(self.read(memory, self._made(given, (x[:, number] for x in given))))
+        if not self.slack:
+            self._write(memory, state[0], rows)
+        else:
+            self._write(before, state[0], rows)
+            self._write(step.tensors.row_start, state[1], rows)
+            missing = self.slack + 1 - step.decode_len
+            kept = torch.cat([kept, kept.new_zeros(len(kept), missing, *kept.shape[2:])], dim=1)
+            self._write(kept, state[2], rows)
+        return torch.stack(outputs, dim=1).flatten(0, 1)
+
+    def _in_chunks(self, inputs: Inputs, found: ChunkStep) -> Inputs:
+        """Inputs in chunks, ``[C, T, ...]``; zeros where a chunk has no token."""
+        padded = (torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in inputs)
+        return self._made(inputs, (gather(x, found.token).unflatten(0, (-1, found.chunk_len)) for x in padded))
+
+    @staticmethod
+    def _made(like: Inputs, tensors: Iterable[torch.Tensor]) -> Inputs:
+        return type(like)(*tensors)
