@@ -27,7 +27,7 @@ from benchmarks.gpu_suite.shapes import REAL, TOY, Sizes
 from graphs.atomic_file import replace_file
 
 COMPUTED = ("memory", "balance")
-SECTIONS = ("machine", *COMPUTED, "offload", "kernels", "budget", "decode", "prefill")
+SECTIONS = ("machine", *COMPUTED, "offload", "kernels", "formats", "budget", "decode", "prefill")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -116,7 +116,7 @@ def _measure(options: argparse.Namespace, sizes: Sizes, device: torch.device, re
     from benchmarks.gpu_suite.curves import Budget, measure_decode, measure_prefill
     from benchmarks.gpu_suite.engines import Setup
     from benchmarks.gpu_suite.host_tier import measure_host_tier
-    from benchmarks.gpu_suite.kernels import measure_budget, measure_kernels
+    from benchmarks.gpu_suite.kernels import measure_budget, measure_formats, measure_kernels
     from benchmarks.gpu_suite.machine import measure_machine
     from benchmarks.gpu_suite.memory import compute_memory
 
@@ -133,6 +133,8 @@ def _measure(options: argparse.Namespace, sizes: Sizes, device: torch.device, re
         measure_host_tier(clock, sizes, dtype, results)
     if "kernels" in options.only:
         measure_kernels(clock, sizes, dtype, results)
+    if "formats" in options.only:
+        measure_formats(clock, sizes, dtype, results)
     if "budget" in options.only:
         measure_budget(clock, sizes, dtype, results)
     is_complete = True

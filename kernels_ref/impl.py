@@ -49,7 +49,11 @@ class Implementation(str, Enum):
 
     def serves(self, kv_format: KVFormat) -> bool:
         """Whether its kernels take units of a format; those of ``sdpa`` decode what they do not read."""
-        return kv_format.is_plain or self is not Implementation.TRITON
+        if kv_format.is_plain or self is not Implementation.TRITON:
+            return True
+        from kernels_ref.triton.launch import KINDS
+
+        return type(kv_format.keys) in KINDS and type(kv_format.values) in KINDS
 
     @property
     def reads_masks(self) -> bool:

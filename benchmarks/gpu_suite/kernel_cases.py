@@ -114,11 +114,9 @@ def _unique(
     ours, notes = _ours(
         device,
         partial(reference.unique_blocks, inputs, layout.plans[Blocks()]),
-        split=partial(_run_unique, "split", q, k, v, layout),
-        stream_k=partial(_run_unique, "stream_k", q, k, v, layout),
+        split=partial(run_unique, "split", inputs, layout),
+        stream_k=partial(run_unique, "stream_k", inputs, layout),
     )
-    limits = launch.device_limits(device)
-    is_chosen = choose(len(contexts), t.owner.shape[0], heads.num_kv, limits)
     dense = None
     if len(contexts) == 1:
         q_1H1D = q.flatten(1, 2)[:, :, None]
@@ -130,19 +128,27 @@ def _unique(
         num_bytes=2 * total * heads.num_kv * heads.dim * dtype.itemsize,
         flops=4 * total * heads.num_kv * heads.group * heads.dim,
         dense=dense,
-        chosen=STREAM_K if is_chosen else SPLIT,
+        chosen=choose_here(q, layout),
         notes=notes,
     )
 
 
-def _run_unique(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> Partial:
+def run_unique(name: str, inputs: PartInputs, layout: Layout) -> Partial:
     """Run one of the two kernels of the unique part, whichever the engine would choose."""
     from kernels_ref.triton.stream_k import stream_k
     from kernels_ref.triton.unique_blocks import split_unique_blocks
 
     run: Callable[..., Triple] = stream_k if name == "stream_k" else split_unique_blocks
-    t, blocks = layout.tensors, layout.plans[Blocks()]
-    return Partial(*run(q, k, v, t.owner, t.tail_block, blocks.tails.visible, 0.0))
+    t, blocks, stored = layout.tensors, layout.plans[Blocks()], launch.check_stored(inputs.units, inputs.q)
+    plan = (t.owner, t.tail_block, blocks.tails.visible, 0.0)
+    return Partial(*run(inputs.q, *stored[:2], *plan, *stored.kinds))
+
+
+def choose_here(q: torch.Tensor, layout: Layout) -> str:
+    """Return the kernel of the unique part that the engine takes."""
+    limits = launch.device_limits(q.device)
+    is_even = choose(q.shape[0], layout.tensors.owner.shape[0], q.shape[1], limits)
+    return STREAM_K if is_even else SPLIT
 
 
 def _stores(

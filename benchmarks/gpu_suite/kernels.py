@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.gpu_suite.budget_cases import make_budget_cases
 from benchmarks.gpu_suite.clock import Clock
+from benchmarks.gpu_suite.format_cases import SECTION, make_format_cases
 from benchmarks.gpu_suite.kernel_cases import Case, Result, Weighed, make_cases
 from benchmarks.gpu_suite.results import Key, Point, Results
 from benchmarks.gpu_suite.rivals import rivals
@@ -34,6 +35,12 @@ def measure_budget(clock: Clock, sizes: Sizes, dtype: torch.dtype, results: Resu
     """Time heads with a budget and what they stand against, as ``measure_kernels`` does."""
     for case in make_budget_cases(sizes, dtype, clock.device):
         measure_case(case, clock, results, "budget")
+
+
+def measure_formats(clock: Clock, sizes: Sizes, dtype: torch.dtype, results: Results) -> None:
+    """Time decodes against each format of keys and values, as ``measure_kernels`` does."""
+    for case in make_format_cases(sizes, dtype, clock.device):
+        measure_case(case, clock, results, SECTION)
 
 
 def measure_case(case: Case, clock: Clock, results: Results, section: str = "kernels") -> None:

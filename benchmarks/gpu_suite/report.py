@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 
-from benchmarks.gpu_suite import host_tier
+from benchmarks.gpu_suite import format_cases, host_tier
 from benchmarks.gpu_suite.budget_cases import BASELINES
 from benchmarks.gpu_suite.machine import COPY, PRODUCT, bandwidth, matrix_rate
 from benchmarks.gpu_suite.memory import DUO, FULL
@@ -37,6 +37,7 @@ def write_report(
         *_machine(results),
         *_offload(results),
         *_kernels(results),
+        *_formats(results),
         *_budget(results),
         *_curve(results, sizes, "decode", "at", "context"),
         *_curve(results, sizes, "prefill", "in chunks of", "chunk size"),
@@ -113,6 +114,29 @@ def _kernel_row(point: Point, results: Results) -> str:
         for amount, rate in (("bytes", bandwidth(results)), ("flops", matrix_rate(results)))
     ]
     return f"| {point.key.system}{mark} | {_spread(point)} | {' | '.join(shares)} |"
+
+
+def _formats(results: Results) -> list[str]:
+    """Tables of decodes by batch: each time beside that of the same kernel on plain floats."""
+    points = results.of(format_cases.SECTION)
+    batches = dict.fromkeys(point.key.case.rpartition(", ")[0] for point in points)
+    lines: list[str] = []
+    for batch in batches:
+        rows = []
+        for point in points:
+            of, _, name = point.key.case.rpartition(", ")
+            if of != batch:
+                continue
+            plain = results.get(Key(format_cases.SECTION, f"{batch}, {format_cases.PLAIN}", point.key.system))
+            system, share = point.key.system, ""
+            if point.is_measured and (rate := bandwidth(results)):
+                share = f"{point.values['bytes'] / point.values['median_s'] / rate:.1%}"
+                system += " *" if point.values.get("chosen") else ""
+            cells = (name, system, _spread(point), share, _times(plain, point, time_of))
+            rows.append(f"| {' | '.join(cells)} |")
+        heading = ("format", "implementation", "time", "of copy bandwidth", "times faster than floats")
+        lines += _table(f"### {batch} tokens", heading, rows)
+    return ["", "## Formats of keys and values, unique part", *lines] if lines else []
 
 
 def _budget(results: Results) -> list[str]:

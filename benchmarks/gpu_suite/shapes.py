@@ -81,6 +81,7 @@ class Sizes:
         budget_rows: numbers of rows of these decodes.
         decode_contexts, decode_steps: of the decode curves.
         prefill_chunks: of the prefill curves.
+        format_contexts: batches of contexts of one size, for formats of keys and values.
         copied_bytes: of one copy between host and device.
         offload_context: tokens that leave to the host, and come back.
         prefill_context: instead of the published one, None for that.
@@ -102,6 +103,7 @@ class Sizes:
     decode_contexts: tuple[int, ...]
     decode_steps: int
     prefill_chunks: tuple[int, ...]
+    format_contexts: tuple[tuple[int, ...], ...]
     copied_bytes: int
     offload_context: int
     prefill_context: int | None = None
@@ -135,6 +137,7 @@ REAL = Sizes(
     ),
     decode_steps=20,
     prefill_chunks=(4 * _K, 8 * _K, 16 * _K, 32 * _K),
+    format_contexts=((16 * _K,), (128 * _K,), (16 * _K,) * 8),
     copied_bytes=256 << 20,
     offload_context=128 * _K,
 )
@@ -156,6 +159,7 @@ TOY = Sizes(
     decode_contexts=(64, 160),
     decode_steps=2,
     prefill_chunks=(24, 48),
+    format_contexts=((40,),),
     copied_bytes=1 << 16,
     offload_context=40 * 16,
     prefill_context=100,

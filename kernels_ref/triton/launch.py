@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from bias_builders import Leading
+from kernels_ref.formats.base import Floats, Rounded, VectorFormat
+from kernels_ref.formats.fp8 import Fp8, ScaledFp8
+from kernels_ref.formats.int4 import Int4
+from kernels_ref.formats.int8 import Int8
 from kernels_ref.step import RingStep
 from kernels_ref.triton.availability import DTYPES, MAX_HEAD_DIM
 from kernels_ref.units import KVUnits, Scratch, check_plain, floats
@@ -109,15 +113,30 @@ def group_rows(group_size: int) -> int:
     return max(MIN_TILE, next_power_of_two(group_size))
 
 
-def decode(group_size: int, head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Launch:
+def decode(
+    group_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    limits: DeviceLimits,
+    stored: torch.dtype | None = None,
+) -> Launch:
     """Tiles of the decode kernels: bound by reading keys and values.
 
     The tiles of a stage have 32 KiB, so that several programs share a processor and overlap their starts and
     ends.
+
+    Args:
+        dtype: of queries.
+        stored: of what keys are stored in, None = the same. Codes for float32 are tiles of that in registers.
     """
-    rows, bytes_of_key = group_rows(group_size), padded_dim(head_dim) * dtype.itemsize
-    keys = max(MIN_TILE, min(64, (16 << 10) // bytes_of_key))
+    size = dtype.itemsize if stored is None or dtype == torch.float32 else stored.itemsize
+    rows, bytes_of_key = group_rows(group_size), padded_dim(head_dim) * size
+    keys = max(MIN_TILE, min(64 if size > 1 else MOST_CODES, (16 << 10) // bytes_of_key))
     return Launch(rows, keys, num_warps=4, num_stages=3 if limits.is_large else 2)
+
+
+MOST_CODES = 128
+"""Most keys of a tile of codes in decode kernels."""
 
 
 def blocks_per_program(num_blocks: int, num_heads: int, limits: DeviceLimits) -> int:
@@ -210,6 +229,39 @@ def shared_slots() -> int:
     return 256
 
 
+class Stored(NamedTuple):
+    """Stores of keys and values, as operators get them behind queries.
+
+    Attributes:
+        k, v: floats or codes, ``[X, K, S, *]``.
+        k_meta, v_meta: scales, or scales and zeros, ``[X, K, S, *]``; None where vectors have none.
+        keys, values: kinds of vectors.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_meta: torch.Tensor | None = None
+    v_meta: torch.Tensor | None = None
+    keys: int = 0
+    values: int = 0
+
+    @property
+    def kinds(self) -> tuple[torch.Tensor | None, torch.Tensor | None, int, int]:
+        """The last arguments of operators."""
+        return self[2:]
+
+
+KINDS: dict[type[VectorFormat], int] = {Floats: 0, Rounded: 0, Int8: 1, Int4: 2, Fp8: 3, ScaledFp8: 4}
+"""Numbers of the kinds of vectors that kernels read, by the class of their format."""
+
+
+def pointers(
+    k: torch.Tensor, k_meta: torch.Tensor | None, v: torch.Tensor, v_meta: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """Return pointers of a store as kernels take them; those that they do not read are any."""
+    return k, k if k_meta is None else k_meta, v, v if v_meta is None else v_meta
+
+
 Size = int | None
 """An expected size, or None for any."""
 
@@ -244,18 +296,49 @@ def check_units(units: KVUnits, q: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return k, v
 
 
+def check_stored(units: KVUnits, q: torch.Tensor) -> Stored:
+    """Units in any format that kernels read, of the heads and the device of the queries ``[*, K, G, D]``.
+
+    Vectors of a head are contiguous in all tensors, which have the same strides, in whole vectors.
+    """
+    encoding = units.encoding
+    if encoding.format.is_plain:
+        return Stored(*check_units(units, q))
+    formats = encoding.format.keys, encoding.format.values
+    if not all(type(each) in KINDS for each in formats):
+        raise ValueError(f"these kernels do not read format {encoding.format.name!r}")
+    if (encoding.dim, encoding.value_dim) != (q.shape[-1],) * 2:
+        raise ValueError(
+            f"expected keys and values of {q.shape[-1]} elements like the queries, got {encoding.dim} and "
+            f"{encoding.value_dim}"
+        )
+    first = units.views[0]
+    for name, view, part in zip(units.names, units.views, encoding.parts):
+        _check(f"units.{name}", view, (first.shape[0], q.shape[1], first.shape[2], part.width), None)
+        _check_device(f"units.{name}", view, q.device)
+        unit, head = (stride // first.shape[3] for stride in first.stride()[:2])
+        if view.stride() != (unit * part.width, head * part.width, part.width, 1):
+            raise ValueError(
+                f"expected units.{name} to have strides of {unit} and {head} vectors, got {view.stride()}"
+            )
+    num = encoding.format.keys.num_parts
+    (k, *k_meta), (v, *v_meta) = units.views[:num], units.views[num:]
+    kinds = (KINDS[type(each)] for each in formats)
+    return Stored(k, v, k_meta[0] if k_meta else None, v_meta[0] if v_meta else None, *kinds)
+
+
 def check_scratch(scratch: Scratch, q: torch.Tensor) -> None:
     """Copies of units, see ``check_units``."""
     _check_stores("scratch", *scratch, q)
 
 
-def check_rings(q: torch.Tensor, units: KVUnits) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries of decode rows ``[N, K, *, D]``, and a ring for each row; see ``check_units``."""
+def check_rings(q: torch.Tensor, units: KVUnits) -> Stored:
+    """Queries of decode rows ``[N, K, *, D]``, and a ring for each row; see ``check_stored``."""
     check_queries("q_NKHD", q)
-    k, v = check_units(units, q)
-    if q.shape[0] > k.shape[0]:
-        raise ValueError(f"expected units.k to have at least {q.shape[0]} rings, got {k.shape[0]}")
-    return k, v
+    stored = check_stored(units, q)
+    if q.shape[0] > (num_rings := stored.k.shape[0]):
+        raise ValueError(f"expected units.k to have at least {q.shape[0]} rings, got {num_rings}")
+    return stored
 
 
 def check_leading(ring: RingStep, q: torch.Tensor) -> torch.Tensor:

@@ -89,6 +89,8 @@ def _output(queries: torch.Tensor, *_: object) -> torch.Tensor:
 
 _TRIPLE = "(Tensor, Tensor, Tensor)"
 _QKV = "Tensor q, Tensor k, Tensor v"
+_KINDS = "Tensor? k_meta=None, Tensor? v_meta=None, int keys=0, int values=0"
+"""Of a store that may have codes; see ``launch.Stored``."""
 
 causal = register(
     "causal",
@@ -100,7 +102,7 @@ causal = register(
 shared_blocks = register(
     "shared_blocks",
     f"{_QKV}, Tensor row, Tensor row_start, Tensor shared_block, Tensor shared_start, Tensor shared_reads, "
-    "float softcap",
+    f"float softcap, {_KINDS}",
     _TRIPLE,
     _triple,
 )
@@ -113,7 +115,7 @@ shared_rings = register(
 )
 unique_blocks = register(
     "unique_blocks",
-    f"{_QKV}, Tensor owner, Tensor tail_block, Tensor tail_visible, float softcap",
+    f"{_QKV}, Tensor owner, Tensor tail_block, Tensor tail_visible, float softcap, {_KINDS}",
     _TRIPLE,
     _triple,
 )
@@ -126,26 +128,26 @@ sparse_causal = register(
 sparse_shared = register(
     "sparse_shared",
     f"{_QKV}, Tensor row, Tensor positions, Tensor row_start, Tensor shared_block, Tensor shared_start, "
-    "Tensor shared_reads, int[] rule, float softcap",
+    f"Tensor shared_reads, int[] rule, float softcap, {_KINDS}",
     _TRIPLE,
     _triple,
 )
 sparse_unique = register(
     "sparse_unique",
     f"{_QKV}, Tensor owner, Tensor owner_start, Tensor tail_block, Tensor tail_start, Tensor tail_visible, "
-    "Tensor end, int[] rule, float softcap",
+    f"Tensor end, int[] rule, float softcap, {_KINDS}",
     _TRIPLE,
     _triple,
 )
 leading_rings = register(
     "leading_rings",
-    f"{_QKV}, Tensor visible, float softcap",
+    f"{_QKV}, Tensor visible, float softcap, {_KINDS}",
     _TRIPLE,
     _triple,
 )
 rings_with_weights = register(
     "rings_with_weights",
-    f"{_QKV}, Tensor visible, Tensor? sinks, float softcap",
+    f"{_QKV}, Tensor visible, Tensor? sinks, float softcap, {_KINDS}",
     "(Tensor, Tensor, Tensor, Tensor)",
     _weighed,
 )
@@ -158,7 +160,7 @@ column_sums = register(
 )
 held_rings = register(
     "held_rings",
-    f"{_QKV}, Tensor position, Tensor begin, Tensor end, int sink, float softcap",
+    f"{_QKV}, Tensor position, Tensor begin, Tensor end, int sink, float softcap, {_KINDS}",
     _TRIPLE,
     _triple,
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from bias_builders import Held, Window, encode_rule
+from kernels_ref import units as portable
 from kernels_ref.groups.budget_slots import eviction_victims
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.partial import Partial
@@ -26,8 +27,8 @@ from kernels_ref.triton.launch import (
     check_scratch,
     check_sinks,
     check_store,
+    check_stored,
     check_triple,
-    check_units,
     check_vectors,
 )
 from kernels_ref.units import KVRecord, KVUnits
@@ -70,7 +71,7 @@ def shared_blocks(inputs: PartInputs) -> Partial:
     """Every query against the blocks that several rows read, or a prompt row."""
     q_QKGD, _, units, t, scoring, rule, _ = inputs
     check_queries("q_QKGD", q_QKGD)
-    k, v = check_units(units, q_QKGD)
+    stored = check_stored(units, q_QKGD)
     num_rows, num_blocks = t.row_start.shape[0], t.shared_block.shape[0]
     check_plan("row", t.row, (q_QKGD.shape[0],), q_QKGD.device)
     check_plan("shared_block", t.shared_block, (None,), q_QKGD.device)
@@ -81,9 +82,9 @@ def shared_blocks(inputs: PartInputs) -> Partial:
     if rule is not None:
         check_plan("positions", t.positions, (q_QKGD.shape[0],), q_QKGD.device)
         ruled = (t.row, t.positions, *plan, encode_rule(rule), scoring.softcap or 0.0)
-        return Partial(*operators.sparse_shared(q_QKGD, k, v, *ruled))
+        return Partial(*operators.sparse_shared(q_QKGD, *stored[:2], *ruled, *stored.kinds))
     numbers = (t.row, *plan, scoring.softcap or 0.0)
-    return Partial(*operators.shared_blocks(q_QKGD, k, v, *numbers))
+    return Partial(*operators.shared_blocks(q_QKGD, *stored[:2], *numbers, *stored.kinds))
 
 
 def shared_rings(inputs: PartInputs, ring: RingStep) -> Partial:
@@ -107,15 +108,16 @@ def unique_blocks(inputs: PartInputs, blocks: BlockStep) -> Partial:
     """Decode rows against the blocks that only they read."""
     q_NKHD, _, units, t, scoring, rule, _ = inputs
     check_queries("q_NKHD", q_NKHD)
-    k, v = check_units(units, q_NKHD)
+    stored = check_stored(units, q_NKHD)
+    num_stored = stored.k.shape[0]
     num_rows, num_tails = q_NKHD.shape[0], t.tail_block.shape[-1]
     check_plan("owner", t.owner, (None,), q_NKHD.device)
     check_plan("tail_block", t.tail_block, (num_rows, num_tails), q_NKHD.device)
     check_plan("tails.visible", blocks.tails.visible, (num_rows, num_tails, None), q_NKHD.device)
     _check_tokens("tails.visible", blocks.tails.visible.shape[2], q_NKHD)
-    if t.owner.shape[0] > k.shape[0]:
+    if t.owner.shape[0] > num_stored:
         raise ValueError(
-            f"expected owner to have at most {k.shape[0]} entries, the blocks of units.k, "
+            f"expected owner to have at most {num_stored} entries, the blocks of units.k, "
             f"got {t.owner.shape[0]}"
         )
     if rule is not None:
@@ -124,36 +126,38 @@ def unique_blocks(inputs: PartInputs, blocks: BlockStep) -> Partial:
         check_plan("end", blocks.end, (num_rows, blocks.tails.visible.shape[2]), q_NKHD.device)
         tails = (t.tail_block, t.tail_start, blocks.tails.visible)
         numbers = (t.owner, t.owner_start, *tails, blocks.end, encode_rule(rule), scoring.softcap or 0.0)
-        return Partial(*operators.sparse_unique(q_NKHD, k, v, *numbers))
-    plan = (t.owner, t.tail_block, blocks.tails.visible)
-    return Partial(*operators.unique_blocks(q_NKHD, k, v, *plan, scoring.softcap or 0.0))
+        return Partial(*operators.sparse_unique(q_NKHD, *stored[:2], *numbers, *stored.kinds))
+    plan = (t.owner, t.tail_block, blocks.tails.visible, scoring.softcap or 0.0)
+    return Partial(*operators.unique_blocks(q_NKHD, *stored[:2], *plan, *stored.kinds))
 
 
 def unique_rings(inputs: PartInputs, ring: RingStep) -> Partial:
     """Decode rows against their own ring."""
     q_NKHD, units, scoring = inputs.q, inputs.units, inputs.scoring
-    k, v = check_rings(q_NKHD, units)
+    stored = check_rings(q_NKHD, units)
     num_rows, device, seen = q_NKHD.shape[0], q_NKHD.device, ring.seen
     if not isinstance(seen, Held):
         plan = (check_leading(ring, q_NKHD), scoring.softcap or 0.0)
-        return Partial(*operators.leading_rings(q_NKHD, k, v, *plan))
+        return Partial(*operators.leading_rings(q_NKHD, *stored[:2], *plan, *stored.kinds))
     num_heads = seen.position.shape[1] if seen.position.dim() == 3 else 1
-    check_plan("seen.position", seen.position, (num_rows, num_heads, k.shape[2]), device)
+    check_plan("seen.position", seen.position, (num_rows, num_heads, stored.k.shape[2]), device)
     if num_heads not in (1, q_NKHD.shape[1]):
         raise ValueError(f"expected seen.position of 1 or {q_NKHD.shape[1]} heads, got {num_heads}")
     check_plan("seen.begin", seen.begin, (num_rows, None), device)
     check_plan("seen.end", seen.end, tuple(seen.begin.shape), device)
     _check_tokens("seen.end", seen.end.shape[1], q_NKHD)
-    return Partial(*operators.held_rings(q_NKHD, k, v, *seen, scoring.softcap or 0.0))
+    numbers = (*seen, scoring.softcap or 0.0, *stored.kinds)
+    return Partial(*operators.held_rings(q_NKHD, *stored[:2], *numbers))
 
 
 def unique_with_weights(inputs: PartInputs, ring: RingStep) -> tuple[Partial, torch.Tensor]:
     """Decode rows against their own slots, with the weight of each slot."""
     q_NKGD, _, units, _, scoring, _, sinks_KG = inputs
-    k, v = check_rings(q_NKGD, units)
+    stored = check_rings(q_NKGD, units)
     visible = check_leading(ring, q_NKGD)
     sinks = _checked_sinks(sinks_KG, q_NKGD)
-    *triple, mass = operators.rings_with_weights(q_NKGD, k, v, visible, sinks, scoring.softcap or 0.0)
+    numbers = (visible, sinks, scoring.softcap or 0.0, *stored.kinds)
+    *triple, mass = operators.rings_with_weights(q_NKGD, *stored[:2], *numbers)
     return Partial(*triple), mass
 
 
@@ -189,7 +193,13 @@ def column_sums(
 
 
 def write_kv(units: KVUnits, index: torch.Tensor, record: KVRecord) -> None:
-    """Write the keys and values of new tokens; see ``kernels_ref.units.write_kv``."""
+    """Write the keys and values of new tokens; see ``kernels_ref.units.write_kv``.
+
+    Codes are written as the portable parts write them.
+    """
+    if not units.encoding.format.is_plain:
+        portable.write_kv(units, index, record)
+        return
     new = record.values
     check_queries("new.k", new.k[:, :, None])
     check_vectors("new.v", new.v, tuple(new.k.shape), new.k)

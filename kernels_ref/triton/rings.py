@@ -14,11 +14,14 @@ from kernels_ref.triton.slot_shares import share_slots, slot_shares
 from kernels_ref.triton.softmax import (
     FLOOR,
     accumulate,
+    accumulate_stored,
     attend_run,
+    attend_stored,
     load_queries,
     load_vectors,
     nothing_seen,
     score,
+    score_stored,
     store_lines,
     store_partial,
 )
@@ -45,7 +48,7 @@ def plan_rings(q_NKGD: torch.Tensor, k_RKWD: torch.Tensor) -> RingLaunch:
     num_rows, num_heads, group, dim = q_NKGD.shape
     num_slots = k_RKWD.shape[2]
     limits = launch.device_limits(q_NKGD.device)
-    chosen = launch.decode(group, dim, k_RKWD.dtype, limits)
+    chosen = launch.decode(group, dim, q_NKGD.dtype, limits, k_RKWD.dtype)
     tiles = launch.num_tiles(num_slots, chosen.keys)
     # With fewer tiles, a split costs more than it saves.
     splits = launch.num_splits(num_rows * num_heads, max(1, tiles // limits.tiles_of_a_split), limits)
@@ -65,7 +68,9 @@ def plan_rings(q_NKGD: torch.Tensor, k_RKWD: torch.Tensor) -> RingLaunch:
 def leading_rings_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
+    k_meta_ptr: tl.tensor,
     v_ptr: tl.tensor,
+    v_meta_ptr: tl.tensor,
     visible_ptr: tl.tensor,
     attn_ptr: tl.tensor,
     max_ptr: tl.tensor,
@@ -84,6 +89,8 @@ def leading_rings_kernel(
     P: tl.constexpr,
     M: tl.constexpr,
     T: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> None:
     """Grid ``(NUM_HEADS, N, splits)``: row ``n`` against the leading ``visible[n]`` slots of ring ``n``."""
@@ -93,12 +100,13 @@ def leading_rings_kernel(
     begin = split * slots_per_split
     end = tl.minimum(begin + slots_per_split, tl.load(visible_ptr + row))
     place = row.to(tl.int64) * stride_qn + head * stride_qk + group * stride_qg
-    q = load_vectors(q_ptr, place, 1, group < GROUP, D, P)
+    q = load_vectors(q_ptr, place, 1, group < GROUP, D, P, KEYS)
     acc, largest, total = attend_run(
-        q, acc, largest, total, k_ptr, v_ptr, row, begin, end, head, UNIT, HEAD, SLOTS, D, P, T, SOFTCAP
-    )
+        q, acc, largest, total, k_ptr, k_meta_ptr, v_ptr, v_meta_ptr, row, begin, end, head,
+        UNIT, HEAD, SLOTS, D, P, T, KEYS, VALUES, SOFTCAP,
+    )  # fmt: skip
     out = ((split.to(tl.int64) * num_rows + row) * NUM_HEADS + head) * GROUP + group
-    store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, out, group < GROUP, D, P)
+    store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, out, group < GROUP, D, P, VALUES)
 
 
 def leading_rings(
@@ -107,6 +115,10 @@ def leading_rings(
     v_RKWD: torch.Tensor,
     visible: torch.Tensor,
     softcap: float,
+    k_meta: torch.Tensor | None = None,
+    v_meta: torch.Tensor | None = None,
+    keys: int = 0,
+    values: int = 0,
 ) -> launch.Triple:
     """Launch the kernel, and the merge where rings are cut.
 
@@ -117,12 +129,13 @@ def leading_rings(
     plan = plan_rings(q_NKGD, k_RKWD)
     leading_rings_kernel[plan.grid](
         q_NKGD,
-        k_RKWD,
-        v_RKWD,
+        *launch.pointers(k_RKWD, k_meta, v_RKWD, v_meta),
         visible,
         *plan.parts,
         *plan.sizes,
         **plan.constants,
+        KEYS=keys,
+        VALUES=values,
         SOFTCAP=softcap,
     )
     return merge_splits(plan.parts, plan.grid[2])
@@ -132,7 +145,9 @@ def leading_rings(
 def held_rings_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
+    k_meta_ptr: tl.tensor,
     v_ptr: tl.tensor,
+    v_meta_ptr: tl.tensor,
     position_ptr: tl.tensor,
     begin_ptr: tl.tensor,
     end_ptr: tl.tensor,
@@ -156,6 +171,8 @@ def held_rings_kernel(
     P: tl.constexpr,
     M: tl.constexpr,
     T: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
     SINK: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> None:
@@ -164,7 +181,7 @@ def held_rings_kernel(
     group = tl.arange(0, M)
     exists = group < GROUP
     place = row.to(tl.int64) * stride_qn + head * stride_qk + group * stride_qg
-    q = load_vectors(q_ptr, place, 1, exists, D, P)
+    q = load_vectors(q_ptr, place, 1, exists, D, P, KEYS)
     token = row * TOKENS + group // (GROUP // TOKENS)
     begin = tl.load(begin_ptr + token, mask=exists, other=0)
     end = tl.load(end_ptr + token, mask=exists, other=0)
@@ -178,12 +195,12 @@ def held_rings_kernel(
         visible = (held >= 0) & (held < end[:, None]) & ((held >= begin[:, None]) | (held < SINK))
         seen = tl.max(visible.to(tl.int32), 0) > 0
         vector = row.to(tl.int64) * UNIT + head * HEAD + slot
-        k = load_vectors(k_ptr, vector, D, seen, D, P)
-        v = load_vectors(v_ptr, vector, D, seen, D, P)
-        scores = tl.where(visible, score(q, k, SOFTCAP), FLOOR)
-        acc, largest, total = accumulate(scores, v, acc, largest, total)
+        acc, largest, total = attend_stored(
+            q, acc, largest, total, k_ptr, k_meta_ptr, v_ptr, v_meta_ptr, vector, seen, visible,
+            D, P, KEYS, VALUES, SOFTCAP,
+        )  # fmt: skip
     out = ((split.to(tl.int64) * num_rows + row) * NUM_HEADS + head) * GROUP + group
-    store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, out, exists, D, P)
+    store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, out, exists, D, P, VALUES)
 
 
 def held_rings(
@@ -195,13 +212,16 @@ def held_rings(
     end: torch.Tensor,
     sink: int,
     softcap: float,
+    k_meta: torch.Tensor | None = None,
+    v_meta: torch.Tensor | None = None,
+    keys: int = 0,
+    values: int = 0,
 ) -> launch.Triple:
     """Launch the kernel, and the merge where rings are cut; see ``Held``, ``softcap`` 0 = none."""
     plan = plan_rings(q_NKHD, k_RKWD)
     held_rings_kernel[plan.grid](
         q_NKHD,
-        k_RKWD,
-        v_RKWD,
+        *launch.pointers(k_RKWD, k_meta, v_RKWD, v_meta),
         position,
         begin,
         end,
@@ -210,6 +230,8 @@ def held_rings(
         position.stride(0),
         position.stride(1) if position.shape[1] > 1 else 0,
         **plan.constants,
+        KEYS=keys,
+        VALUES=values,
         TOKENS=end.shape[1],
         SINK=sink,
         SOFTCAP=softcap,
@@ -221,7 +243,9 @@ def held_rings(
 def rings_with_weights_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
+    k_meta_ptr: tl.tensor,
     v_ptr: tl.tensor,
+    v_meta_ptr: tl.tensor,
     visible_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
     scores_ptr: tl.tensor,
@@ -243,6 +267,8 @@ def rings_with_weights_kernel(
     P: tl.constexpr,
     M: tl.constexpr,
     T: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
     WIDTH: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -255,7 +281,7 @@ def rings_with_weights_kernel(
     head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group = tl.arange(0, M)
     place = row.to(tl.int64) * stride_qn + head * stride_qk + group * stride_qg
-    q = load_vectors(q_ptr, place, 1, group < GROUP, D, P)
+    q = load_vectors(q_ptr, place, 1, group < GROUP, D, P, KEYS)
     acc, largest, total = nothing_seen(M, P)
     visible = tl.load(visible_ptr + row)
     begin = split * slots_per_split
@@ -266,20 +292,21 @@ def rings_with_weights_kernel(
         slot = start + tl.arange(0, T)
         inside = slot < end
         vector = row.to(tl.int64) * UNIT + head * HEAD + slot
-        k = load_vectors(k_ptr, vector, D, inside, D, P)
-        scores = tl.where(inside[None, :], score(q, k, SOFTCAP), FLOOR)
+        scores = score_stored(q, k_ptr, k_meta_ptr, vector, inside, D, P, KEYS, False, SOFTCAP)
+        scores = tl.where(inside[None, :], scores, FLOOR)
         kept = (group < GROUP)[:, None] & inside[None, :]
         tl.store(own_scores + group[:, None] * SLOTS + slot[None, :], scores, mask=kept)
-        v = load_vectors(v_ptr, vector, D, inside, D, P)
-        acc, largest, total = accumulate(scores, v, acc, largest, total)
+        acc, largest, total = accumulate_stored(
+            scores, q, v_ptr, v_meta_ptr, vector, inside, acc, largest, total, D, P, VALUES, False
+        )
     out = ((split.to(tl.int64) * num_rows + row) * NUM_HEADS + head) * GROUP + group
-    store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, out, group < GROUP, D, P)
+    store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, out, group < GROUP, D, P, VALUES)
     if IS_WHOLE:
         # Scores are read by other threads of the program than those that wrote them.
         tl.debug_barrier()
         share_slots(
             own_scores, mass_ptr + own * SLOTS, sinks_ptr + head * GROUP, largest, total, 0, SLOTS, visible,
-            GROUP, SLOTS, M, WIDTH, HAS_SINKS, k_ptr.dtype.element_ty == tl.float32,
+            GROUP, SLOTS, M, WIDTH, HAS_SINKS, q_ptr.dtype.element_ty == tl.float32,
         )  # fmt: skip
 
 
@@ -290,6 +317,10 @@ def rings_with_weights(
     visible: torch.Tensor,
     sinks_KG: torch.Tensor | None,
     softcap: float,
+    k_meta: torch.Tensor | None = None,
+    v_meta: torch.Tensor | None = None,
+    keys: int = 0,
+    values: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the kernel, and the merge where rings are cut.
 
@@ -306,8 +337,7 @@ def rings_with_weights(
     mass = scores.new_empty((*q_NKGD.shape[:2], num_slots))
     rings_with_weights_kernel[plan.grid](
         q_NKGD,
-        k_RKWD,
-        v_RKWD,
+        *launch.pointers(k_RKWD, k_meta, v_RKWD, v_meta),
         visible,
         visible if sinks_KG is None else sinks_KG,
         scores,
@@ -315,6 +345,8 @@ def rings_with_weights(
         *plan.parts,
         *plan.sizes,
         **plan.constants,
+        KEYS=keys,
+        VALUES=values,
         WIDTH=launch.shared_slots(),
         IS_WHOLE=splits == 1,
         HAS_SINKS=sinks_KG is not None,
@@ -322,7 +354,7 @@ def rings_with_weights(
     )
     if splits == 1:
         return *plan.parts, mass
-    is_exact = k_RKWD.dtype == torch.float32
+    is_exact = q_NKGD.dtype == torch.float32
     return *slot_shares(scores, plan.parts, visible, sinks_KG, mass, is_exact=is_exact), mass
 
 

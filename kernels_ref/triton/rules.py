@@ -14,8 +14,11 @@ from kernels_ref.triton import launch
 from kernels_ref.triton.launch import Triple
 from kernels_ref.triton.merging import merge_runs, merge_splits, plan_runs
 from kernels_ref.triton.softmax import (
+    FLOATS,
     FLOOR,
     accumulate,
+    attend_stored,
+    elements,
     load_queries,
     load_vectors,
     nothing_seen,
@@ -93,13 +96,17 @@ def attend_seen(
     largest: tl.tensor,
     total: tl.tensor,
     k_base: tl.tensor,
+    k_meta_ptr: tl.tensor,
     v_base: tl.tensor,
+    v_meta_ptr: tl.tensor,
     vector: tl.tensor,
     stride_k: tl.tensor,
     stride_v: tl.tensor,
     visible: tl.tensor,
     D: tl.constexpr,
     P: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
     SKIPS: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
@@ -108,19 +115,20 @@ def attend_seen(
     Args:
         vector: places of the keys, int64 ``[T]``, in vectors ``stride_k`` and ``stride_v`` apart.
         visible: bool ``[M, T]``.
+        KEYS, VALUES: kinds of vectors; those of floats alone have other strides than ``D``.
         SKIPS: whether a tile without visible keys is skipped.
     """
     used = tl.max(visible.to(tl.int32), 0)
     if SKIPS:
         if tl.max(used) > 0:
             acc, largest, total = _attend(
-                q, acc, largest, total, k_base, v_base, vector, stride_k, stride_v, visible, used > 0,
-                D, P, SOFTCAP,
+                q, acc, largest, total, k_base, k_meta_ptr, v_base, v_meta_ptr, vector, stride_k, stride_v,
+                visible, used > 0, D, P, KEYS, VALUES, SOFTCAP,
             )  # fmt: skip
     else:
         acc, largest, total = _attend(
-            q, acc, largest, total, k_base, v_base, vector, stride_k, stride_v, visible, used > 0,
-            D, P, SOFTCAP,
+            q, acc, largest, total, k_base, k_meta_ptr, v_base, v_meta_ptr, vector, stride_k, stride_v,
+            visible, used > 0, D, P, KEYS, VALUES, SOFTCAP,
         )  # fmt: skip
     return acc, largest, total
 
@@ -132,7 +140,9 @@ def _attend(
     largest: tl.tensor,
     total: tl.tensor,
     k_base: tl.tensor,
+    k_meta_ptr: tl.tensor,
     v_base: tl.tensor,
+    v_meta_ptr: tl.tensor,
     vector: tl.tensor,
     stride_k: tl.tensor,
     stride_v: tl.tensor,
@@ -140,12 +150,21 @@ def _attend(
     used: tl.tensor,
     D: tl.constexpr,
     P: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    k = load_vectors(k_base, vector, stride_k, used, D, P)
-    v = load_vectors(v_base, vector, stride_v, used, D, P)
-    scores = tl.where(visible, score(q, k, SOFTCAP), FLOOR)
-    return accumulate(scores, v, acc, largest, total)
+    if KEYS == FLOATS and VALUES == FLOATS:
+        k = load_vectors(k_base, vector, stride_k, used, D, P).to(q.dtype)
+        v = load_vectors(v_base, vector, stride_v, used, D, P).to(q.dtype)
+        scores = tl.where(visible, score(q, k, SOFTCAP), FLOOR)
+        acc, largest, total = accumulate(scores, v, acc, largest, total)
+    else:
+        acc, largest, total = attend_stored(
+            q, acc, largest, total, k_base, k_meta_ptr, v_base, v_meta_ptr, vector, used, visible,
+            D, P, KEYS, VALUES, SOFTCAP,
+        )  # fmt: skip
+    return acc, largest, total
 
 
 @triton.jit(do_not_specialize=["num_queries", "no_row"])
@@ -204,8 +223,8 @@ def sparse_causal_kernel(
             visible = seeing_row[:, None] == key_row[None, :]
             visible = visible & sees(query_position, key_position, RULE, LEAVES)
             acc, largest, total = attend_seen(
-                q, acc, largest, total, k_head, v_head, token.to(tl.int64), stride_kq, stride_vq, visible,
-                D, P, SKIPS, SOFTCAP,
+                q, acc, largest, total, k_head, k_head, v_head, v_head, token.to(tl.int64),
+                stride_kq, stride_vq, visible, D, P, FLOATS, FLOATS, SKIPS, SOFTCAP,
             )  # fmt: skip
     store_lines(
         acc, largest, total, attn_ptr, max_ptr, sum_ptr, line, head, 0, num_queries,
@@ -251,7 +270,9 @@ def sparse_causal(
 def sparse_shared_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
+    k_meta_ptr: tl.tensor,
     v_ptr: tl.tensor,
+    v_meta_ptr: tl.tensor,
     row_ptr: tl.tensor,
     position_ptr: tl.tensor,
     row_start_ptr: tl.tensor,
@@ -276,6 +297,8 @@ def sparse_shared_kernel(
     P: tl.constexpr,
     M: tl.constexpr,
     T: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
     RULE: tl.constexpr,
     LEAVES: tl.constexpr,
     SKIPS: tl.constexpr,
@@ -284,7 +307,7 @@ def sparse_shared_kernel(
     """Grid ``(query tiles, NUM_HEADS, splits)``; split ``i`` writes to ``attn[i]`` and so on."""
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     q, line, row = load_queries(
-        q_ptr, row_ptr, tile, head, num_queries, no_row, stride_qq, stride_qk, stride_qg, GROUP, D, P, M
+        q_ptr, row_ptr, tile, head, num_queries, no_row, stride_qq, stride_qk, stride_qg, GROUP, D, P, M, KEYS
     )
     takes_part = row < no_row
     query_position = tl.load(position_ptr + line // GROUP, mask=takes_part, other=0)
@@ -306,11 +329,12 @@ def sparse_shared_kernel(
         block = tl.load(shared_block_ptr + index).to(tl.int64)
         vector = block * UNIT + head * HEAD + slot
         acc, largest, total = attend_seen(
-            q, acc, largest, total, k_ptr, v_ptr, vector, D, D, visible, D, P, SKIPS, SOFTCAP
-        )
+            q, acc, largest, total, k_ptr, k_meta_ptr, v_ptr, v_meta_ptr, vector, D, D, visible,
+            D, P, KEYS, VALUES, SKIPS, SOFTCAP,
+        )  # fmt: skip
     store_lines(
         acc, largest, total, attn_ptr, max_ptr, sum_ptr, line, head, split, num_queries,
-        NUM_HEADS, GROUP, D, P,
+        NUM_HEADS, GROUP, D, P, VALUES,
     )  # fmt: skip
 
 
@@ -326,20 +350,23 @@ def sparse_shared(
     shared_reads: torch.Tensor,
     rule: Sequence[int],
     softcap: float,
+    k_meta: torch.Tensor | None = None,
+    v_meta: torch.Tensor | None = None,
+    keys: int = 0,
+    values: int = 0,
 ) -> launch.Triple:
     """Launch the kernel, and the merge of splits; ``rule`` in numbers, ``softcap`` 0 = none."""
     num_queries, num_heads, group, dim = q_QKGD.shape
     num_blocks, block_size = shared_block.shape[0], k_XKBD.shape[2]
     limits = launch.device_limits(q_QKGD.device)
-    chosen = launch.ruled(dim, k_XKBD.dtype, limits).for_lines(num_queries * group)
+    chosen = launch.ruled(dim, q_QKGD.dtype, limits).for_lines(num_queries * group)
     chosen = chosen.for_keys(block_size)
     tiles = launch.num_tiles(num_queries * group, chosen.rows)
     splits = launch.num_splits(tiles * num_heads, num_blocks, limits)
     parts = launch.partials(q_QKGD, splits * num_queries)
     sparse_shared_kernel[(tiles, num_heads, splits)](
         q_QKGD,
-        k_XKBD,
-        v_XKBD,
+        *launch.pointers(k_XKBD, k_meta, v_XKBD, v_meta),
         row,
         positions,
         row_start,
@@ -352,10 +379,12 @@ def sparse_shared(
         row_start.shape[0],
         *q_QKGD.stride()[:3],
         **launch.strides(k_XKBD),
+        KEYS=keys,
+        VALUES=values,
         **chosen.constants(q_QKGD),
         SLOTS=block_size,
         SOFTCAP=softcap,
-        **program(rule, k_XKBD.dtype, dim),
+        **program(rule, q_QKGD.dtype, dim),
     )
     return merge_splits(parts, splits)
 
@@ -364,7 +393,9 @@ def sparse_shared(
 def sparse_unique_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
+    k_meta_ptr: tl.tensor,
     v_ptr: tl.tensor,
+    v_meta_ptr: tl.tensor,
     owner_ptr: tl.tensor,
     owner_start_ptr: tl.tensor,
     tail_block_ptr: tl.tensor,
@@ -394,6 +425,8 @@ def sparse_unique_kernel(
     P: tl.constexpr,
     M: tl.constexpr,
     T: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
     RANGE_PAD: tl.constexpr,
     RULE: tl.constexpr,
     LEAVES: tl.constexpr,
@@ -405,7 +438,7 @@ def sparse_unique_kernel(
     work = tl.program_id(1)
     group = tl.arange(0, M)
     column = tl.arange(0, P)
-    query_place = head * stride_qk + group[:, None] * stride_qg + column[None, :]
+    query_place = head * stride_qk + group[:, None] * stride_qg + elements(D, P, KEYS)[None, :]
     query_mask = (group < GROUP)[:, None] & (column < D)[None, :]
     token = group // (GROUP // TOKENS)
     TILES: tl.constexpr = (SLOTS + T - 1) // T
@@ -429,11 +462,14 @@ def sparse_unique_kernel(
                     visible = sees(position, key, RULE, LEAVES) & (slot < SLOTS)[None, :]
                     vector = unit.to(tl.int64) * UNIT + head * HEAD + slot
                     acc, largest, total = attend_seen(
-                        q, acc, largest, total, k_ptr, v_ptr, vector, D, D, visible, D, P, SKIPS, SOFTCAP
-                    )
+                        q, acc, largest, total, k_ptr, k_meta_ptr, v_ptr, v_meta_ptr, vector, D, D, visible,
+                        D, P, KEYS, VALUES, SKIPS, SOFTCAP,
+                    )  # fmt: skip
                 out = (num_runs * num_ranges + work).to(tl.int64)
                 place = (out * NUM_HEADS + head) * GROUP + group
-                store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, place, group < GROUP, D, P)
+                store_partial(
+                    acc, largest, total, attn_ptr, max_ptr, sum_ptr, place, group < GROUP, D, P, VALUES
+                )
                 tl.store(run_row_ptr + num_runs * num_ranges + work, row, mask=head == 0)
                 num_runs += 1
             begin = run_end
@@ -452,11 +488,12 @@ def sparse_unique_kernel(
             unit = tl.load(tail_block_ptr + tail).to(tl.int64)
             vector = unit * UNIT + head * HEAD + slot
             acc, largest, total = attend_seen(
-                q, acc, largest, total, k_ptr, v_ptr, vector, D, D, visible, D, P, SKIPS, SOFTCAP
-            )
+                q, acc, largest, total, k_ptr, k_meta_ptr, v_ptr, v_meta_ptr, vector, D, D, visible,
+                D, P, KEYS, VALUES, SKIPS, SOFTCAP,
+            )  # fmt: skip
         out = (blocks_per_range * num_ranges + row).to(tl.int64)
         place = (out * NUM_HEADS + head) * GROUP + group
-        store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, place, group < GROUP, D, P)
+        store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, place, group < GROUP, D, P, VALUES)
 
 
 def sparse_unique(
@@ -471,16 +508,19 @@ def sparse_unique(
     end: torch.Tensor,
     rule: Sequence[int],
     softcap: float,
+    k_meta: torch.Tensor | None = None,
+    v_meta: torch.Tensor | None = None,
+    keys: int = 0,
+    values: int = 0,
 ) -> Triple:
     """Launch the kernel and its merge; ``rule`` in numbers, ``softcap`` 0 = none."""
     num_rows, num_heads, group, dim = q_NKHD.shape
     limits = launch.device_limits(q_NKHD.device)
-    tiles = launch.decode(group, dim, k_XKBD.dtype, limits)
+    tiles = launch.decode(group, dim, q_NKHD.dtype, limits, k_XKBD.dtype)
     runs = plan_runs(q_NKHD, owner)
     sparse_unique_kernel[(num_heads, runs.num_ranges + num_rows)](
         q_NKHD,
-        k_XKBD,
-        v_XKBD,
+        *launch.pointers(k_XKBD, k_meta, v_XKBD, v_meta),
         owner,
         owner_start,
         tail_block,
@@ -496,12 +536,14 @@ def sparse_unique(
         runs.per_range,
         *q_NKHD.stride()[:3],
         **launch.strides(k_XKBD),
+        KEYS=keys,
+        VALUES=values,
         **tiles.constants(q_NKHD),
         TAILS=tail_visible.shape[1],
         TOKENS=tail_visible.shape[2],
         SLOTS=k_XKBD.shape[2],
         RANGE_PAD=launch.next_power_of_two(runs.per_range),
         SOFTCAP=softcap,
-        **program(rule, k_XKBD.dtype, dim),
+        **program(rule, q_NKHD.dtype, dim),
     )
     return merge_runs(q_NKHD, runs)

@@ -17,12 +17,11 @@ from kernels_ref.triton import launch
 from kernels_ref.triton.merging import merge_splits
 from kernels_ref.triton.softmax import (
     FLOOR,
-    accumulate,
-    load_all_vectors,
+    accumulate_stored,
+    attend_stored,
     load_queries,
-    load_vectors,
     nothing_seen,
-    score,
+    score_stored,
     store_lines,
     without,
 )
@@ -131,7 +130,9 @@ def seen_blocks(
 def shared_blocks_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
+    k_meta_ptr: tl.tensor,
     v_ptr: tl.tensor,
+    v_meta_ptr: tl.tensor,
     row_ptr: tl.tensor,
     row_start_ptr: tl.tensor,
     shared_block_ptr: tl.tensor,
@@ -157,12 +158,14 @@ def shared_blocks_kernel(
     P: tl.constexpr,
     M: tl.constexpr,
     T: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> None:
     """Grid ``(query tiles, NUM_HEADS, splits)``; split ``i`` writes to ``attn[i]`` and so on."""
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     q, line, row = load_queries(
-        q_ptr, row_ptr, tile, head, num_queries, no_row, stride_qq, stride_qk, stride_qg, GROUP, D, P, M
+        q_ptr, row_ptr, tile, head, num_queries, no_row, stride_qq, stride_qk, stride_qg, GROUP, D, P, M, KEYS
     )
     takes_part = row < no_row
     acc, largest, total = nothing_seen(M, P)
@@ -176,15 +179,14 @@ def shared_blocks_kernel(
         block = tl.load(tile_list + step // TILES).to(tl.int64)
         slot = (step % TILES) * T + tl.arange(0, T)
         vector = block * UNIT + head * HEAD + slot
-        if SLOTS % T == 0:
-            k = load_all_vectors(k_ptr, vector, D, D, P)
-            v = load_all_vectors(v_ptr, vector, D, D, P)
-            scores = score(q, k, SOFTCAP)
-        else:
-            k = load_vectors(k_ptr, vector, D, slot < SLOTS, D, P)
-            v = load_vectors(v_ptr, vector, D, slot < SLOTS, D, P)
-            scores = tl.where((slot < SLOTS)[None, :], score(q, k, SOFTCAP), FLOOR)
-        acc, largest, total = accumulate(scores, v, acc, largest, total)
+        exists = slot < SLOTS
+        IS_WHOLE: tl.constexpr = SLOTS % T == 0
+        scores = score_stored(q, k_ptr, k_meta_ptr, vector, exists, D, P, KEYS, IS_WHOLE, SOFTCAP)
+        if not IS_WHOLE:
+            scores = tl.where(exists[None, :], scores, FLOOR)
+        acc, largest, total = accumulate_stored(
+            scores, q, v_ptr, v_meta_ptr, vector, exists, acc, largest, total, D, P, VALUES, IS_WHOLE
+        )
 
     num_partial = tl.load(count_ptr + 2 * tile + 1)
     share = (num_partial + tl.num_programs(2) - 1) // tl.num_programs(2)
@@ -199,15 +201,15 @@ def shared_blocks_kernel(
         slot = (step % TILES) * T + tl.arange(0, T)
         used = slot < tl.max(visible)
         vector = block * UNIT + head * HEAD + slot
-        k = load_vectors(k_ptr, vector, D, used, D, P)
-        v = load_vectors(v_ptr, vector, D, used, D, P)
-        scores = tl.where(slot[None, :] < visible[:, None], score(q, k, SOFTCAP), FLOOR)
-        acc, largest, total = accumulate(scores, v, acc, largest, total)
+        acc, largest, total = attend_stored(
+            q, acc, largest, total, k_ptr, k_meta_ptr, v_ptr, v_meta_ptr, vector, used,
+            slot[None, :] < visible[:, None], D, P, KEYS, VALUES, SOFTCAP,
+        )  # fmt: skip
 
     acc, largest, total = without(acc, largest, total, takes_part)
     store_lines(
         acc, largest, total, attn_ptr, max_ptr, sum_ptr, line, head, split, num_queries,
-        NUM_HEADS, GROUP, D, P,
+        NUM_HEADS, GROUP, D, P, VALUES,
     )  # fmt: skip
 
 
@@ -221,12 +223,16 @@ def shared_blocks(
     shared_start: torch.Tensor,
     shared_reads: torch.Tensor,
     softcap: float,
+    k_meta: torch.Tensor | None = None,
+    v_meta: torch.Tensor | None = None,
+    keys: int = 0,
+    values: int = 0,
 ) -> launch.Triple:
     """Launch the lists, the attention, and the merge of splits; ``softcap`` 0 = none."""
     num_queries, num_heads, group, dim = q_QKGD.shape
     num_blocks, block_size = shared_block.shape[0], k_XKBD.shape[2]
     limits = launch.device_limits(q_QKGD.device)
-    chosen = launch.prefill(dim, k_XKBD.dtype, limits).for_lines(num_queries * group)
+    chosen = launch.prefill(dim, q_QKGD.dtype, limits).for_lines(num_queries * group)
     chosen = chosen.for_keys(block_size)
     tiles = launch.num_tiles(num_queries * group, chosen.rows)
     splits = launch.num_splits(tiles * num_heads, num_blocks, limits)
@@ -235,8 +241,7 @@ def shared_blocks(
     parts = launch.partials(q_QKGD, splits * num_queries)
     shared_blocks_kernel[(tiles, num_heads, splits)](
         q_QKGD,
-        k_XKBD,
-        v_XKBD,
+        *launch.pointers(k_XKBD, k_meta, v_XKBD, v_meta),
         *plan,
         lists,
         counts,
@@ -246,6 +251,8 @@ def shared_blocks(
         row_start.shape[0],
         *q_QKGD.stride()[:3],
         **launch.strides(k_XKBD),
+        KEYS=keys,
+        VALUES=values,
         **chosen.constants(q_QKGD),
         SLOTS=block_size,
         SOFTCAP=softcap,

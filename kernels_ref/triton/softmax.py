@@ -16,6 +16,13 @@ FLOOR = tl.constexpr(-1.0e30)
 SEEN = tl.constexpr(-0.5e30)
 LOG2E = tl.constexpr(1.4426950408889634)
 
+# Kinds of stored vectors, see ``launch.KINDS``; those of 8-bit floats are the last.
+FLOATS = tl.constexpr(0)
+INT8 = tl.constexpr(1)
+INT4 = tl.constexpr(2)
+FP8 = tl.constexpr(3)
+SCALED_FP8 = tl.constexpr(4)
+
 
 @triton.jit
 def soften(scores: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
@@ -91,17 +98,33 @@ def accumulate(
 
 
 @triton.jit
+def elements(D: tl.constexpr, P: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
+    """The element in each of ``P`` columns of vectors of ``D``: those of 4 bits lie as they are unpacked."""
+    column = tl.arange(0, P)
+    if KIND == INT4:
+        column = (column % 2) * (D // 2) + column // 2
+    return column
+
+
+@triton.jit
 def load_vectors(
-    base: tl.tensor, row: tl.tensor, stride: tl.tensor, inside: tl.tensor, D: tl.constexpr, P: tl.constexpr
+    base: tl.tensor,
+    row: tl.tensor,
+    stride: tl.tensor,
+    inside: tl.tensor,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    KIND: tl.constexpr = 0,
 ) -> tl.tensor:
     """Vectors of ``D`` numbers, ``stride`` apart: ``[len(row), P]``, zero outside.
 
     Args:
         row: which vectors, int64.
         inside: which of them exist.
+        KIND: of the vectors that they meet, whose order of elements they get.
     """
     column = tl.arange(0, P)
-    place = base + row[:, None] * stride + column[None, :]
+    place = base + row[:, None] * stride + elements(D, P, KIND)[None, :]
     if D == P:
         vectors = tl.load(place, mask=inside[:, None], other=0.0)
     else:
@@ -110,17 +133,171 @@ def load_vectors(
 
 
 @triton.jit
-def load_all_vectors(
-    base: tl.tensor, row: tl.tensor, stride: tl.tensor, D: tl.constexpr, P: tl.constexpr
+def load_numbers(
+    base: tl.tensor,
+    row: tl.tensor,
+    inside: tl.tensor,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    KIND: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
 ) -> tl.tensor:
-    """The same for vectors that all exist."""
-    column = tl.arange(0, P)
-    place = base + row[:, None] * stride + column[None, :]
-    if D == P:
-        vectors = tl.load(place)
+    """Codes of stored vectors, or floats themselves: ``[len(row), P]``, in the order of ``elements``.
+
+    Integers are as they are stored, fp8 is float16 with a 256th of the values.
+
+    Args:
+        row: which vectors, int64.
+        inside: which of them exist; not looked at if ``IS_WHOLE``.
+    """
+    WIDTH: tl.constexpr = D // 2 if KIND == INT4 else D
+    COLUMNS: tl.constexpr = P // 2 if KIND == INT4 else P
+    column = tl.arange(0, COLUMNS)
+    place = base + row[:, None] * WIDTH + column[None, :]
+    if IS_WHOLE and WIDTH == COLUMNS:
+        numbers = tl.load(place)
+    elif IS_WHOLE:
+        numbers = tl.load(place, mask=(column < WIDTH)[None, :], other=0)
+    elif WIDTH == COLUMNS:
+        numbers = tl.load(place, mask=inside[:, None], other=0)
     else:
-        vectors = tl.load(place, mask=(column < D)[None, :], other=0.0)
-    return vectors
+        numbers = tl.load(place, mask=inside[:, None] & (column < WIDTH)[None, :], other=0)
+    if KIND == INT4:
+        numbers = tl.interleave(numbers & 15, numbers >> 4).to(tl.int8)
+    elif KIND >= FP8:
+        bits = numbers.to(tl.uint16)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        half = tl.where((bits & 0x7F) == 0x7F, tl.full(bits.shape, 0x7E00, tl.uint16), half)
+        numbers = half.to(tl.float16, bitcast=True)
+    return numbers
+
+
+@triton.jit
+def load_meta(
+    base: tl.tensor, row: tl.tensor, inside: tl.tensor, KIND: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Scale and zero of stored vectors, ``[len(row)]``: what is stored is ``numbers * scale + zero``."""
+    zero = tl.zeros(row.shape, dtype=tl.float32)
+    if KIND == INT8:
+        scale = tl.load(base + row, mask=inside, other=0.0).to(tl.float32)
+    elif KIND == INT4:
+        scale = tl.load(base + 2 * row, mask=inside, other=0.0).to(tl.float32)
+        zero = tl.load(base + 2 * row + 1, mask=inside, other=0.0).to(tl.float32)
+    elif KIND == SCALED_FP8:
+        scale = tl.load(base + row, mask=inside, other=0.0).to(tl.float32) * 256.0
+    else:
+        scale = zero + 256.0
+    return scale, zero
+
+
+@triton.jit
+def score_stored(
+    q: tl.tensor,
+    k_ptr: tl.tensor,
+    k_meta_ptr: tl.tensor,
+    row: tl.tensor,
+    inside: tl.tensor,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    KEYS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+) -> tl.tensor:
+    """Scores ``[M, T]`` of queries ``[M, P]``, in the order of the keys, and stored keys.
+
+    Codes are multiplied as they are; their scale is a factor of the scores.
+    """
+    k = load_numbers(k_ptr, row, inside, D, P, KEYS, IS_WHOLE).to(q.dtype)
+    if KEYS == FLOATS:
+        scores = score(q, k, SOFTCAP)
+    else:
+        scale, zero = load_meta(k_meta_ptr, row, inside, KEYS)
+        nothing = tl.zeros([q.shape[0], k.shape[0]], dtype=tl.float32)
+        scores = product(q, tl.trans(k), nothing) * scale[None, :]
+        if KEYS == INT4:
+            scores += tl.sum(q.to(tl.float32), 1)[:, None] * zero[None, :]
+        scores = soften(scores, SOFTCAP)
+    return scores
+
+
+@triton.jit
+def accumulate_stored(
+    scores: tl.tensor,
+    like: tl.tensor,
+    v_ptr: tl.tensor,
+    v_meta_ptr: tl.tensor,
+    row: tl.tensor,
+    inside: tl.tensor,
+    acc: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    VALUES: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """``accumulate`` with stored values: weights are multiplied by their scales, and meet codes.
+
+    float16 has too few exponents for that, so values are decoded.
+
+    Args:
+        like: of the dtype in which weights and values are multiplied.
+    """
+    numbers = load_numbers(v_ptr, row, inside, D, P, VALUES, IS_WHOLE)
+    if VALUES == FLOATS:
+        acc, largest, total = accumulate(scores, numbers.to(like.dtype), acc, largest, total)
+    else:
+        scale, zero = load_meta(v_meta_ptr, row, inside, VALUES)
+        if like.dtype == tl.float16:
+            values = numbers.to(tl.float32) * scale[:, None] + zero[:, None]
+            acc, largest, total = accumulate(scores, values.to(tl.float16), acc, largest, total)
+        else:
+            new_largest = tl.maximum(largest, tl.max(scores, 1))
+            shrink = tl.exp2((largest - new_largest) * LOG2E)
+            weights = weigh(scores, new_largest, like.dtype == tl.float32)
+            total = total * shrink + tl.sum(weights, 1)
+            acc = acc * shrink[:, None]
+            if VALUES == INT4:
+                acc += tl.sum(weights * zero[None, :], 1)[:, None]
+            acc = product((weights * scale[None, :]).to(like.dtype), numbers.to(like.dtype), acc)
+            largest = new_largest
+    return acc, largest, total
+
+
+@triton.jit
+def attend_stored(
+    q: tl.tensor,
+    acc: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    k_ptr: tl.tensor,
+    k_meta_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    v_meta_ptr: tl.tensor,
+    row: tl.tensor,
+    inside: tl.tensor,
+    visible: tl.tensor,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Queries against one tile of stored vectors.
+
+    Args:
+        q: ``[M, P]``, scaled, in the order of the keys.
+        acc, largest, total: the triple so far, in the order of the values; the new one is returned.
+        row: places of the vectors, int64 ``[T]``.
+        inside: which are read, bool ``[T]``.
+        visible: which of them each query sees, bool ``[M, T]`` or ``[1, T]``.
+        KEYS, VALUES: kinds of vectors.
+    """
+    scores = score_stored(q, k_ptr, k_meta_ptr, row, inside, D, P, KEYS, False, SOFTCAP)
+    scores = tl.where(visible, scores, FLOOR)
+    return accumulate_stored(
+        scores, q, v_ptr, v_meta_ptr, row, inside, acc, largest, total, D, P, VALUES, False
+    )
 
 
 @triton.jit
@@ -130,7 +307,9 @@ def attend_run(
     largest: tl.tensor,
     total: tl.tensor,
     k_ptr: tl.tensor,
+    k_meta_ptr: tl.tensor,
     v_ptr: tl.tensor,
+    v_meta_ptr: tl.tensor,
     first_unit: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
@@ -141,6 +320,8 @@ def attend_run(
     D: tl.constexpr,
     P: tl.constexpr,
     T: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Queries against tokens ``[begin, end)`` of contiguous units of a store.
@@ -148,7 +329,7 @@ def attend_run(
     Args:
         q: ``[M, P]``, scaled.
         acc, largest, total: the triple so far; the new one is returned.
-        k_ptr, v_ptr: stores with strides ``UNIT`` of units and ``HEAD`` of heads, in vectors.
+        k_ptr, k_meta_ptr, v_ptr, v_meta_ptr: stores; units are ``UNIT`` and heads ``HEAD`` vectors apart.
         first_unit: unit of token 0; token ``t`` is in slot ``t % SLOTS`` of unit ``t // SLOTS`` after it.
     """
     for start in tl.range(begin, end, T):
@@ -156,10 +337,10 @@ def attend_run(
         inside = token < end
         unit = (first_unit + token // SLOTS).to(tl.int64)
         row = unit * UNIT + head * HEAD + token % SLOTS
-        k = load_vectors(k_ptr, row, D, inside, D, P)
-        scores = tl.where(inside[None, :], score(q, k, SOFTCAP), FLOOR)
-        v = load_vectors(v_ptr, row, D, inside, D, P)
-        acc, largest, total = accumulate(scores, v, acc, largest, total)
+        acc, largest, total = attend_stored(
+            q, acc, largest, total, k_ptr, k_meta_ptr, v_ptr, v_meta_ptr, row, inside, inside[None, :],
+            D, P, KEYS, VALUES, SOFTCAP,
+        )  # fmt: skip
     return acc, largest, total
 
 
@@ -170,7 +351,9 @@ def attend_leading(
     largest: tl.tensor,
     total: tl.tensor,
     k_ptr: tl.tensor,
+    k_meta_ptr: tl.tensor,
     v_ptr: tl.tensor,
+    v_meta_ptr: tl.tensor,
     unit: tl.tensor,
     visible: tl.tensor,
     head: tl.tensor,
@@ -179,6 +362,8 @@ def attend_leading(
     D: tl.constexpr,
     P: tl.constexpr,
     T: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Queries against leading slots of one unit, ``visible [M]`` of them for each; see ``attend_run``."""
@@ -186,10 +371,10 @@ def attend_leading(
         slot = start + tl.arange(0, T)
         used = slot < tl.max(visible)
         row = unit.to(tl.int64) * UNIT + head * HEAD + slot
-        k = load_vectors(k_ptr, row, D, used, D, P)
-        scores = tl.where(slot[None, :] < visible[:, None], score(q, k, SOFTCAP), FLOOR)
-        v = load_vectors(v_ptr, row, D, used, D, P)
-        acc, largest, total = accumulate(scores, v, acc, largest, total)
+        acc, largest, total = attend_stored(
+            q, acc, largest, total, k_ptr, k_meta_ptr, v_ptr, v_meta_ptr, row, used,
+            slot[None, :] < visible[:, None], D, P, KEYS, VALUES, SOFTCAP,
+        )  # fmt: skip
     return acc, largest, total
 
 
@@ -205,15 +390,17 @@ def store_partial(
     inside: tl.tensor,
     D: tl.constexpr,
     P: tl.constexpr,
+    VALUES: tl.constexpr = 0,
 ) -> None:
     """Write a triple to rows of ``attn [*, D]``, ``max [*]`` and ``sum [*]``, all float32.
 
     Args:
         row: int64 ``[M]``.
         inside: which rows exist.
+        VALUES: kind of the values, in whose order the elements are.
     """
     column = tl.arange(0, P)
-    place = attn_ptr + row[:, None] * D + column[None, :]
+    place = attn_ptr + row[:, None] * D + elements(D, P, VALUES)[None, :]
     tl.store(place, acc, mask=inside[:, None] & (column < D)[None, :])
     tl.store(max_ptr + row, largest, mask=inside)
     tl.store(sum_ptr + row, total, mask=inside)
@@ -267,6 +454,7 @@ def load_queries(
     D: tl.constexpr,
     P: tl.constexpr,
     M: tl.constexpr,
+    KEYS: tl.constexpr = 0,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Queries ``[M, P]`` of a tile, the lines that they are and the rows of their tokens, ``[M]``.
 
@@ -276,7 +464,7 @@ def load_queries(
     query = line // GROUP
     row = tl.load(row_ptr + query, mask=query < num_queries, other=no_row)
     place = query.to(tl.int64) * stride_qq + head * stride_qk + (line % GROUP) * stride_qg
-    return load_vectors(q_ptr, place, 1, row < no_row, D, P), line, row
+    return load_vectors(q_ptr, place, 1, row < no_row, D, P, KEYS), line, row
 
 
 @triton.jit
@@ -295,12 +483,13 @@ def store_lines(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     P: tl.constexpr,
+    VALUES: tl.constexpr = 0,
 ) -> None:
     """Write the triples of a tile's lines to split ``split`` of ``attn [splits * Q, K, G, D]`` and so on."""
     query = line // GROUP
     token = tl.cast(split, tl.int64) * num_queries + query
     out = (token * NUM_HEADS + head) * GROUP + line % GROUP
-    store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, out, query < num_queries, D, P)
+    store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, out, query < num_queries, D, P, VALUES)
 
 
 @triton.jit

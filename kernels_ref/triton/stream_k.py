@@ -18,10 +18,10 @@ from kernels_ref.triton.launch import Triple
 from kernels_ref.triton.softmax import (
     FLOOR,
     LOG2E,
-    accumulate,
-    load_vectors,
+    accumulate_stored,
+    elements,
     nothing_seen,
-    score,
+    score_stored,
     store_partial,
 )
 from kernels_ref.triton.stream_k_choice import num_workers
@@ -127,7 +127,9 @@ def place_items_kernel(
 def attend_ranges_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
+    k_meta_ptr: tl.tensor,
     v_ptr: tl.tensor,
+    v_meta_ptr: tl.tensor,
     block_ptr: tl.tensor,
     visible_ptr: tl.tensor,
     row_begin_ptr: tl.tensor,
@@ -151,6 +153,8 @@ def attend_ranges_kernel(
     P: tl.constexpr,
     M: tl.constexpr,
     T: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
     ROWS_PAD: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> None:
@@ -165,6 +169,7 @@ def attend_ranges_kernel(
     row_ends = tl.load(row_begin_ptr + 1 + rows, mask=rows < num_rows, other=2147483647)
     group = tl.arange(0, M)
     column = tl.arange(0, P)
+    order = elements(D, P, KEYS)
     query_mask = (group < GROUP)[:, None] & (column < D)[None, :]
     token = group // (GROUP // TOKENS)
     TILES: tl.constexpr = (SLOTS + T - 1) // T
@@ -177,7 +182,7 @@ def attend_ranges_kernel(
         tile_end = tl.load(row_begin_ptr + row + 1).to(tl.int64)
         last = tl.minimum(tile_end, first + end - here)
 
-        query_place = row * stride_qn + head * stride_qk + group[:, None] * stride_qg + column[None, :]
+        query_place = row * stride_qn + head * stride_qk + group[:, None] * stride_qg + order[None, :]
         q = tl.load(q_ptr + query_place, mask=query_mask, other=0.0)
         acc, largest, total = nothing_seen(M, P)
         # One loop over the tiles of all blocks, so that loads run ahead across the ends of blocks.
@@ -187,24 +192,25 @@ def attend_ranges_kernel(
             place = tl.load(block_ptr + item).to(tl.int64) * UNIT + head * HEAD + slot
             if TOKENS == 1:
                 seen = slot < tl.load(visible_ptr + item)
-                k = load_vectors(k_ptr, place, D, seen, D, P)
-                scores = tl.where(seen[None, :], score(q, k, SOFTCAP), FLOOR)
+                scores = score_stored(q, k_ptr, k_meta_ptr, place, seen, D, P, KEYS, False, SOFTCAP)
+                scores = tl.where(seen[None, :], scores, FLOOR)
             else:
                 visible = tl.load(visible_ptr + item * TOKENS + token, mask=group < GROUP, other=0)
                 seen = slot < tl.max(visible)
-                k = load_vectors(k_ptr, place, D, seen, D, P)
-                scores = tl.where(slot[None, :] < visible[:, None], score(q, k, SOFTCAP), FLOOR)
-            v = load_vectors(v_ptr, place, D, seen, D, P)
-            acc, largest, total = accumulate(scores, v, acc, largest, total)
+                scores = score_stored(q, k_ptr, k_meta_ptr, place, seen, D, P, KEYS, False, SOFTCAP)
+                scores = tl.where(slot[None, :] < visible[:, None], scores, FLOOR)
+            acc, largest, total = accumulate_stored(
+                scores, q, v_ptr, v_meta_ptr, place, seen, acc, largest, total, D, P, VALUES, False
+            )
 
         begins_tile = first == tile_begin
         if begins_tile & (last == tile_end):
             unit = (row.to(tl.int64) * NUM_HEADS + head) * GROUP + group
-            store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, unit, group < GROUP, D, P)
+            store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, unit, group < GROUP, D, P, VALUES)
         else:
             unit = (worker * 2 + begins_tile.to(tl.int64)) * GROUP + group
             store_partial(
-                acc, largest, total, cut_attn_ptr, cut_max_ptr, cut_sum_ptr, unit, group < GROUP, D, P
+                acc, largest, total, cut_attn_ptr, cut_max_ptr, cut_sum_ptr, unit, group < GROUP, D, P, VALUES
             )
         here += last - first
 
@@ -274,6 +280,10 @@ def stream_k(
     tail_block: torch.Tensor,
     tail_visible: torch.Tensor,
     softcap: float,
+    k_meta: torch.Tensor | None = None,
+    v_meta: torch.Tensor | None = None,
+    keys: int = 0,
+    values: int = 0,
     workers: int | None = None,
 ) -> Triple:
     """Map the work, process it in equal ranges, merge splits; arguments as for the split kernel.
@@ -285,7 +295,7 @@ def stream_k(
     num_rows, num_heads, group, dim = q_NKHD.shape
     block_size = k_XKBD.shape[2]
     limits = launch.device_limits(q_NKHD.device)
-    tiles = launch.decode(group, dim, k_XKBD.dtype, limits)
+    tiles = launch.decode(group, dim, q_NKHD.dtype, limits, k_XKBD.dtype)
     # Reading a block's index and then its keys needs two more stages for as many tiles in flight.
     tiles = replace(tiles, num_stages=tiles.num_stages + 2)
     workers = num_workers(limits) if workers is None else workers
@@ -302,14 +312,15 @@ def stream_k(
     }
     attend_ranges_kernel[(workers,)](
         q_NKHD,
-        k_XKBD,
-        v_XKBD,
+        *launch.pointers(k_XKBD, k_meta, v_XKBD, v_meta),
         *work,
         *out,
         *cut,
         num_rows,
         *q_NKHD.stride()[:3],
         **launch.strides(k_XKBD),
+        KEYS=keys,
+        VALUES=values,
         **sizes,
         TOKENS=tail_visible.shape[2],
         SLOTS=block_size,

@@ -19,7 +19,7 @@ import triton.language as tl
 from kernels_ref.triton import launch
 from kernels_ref.triton.launch import Triple
 from kernels_ref.triton.merging import merge_runs, plan_runs
-from kernels_ref.triton.softmax import attend_leading, attend_run, nothing_seen, store_partial
+from kernels_ref.triton.softmax import attend_leading, attend_run, elements, nothing_seen, store_partial
 from kernels_ref.triton.stream_k import stream_k
 from kernels_ref.triton.stream_k_choice import choose
 
@@ -28,7 +28,9 @@ from kernels_ref.triton.stream_k_choice import choose
 def unique_blocks_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
+    k_meta_ptr: tl.tensor,
     v_ptr: tl.tensor,
+    v_meta_ptr: tl.tensor,
     owner_ptr: tl.tensor,
     tail_block_ptr: tl.tensor,
     tail_visible_ptr: tl.tensor,
@@ -55,6 +57,8 @@ def unique_blocks_kernel(
     P: tl.constexpr,
     M: tl.constexpr,
     T: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
     RANGE_PAD: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> None:
@@ -63,7 +67,7 @@ def unique_blocks_kernel(
     work = tl.program_id(1)
     group = tl.arange(0, M)
     column = tl.arange(0, P)
-    query_place = head * stride_qk + group[:, None] * stride_qg + column[None, :]
+    query_place = head * stride_qk + group[:, None] * stride_qg + elements(D, P, KEYS)[None, :]
     query_mask = (group < GROUP)[:, None] & (column < D)[None, :]
     if work < num_ranges:
         begin = work * blocks_per_range
@@ -78,12 +82,14 @@ def unique_blocks_kernel(
                 q = tl.load(q_ptr + row * stride_qn + query_place, mask=query_mask, other=0.0)
                 acc, largest, total = nothing_seen(M, P)
                 acc, largest, total = attend_run(
-                    q, acc, largest, total, k_ptr, v_ptr, begin, 0, (run_end - begin) * SLOTS, head,
-                    UNIT, HEAD, SLOTS, D, P, T, SOFTCAP,
+                    q, acc, largest, total, k_ptr, k_meta_ptr, v_ptr, v_meta_ptr, begin, 0,
+                    (run_end - begin) * SLOTS, head, UNIT, HEAD, SLOTS, D, P, T, KEYS, VALUES, SOFTCAP,
                 )  # fmt: skip
                 slot = (num_runs * num_ranges + work).to(tl.int64)
                 place = (slot * NUM_HEADS + head) * GROUP + group
-                store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, place, group < GROUP, D, P)
+                store_partial(
+                    acc, largest, total, attn_ptr, max_ptr, sum_ptr, place, group < GROUP, D, P, VALUES
+                )
                 tl.store(run_row_ptr + num_runs * num_ranges + work, row, mask=head == 0)
                 num_runs += 1
             begin = run_end
@@ -97,12 +103,12 @@ def unique_blocks_kernel(
             place = row * TAILS + tail
             visible = tl.load(tail_visible_ptr + place * TOKENS + token, mask=group < GROUP, other=0)
             acc, largest, total = attend_leading(
-                q, acc, largest, total, k_ptr, v_ptr, tl.load(tail_block_ptr + place), visible, head,
-                UNIT, HEAD, D, P, T, SOFTCAP,
+                q, acc, largest, total, k_ptr, k_meta_ptr, v_ptr, v_meta_ptr,
+                tl.load(tail_block_ptr + place), visible, head, UNIT, HEAD, D, P, T, KEYS, VALUES, SOFTCAP,
             )  # fmt: skip
         slot = (blocks_per_range * num_ranges + row).to(tl.int64)
         place = (slot * NUM_HEADS + head) * GROUP + group
-        store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, place, group < GROUP, D, P)
+        store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, place, group < GROUP, D, P, VALUES)
 
 
 def unique_blocks(
@@ -113,6 +119,10 @@ def unique_blocks(
     tail_block: torch.Tensor,
     tail_visible: torch.Tensor,
     softcap: float,
+    k_meta: torch.Tensor | None = None,
+    v_meta: torch.Tensor | None = None,
+    keys: int = 0,
+    values: int = 0,
 ) -> Triple:
     """Split over the slice or in equal ranges of owned blocks, by ``stream_k_choice``.
 
@@ -121,7 +131,7 @@ def unique_blocks(
     num_rows, num_heads = q_NKHD.shape[:2]
     is_even = choose(num_rows, owner.shape[0], num_heads, launch.device_limits(q_NKHD.device))
     run = stream_k if is_even else split_unique_blocks
-    return run(q_NKHD, k_XKBD, v_XKBD, owner, tail_block, tail_visible, softcap)
+    return run(q_NKHD, k_XKBD, v_XKBD, owner, tail_block, tail_visible, softcap, k_meta, v_meta, keys, values)
 
 
 def split_unique_blocks(
@@ -132,16 +142,19 @@ def split_unique_blocks(
     tail_block: torch.Tensor,
     tail_visible: torch.Tensor,
     softcap: float,
+    k_meta: torch.Tensor | None = None,
+    v_meta: torch.Tensor | None = None,
+    keys: int = 0,
+    values: int = 0,
 ) -> Triple:
     """Launch the kernel of this file and its merge."""
     num_rows, num_heads, group, dim = q_NKHD.shape
     limits = launch.device_limits(q_NKHD.device)
-    tiles = launch.decode(group, dim, k_XKBD.dtype, limits)
+    tiles = launch.decode(group, dim, q_NKHD.dtype, limits, k_XKBD.dtype)
     runs = plan_runs(q_NKHD, owner)
     unique_blocks_kernel[(num_heads, runs.num_ranges + num_rows)](
         q_NKHD,
-        k_XKBD,
-        v_XKBD,
+        *launch.pointers(k_XKBD, k_meta, v_XKBD, v_meta),
         owner,
         tail_block,
         tail_visible,
@@ -154,6 +167,8 @@ def split_unique_blocks(
         runs.per_range,
         *q_NKHD.stride()[:3],
         **launch.strides(k_XKBD),
+        KEYS=keys,
+        VALUES=values,
         **tiles.constants(q_NKHD),
         TAILS=tail_visible.shape[1],
         TOKENS=tail_visible.shape[2],

@@ -37,6 +37,8 @@ DEVICES = {
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
+OF_CODES = ", codes"
+"""Behind the names of kernels with stores of codes."""
 QUICK = {80: (("float16", 128),), 86: (("float32", 256),), 90: (("bfloat16", 128), ("bfloat16", 80))}
 """The variants of a quick run."""
 
@@ -88,7 +90,8 @@ def compile_variants(variants: list[tuple[int, str, int]]) -> Iterator[Compiled]
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         assert all(size > 0 for size in grid), f"{self.fn.__name__} has an empty grid {grid}"
-        made.append((self.fn.__name__, run(self, *args, grid=grid, warmup=True, **kwargs)))
+        name = self.fn.__name__ + (OF_CODES if kwargs.get("KEYS") else "")
+        made.append((name, run(self, *args, grid=grid, warmup=True, **kwargs)))
 
     triton.JITFunction.run = compile_only
     for capability, dtype, head_dim in variants:
@@ -149,7 +152,22 @@ def launches(dtype: torch.dtype, dim: int) -> list[Callable[[], Any]]:
     lse, sinks = torch.zeros(tokens, heads, group), torch.zeros(heads, group)
     chunk = (row, row, ints(rows, tokens))
     ends, tails = ints(rows, 8), (several[0], several[0], several[1])
+    # Keys of 8 bits, values of 4.
+    bits_8, bits_4 = (torch.zeros(blocks, heads, slots, n, dtype=torch.uint8) for n in (dim, dim // 2))
+    scale, meta = (torch.zeros(blocks, heads, slots, n, dtype=torch.bfloat16) for n in (1, 2))
+    k8v4, v4 = (scale, meta, 1, 2), (bits_8.view(torch.int8), bits_4)
     return [
+        lambda: stream_k(q_several, *v4, ints(blocks), *several, 0.0, *k8v4),
+        lambda: stream_k(q_rows, *v4, ints(blocks), *one, 0.0, *k8v4),
+        lambda: split_unique_blocks(q_rows, *v4, ints(blocks), *one, 0.0, *k8v4),
+        lambda: shared_blocks(q, *v4, *shared, 0.0, *k8v4),
+        lambda: leading_rings(q_rows, *v4, one[1], 0.0, *k8v4),
+        lambda: rings_with_weights(q_rows, *v4, one[1], sinks, 0.0, *k8v4),
+        lambda: held_rings(
+            q_several, *v4, held[:, :, :slots].contiguous(), tokens_of_rows, tokens_of_rows, 64, 0.0, *k8v4
+        ),
+        lambda: sparse_shared(q, *v4, token, *shared, rule, 0.0, *k8v4),
+        lambda: sparse_unique(q_several, *v4, ints(blocks), ints(blocks), *tails, ends, rule, 0.0, *k8v4),
         lambda: sparse_causal(q, k, v, token, token, row, rule, 0.0),
         lambda: sparse_shared(q, k_store, v_store, token, *shared, rule, 0.0),
         lambda: sparse_unique(

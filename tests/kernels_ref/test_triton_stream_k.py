@@ -102,7 +102,7 @@ class World:
 
         q, k, v, owner, tail_block, seen = (x.to(DEVICE) for x in (self.q, self.k, self.v, *self.plan()))
         workers = self.case.workers if workers is None else workers
-        out = stream_k(q, k, v, owner, tail_block, seen, softcap, workers)
+        out = stream_k(q, k, v, owner, tail_block, seen, softcap, workers=workers)
         return Partial(*(x.cpu() for x in out))
 
     def keys_of(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ from hpu_duo import HPUDuoModel, SamplingParams
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
 from hpu_duo.kv.tiers.host_link import HostLink
 from hpu_duo.kv.tiers.link import SimulatedLink, Transfer, Transfers
+from hpu_duo.kv.tiers.stream_link import StreamLink
 from hpu_duo.kv.tiers.policy import LoadPolicy
 from hpu_duo.startup.offloading import HostSlots
 from kernels_ref import Blocks, HeadGroup, Rings
@@ -42,7 +43,7 @@ def in_steps(served: HPUDuoModel, latency: float = 0.0) -> HPUDuoModel:
     """Replace the link by one whose clock is polls, and whose transfers arrive when they land."""
     executor, tiers = served.engine.runner.executor, served.engine.scheduler.allocations.tiers
     assert tiers is not None
-    assert isinstance(executor.link, HostLink)
+    assert isinstance(executor.link, HostLink | StreamLink)
     now = [0.0]
 
     def clock() -> float:

@@ -12,6 +12,7 @@ import torch
 
 from hpu_duo import HPUDuoModel
 from hpu_duo.device.streams import Mark
+from hpu_duo.kv.row_state import Units
 from hpu_duo.kv.store import block_units, row_units
 from hpu_duo.kv.tiers.host_link import HostLink
 from hpu_duo.kv.tiers.link import Link, Transfer, Transfers
@@ -96,7 +97,7 @@ def test_texts_come_back_by_streams_that_end_later(
     tiny: Tiny, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Records of all stores, in buffers of two blocks; a snapshot fills several slots."""
-    plain, tiered = (tiny.load(**sizes, **KINDS[kind]) for sizes in (SMALL, HOST))
+    plain, tiered = (tiny.load(**sizes, **KINDS[kind], device="cpu") for sizes in (SMALL, HOST))
     store, streams = tiered.engine.runner.store, FakeStreams()
 
     def by_streams(threads: HostLink) -> StreamLink:
@@ -112,8 +113,23 @@ def test_texts_come_back_by_streams_that_end_later(
     assert tiers.counters.loaded_s > 0
 
 
+def test_numbers_that_are_not_aligned_in_a_record_come_back() -> None:
+    stores = [
+        torch.arange(4 * 3, dtype=torch.uint8).view(4, 3),
+        torch.arange(4 * 2, dtype=torch.float32).view(4, 2),
+    ]
+    link = StreamLink((), [Units(store) for store in stores], 3, 8, FakeStreams(looks=0))
+    expected = [store.clone() for store in stores]
+    rows = (Transfer(is_row=True, unit=2, slots=(0, 2)),)
+    link.begin(Transfers(stores=rows))
+    for store in stores:
+        store[2] = 0
+    link.begin(Transfers(loads=rows))
+    assert all(torch.equal(store, wanted) for store, wanted in zip(stores, expected))
+
+
 def test_a_link_that_is_gone_leaves_no_memory_pinned(tiny: Tiny) -> None:
-    store, streams = tiny.load(**SMALL, **DUO).engine.runner.store, FakeStreams(looks=0)
+    store, streams = tiny.load(**SMALL, **DUO, device="cpu").engine.runner.store, FakeStreams(looks=0)
     link = StreamLink(block_units(store), row_units(store), 2, 512, streams)
     link.begin(Transfers(stores=(block := Transfer(is_row=False, unit=0, slots=(1,)),)))
     link.wait_any()

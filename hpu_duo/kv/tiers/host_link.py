@@ -49,6 +49,14 @@ class HostRecords(NotPicklable):
             ) from error
         self.slots: Bytes = np.frombuffer(memory, np.uint8).reshape(num_slots, slot_bytes)
 
+    def poison(self, transfer: Transfer) -> None:
+        """Fill a unit with ones in every bit: not a number in every float format."""
+        unit = torch.tensor([transfer.unit], dtype=torch.int32, device=self._device)
+        for each in self._tensors[transfer.is_row]:
+            num_bytes = math.prod(each.shape) * each.tensor.dtype.itemsize
+            ones = torch.full((1, num_bytes), 0xFF, dtype=torch.uint8).view(each.tensor.dtype)
+            each.write(unit, ones.view(1, *each.shape).to(self._device))
+
 
 class HostLink(HostRecords):
     """Transfers by two threads, one for each direction.
@@ -215,13 +223,6 @@ class HostLink(HostRecords):
             null = self._tensors[is_row][0].null_unit
             units += [null] * (self._padded[is_row] - len(units))
         return torch.tensor(units, dtype=torch.int32).to(self._device)
-
-    def poison(self, transfer: Transfer) -> None:
-        """Fill a unit with ones in every bit: not a number in every float format."""
-        for each in self._tensors[transfer.is_row]:
-            num_bytes = math.prod(each.shape) * each.tensor.dtype.itemsize
-            ones = torch.full((1, num_bytes), 0xFF, dtype=torch.uint8).view(each.tensor.dtype)
-            each.write(self._units([transfer]), ones.view(1, *each.shape))
 
 
 def _record_of(parts: Sequence[torch.Tensor]) -> Bytes:

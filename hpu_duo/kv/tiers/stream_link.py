@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +30,13 @@ class _Flight:
     began: Mark
     ended: Mark
     number: int
+
+
+class _Buffers(NamedTuple):
+    """A buffer on the device as records, ``[n, bytes]``, and as units of each store, ``[n, ...]``."""
+
+    records: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
 
 
 class StreamLink(HostRecords):
@@ -60,14 +67,19 @@ class StreamLink(HostRecords):
         super().__init__(blocks, rows, num_slots, slot_bytes)
         self._host = torch.from_numpy(self.slots)
         weakref.finalize(self, runtime.pin(self._host))
-        self._widths = {
-            is_row: [math.prod(each.shape) * each.tensor.dtype.itemsize for each in tensors]
-            for is_row, tensors in self._tensors.items()
-        }
-        largest = max(map(sum, self._widths.values()))
+        # A launch is a large part of what the host does for one tensor, so views are made once.
+        self._stores = {is_row: list(map(_view, tensors)) for is_row, tensors in self._tensors.items()}
+        self._record_bytes = {is_row: sum(map(_unit_bytes, views)) for is_row, views in self._stores.items()}
+        largest = max(self._record_bytes.values())
         size = max(largest, min(STAGING_BYTES, most_units * largest))
         # One for each direction.
         self._staging = torch.empty((2, size), dtype=torch.uint8, device=self._device)
+        self._staged = {
+            (is_load, is_row): self._buffers(is_load=is_load, is_row=is_row)
+            for is_load in (False, True)
+            for is_row, views in self._stores.items()
+            if views
+        }
         self._streams = runtime.copy_stream(), runtime.copy_stream()
         self._flying: dict[tuple[Transfer, bool], _Flight] = {}
 
@@ -86,41 +98,55 @@ class StreamLink(HostRecords):
                         self._flying[transfer, is_load] = _Flight(began, ended, len(batch))
                     began = ended
 
+    def _buffers(self, *, is_load: bool, is_row: bool) -> _Buffers:
+        width = self._record_bytes[is_row]
+        number = self._staging.shape[1] // width
+        records = self._staging[int(is_load), : number * width].view(number, width)
+        parts, start = [], 0
+        for view in self._stores[is_row]:
+            size, item = _unit_bytes(view), view.element_size()
+            # Bytes where numbers of the store would not be aligned.
+            part = records[:, start : start + size]
+            if not start % item and not width % item:
+                part = part.view(view.dtype).unflatten(1, view.shape[1:])
+            parts.append(part)
+            start += size
+        return _Buffers(records, tuple(parts))
+
     def _batches(self, transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
-        """Transfers of one kind that fit into a buffer."""
+        """Transfers of one kind that fit into a buffer; those of units on other ranks are alone."""
         for is_row in (False, True):
             kind = [each for each in transfers if each.is_row is is_row]
-            size = max(1, self._staging.shape[1] // max(1, sum(self._widths[is_row])))
+            staged = self._staged.get((False, is_row))
+            size = 1 if staged is None else len(staged.records)
             yield from (kind[begin : begin + size] for begin in range(0, len(kind), size))
 
     def _store(self, batch: Sequence[Transfer]) -> None:
-        staged = self._staged(batch, is_load=False)
-        units, start = self._streams[False].send(_ids(batch)), 0
-        for each, width in zip(self._tensors[batch[0].is_row], self._widths[batch[0].is_row]):
-            data = each.read(units).view(torch.uint8)
-            staged[:, start : start + width].copy_(data.view(len(batch), width))
-            start += width
-        for record, transfer in zip(staged, batch):
+        if (staged := self._staged.get((False, batch[0].is_row))) is None:
+            return
+        units, number = self._streams[False].send(_ids(batch)), len(batch)
+        for view, part in zip(self._stores[batch[0].is_row], staged.parts):
+            if part.dtype == view.dtype:
+                torch.index_select(view, 0, units, out=part[:number])
+            else:
+                part[:number].copy_(view.index_select(0, units).view(number, -1).view(torch.uint8))
+        for record, transfer in zip(staged.records, batch):
             for slot, part in zip(transfer.slots, record.split(self.slots.shape[1])):
                 self._host[slot, : len(part)].copy_(part, non_blocking=True)
 
     def _load(self, batch: Sequence[Transfer]) -> None:
-        staged = self._staged(batch, is_load=True)
-        for record, transfer in zip(staged, batch):
+        if (staged := self._staged.get((True, batch[0].is_row))) is None:
+            return
+        for record, transfer in zip(staged.records, batch):
             for slot, part in zip(transfer.slots, record.split(self.slots.shape[1])):
                 part.copy_(self._host[slot, : len(part)], non_blocking=True)
-        units, start = self._streams[True].send(_ids(batch)).long(), 0
-        for each, width in zip(self._tensors[batch[0].is_row], self._widths[batch[0].is_row]):
-            # A copy, whose address suits any dtype.
-            data = staged[:, start : start + width].clone().view(each.tensor.dtype)
-            view = each.tensor if each.layout is None else each.layout.view(each.tensor)
-            view.index_copy_(0, units, data.view(len(batch), *each.shape))
-            start += width
-
-    def _staged(self, batch: Sequence[Transfer], *, is_load: bool) -> torch.Tensor:
-        """Return a part of the buffer of a direction, ``[n, bytes of a record]``."""
-        width = sum(self._widths[batch[0].is_row])
-        return self._staging[int(is_load), : len(batch) * width].view(len(batch), width)
+        units, number = self._streams[True].send(_ids(batch)).long(), len(batch)
+        for view, part in zip(self._stores[batch[0].is_row], staged.parts):
+            data = part[:number]
+            if part.dtype != view.dtype:
+                data = data.clone(memory_format=torch.contiguous_format)
+                data = data.view(-1).view(view.dtype).view(number, *view.shape[1:])
+            view.index_copy_(0, units, data)
 
     def poll(self) -> list[Landed]:
         """Return the transfers that have ended."""
@@ -153,6 +179,15 @@ class StreamLink(HostRecords):
 
     def warm_up(self) -> None:
         """Nothing is compiled."""
+
+
+def _view(units: Units) -> torch.Tensor:
+    """Units of a store, ``[X, ...]``."""
+    return units.tensor if units.layout is None else units.layout.view(units.tensor)
+
+
+def _unit_bytes(view: torch.Tensor) -> int:
+    return math.prod(view.shape[1:]) * view.element_size()
 
 
 def _ids(batch: Sequence[Transfer]) -> torch.Tensor:
