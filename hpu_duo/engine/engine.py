@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphs.bucket_file import write_shapes
-from graphs.interrupts import interrupts_deferred
+from graphs.interrupts import Deferral, interrupts_deferred
+from hpu_duo.device.ranks import RankError
 from hpu_duo.engine.contexts import Contexts, PrefixCopies
 from hpu_duo.engine.intake import Add, Calls, Entry, Intake, Prompt, warn_of_cuts
 from hpu_duo.engine.outputs import (
@@ -32,12 +34,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from graphs.bucket_file import ShapeRecorder
-    from hpu_duo.device.ranks import RankError
     from hpu_duo.drafting import Drafter
     from hpu_duo.engine.telemetry import StepListener, StepSink
     from hpu_duo.heads import HeadPattern
     from hpu_duo.request import PrefixHold
     from hpu_duo.scheduling.ranker import Ranker
+
+_log = logging.getLogger(__name__)
 
 
 class Engine(NotPicklable):
@@ -165,7 +168,7 @@ class Engine(NotPicklable):
             return replanner.can_go_on
 
     def settle_idle(self) -> bool:
-        """Wait for a transfer to host memory, or a write to disk, while no request waits.
+        """Begin or wait for a transfer to host memory, or a write to disk, while no request waits.
 
         Returns:
             Whether there may be more.
@@ -174,8 +177,28 @@ class Engine(NotPicklable):
             tiers = self.scheduler.allocations.tiers
             if tiers is None or self.has_unfinished:
                 return False
+            if tiers.has_stores:
+                return self._store_idle(deferral)
             with deferral.lifted():
                 return tiers.settle()
+
+    def _store_idle(self, deferral: Deferral) -> bool:
+        """Run a step that only copies to host memory; False if it fails, which loses the cache."""
+        try:
+            self._stepper.advance(deferral)
+        except RankError:
+            raise
+        except Exception as error:
+            self.scheduler.discard()
+            _log.warning("a step between requests failed, so cached prefixes are lost: %r", error)
+            return False
+        return True
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether what is copied to host memory is written to a disk, which a later engine reads."""
+        tiers = self.scheduler.allocations.tiers
+        return tiers is not None and tiers.disk is not None
 
     @property
     def is_planning(self) -> bool:

@@ -132,7 +132,8 @@ class Scheduler:
     def plan(self, alone: Request | None = None) -> StepPlan | None:
         """Plan the next step and allocate what it needs; None when there is nothing to do.
 
-        A plan without rows has copies and transfers only: all requests wait for records of their prefixes.
+        A plan without rows has copies and transfers only: all requests wait for records of their prefixes, or
+        there are none, and the last step has cached what is copied to the host.
 
         Args:
             alone: an unfinished request to run alone; other running requests are preempted.
@@ -171,7 +172,7 @@ class Scheduler:
             self._add_drafts(step)
         if step.is_empty:  # those with a share were preempted for one that did not fit after all
             self._schedule_all([r for r in self._running if r.num_uncomputed_tokens != 1], step)
-            if step.is_empty and (tiers is None or not tiers.has_loads):
+            if step.is_empty and (tiers is None or not (tiers.has_loads or tiers.has_stores)):
                 assert not self._unfinished, f"nothing scheduled for {self._unfinished}"
                 return None
         try:

@@ -374,9 +374,8 @@ class PrefixCache:
         return lost
 
     def _write(self, nodes: Iterable[PrefixNode], policy: WritePolicy) -> None:
-        if self.tiers is not None and self.tiers.write_policy is policy:
-            for node in nodes:
-                self.tiers.leave(node, is_evicted=False)
+        if self.tiers is not None:
+            self.tiers.write_through(nodes, policy)
 
     def restore(self, piece: Piece, allocate: Callable[[], int | None]) -> PrefixNode | None:
         """Bring a record that has landed in a unit into the tree, unless it is there.

@@ -101,14 +101,14 @@ class HostSlots(NamedTuple):
             swap_gib: as many for preempted requests.
 
         Raises:
-            ValueError: the size is below one record, or above the free memory of the host.
+            ValueError: the size is below one record.
         """
         plans = [replace(memory, layers=layers, others=()) for layers in (memory.layers, *memory.others)]
         sizes = [plan.block_bytes if memory.uses_blocks else plan.row_bytes for plan in plans]
         per_row = max(-(-plan.row_bytes // size) if size else 1 for plan, size in zip(plans, sizes))
         # A rank without blocks only has the slots of snapshots.
         sizes = [size or max(1, -(-plan.row_bytes // per_row)) for plan, size in zip(plans, sizes)]
-        total, free = int(size_gib * _GIB), host_memory().free
+        total = int(size_gib * _GIB)
         if total < sum(sizes):
             raise ValueError(
                 f"expected kv_offloading_size of one block or more, {sum(sizes):,} bytes, got {total:,} bytes"
@@ -118,22 +118,27 @@ class HostSlots(NamedTuple):
             raise ValueError(
                 f"expected swap_space of one block or more, {sum(sizes):,} bytes, got {swap:,} bytes"
             )
-        if total + swap > free:
-            together = " and swap_space together" if swap else ""
-            raise ValueError(
-                f"expected kv_offloading_size{together} within the free memory of the host, {free:,} bytes, "
-                f"got {total + swap:,} bytes"
-            )
         return cls(total // sum(sizes), sizes[0], per_row, swap // sum(sizes))
 
 
 def host_link(
     cache: CacheConfig, store: KVStore, limits: StepLimits, runtime: DeviceRuntime
 ) -> HostLink | StreamLink | None:
-    """Allocate the records of this rank; None without a tier."""
+    """Allocate the records of this rank; None without a tier.
+
+    Raises:
+        ValueError: the sizes are below one record, or above the free memory of the host.
+    """
     if cache.kv_offloading_size is None:
         return None
     slots = HostSlots.of(cache.kv_offloading_size, store.plan, cache.swap_space or 0.0)
+    needed, free = int((cache.kv_offloading_size + (cache.swap_space or 0.0)) * _GIB), host_memory().free
+    if needed > free:
+        together = " and swap_space together" if cache.swap_space else ""
+        raise ValueError(
+            f"expected kv_offloading_size{together} within the free memory of the host, {free:,} bytes, "
+            f"got {needed:,} bytes"
+        )
     each_way = limits.num_staged_blocks // 2, limits.num_staged_rows // 2
     records = block_units(store), row_units(store), slots.number + slots.num_swap, slots.num_bytes
     if isinstance(runtime, CopiesAside):

@@ -27,6 +27,7 @@ from hpu_duo.kv.tiers.policy import LoadPolicy
 from hpu_duo.kv.tiers.segments import PAGE, FolderLock, record_bytes, scan, segments_of
 from hpu_duo.startup.offloading import is_in_memory
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
+from tests.modeling.families import BLOCK
 from tests.offload.disk_child import SLOT_BYTES, payload, tier
 from tests.offload.test_offloading import GREEDY, HOST, SMALL, TEXTS
 
@@ -323,6 +324,23 @@ def test_texts_of_an_earlier_run_come_back_from_the_disk(
     assert counters.num_read > 0
     assert counters.num_failures == counters.num_damaged == 0
     assert offload.num_hit_tokens >= counters.num_hit_tokens > 0
+
+
+def test_an_idle_engine_writes_all_that_was_cached(tiny: Tiny, tmp_path: Path) -> None:
+    """Also what found no free unit for its copy, and what the last step has cached."""
+    more = {"kv_offloading_write_policy": "write_through", "kv_offloading_blocks_per_step": 1}
+    on_disk = {"kv_offloading_disk": tmp_path, "kv_offloading_disk_size": 0.01}
+    text, hits = TEXTS[2], []
+    for _ in range(2):
+        served = tiny.load(**HOST, **more, **on_disk)
+        serve(served, [text], GREEDY)
+        while served.engine.settle_idle():
+            pass
+        offload = served.stats().offload
+        assert offload is not None
+        hits.append(offload.num_hit_tokens)
+        del served
+    assert hits == [0, (len(text) - 1) // BLOCK * BLOCK]
 
 
 def test_records_of_other_heads_of_a_kv_plan_are_another_models(tiny: Tiny, tmp_path: Path) -> None:

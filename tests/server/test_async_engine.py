@@ -320,7 +320,7 @@ def test_outputs_of_samples_end_their_request_with_the_last_of_them() -> None:
 class Planning:
     """An idle engine whose bucket table has been planned when it is looked at for the third time."""
 
-    has_unfinished = False
+    has_unfinished = has_disk = False
 
     def __init__(self) -> None:
         self.num_looks, self.is_taken = 0, threading.Event()

@@ -7,7 +7,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -214,6 +214,10 @@ class DiskTier(NotPicklable):
         host: records in host memory; they stay there while they are written or read.
         slots: bytes of these records, ``[slots, slot_bytes]``.
         block_size: tokens of a full block.
+
+    Attributes:
+        num_bytes: of the records.
+        is_off: whether the disk has failed.
     """
 
     def __init__(
@@ -222,6 +226,8 @@ class DiskTier(NotPicklable):
         self._folder, self._host, self._slots, self._block_size = folder, host, slots, block_size
         self.counters, self.is_off = DiskCounters(), False
         self._records: dict[RecordKey, StoredRecord] = {}
+        self._by_segment: dict[str, dict[RecordKey, StoredRecord]] = {}
+        self.num_bytes = 0
         self._partial: PartialRecords[StoredRecord] = PartialRecords()
         self._queue: deque[Record] = deque()
         self._writer = ThreadPoolExecutor(1, "hpu-duo-kv-disk-write")
@@ -236,11 +242,6 @@ class DiskTier(NotPicklable):
 
     def __len__(self) -> int:
         return len(self._records)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the records."""
-        return sum(record_bytes(each.num_bytes) for each in self._records.values())
 
     @property
     def is_writer(self) -> bool:
@@ -368,8 +369,7 @@ class DiskTier(NotPicklable):
             self.counters.written_bytes += stored.num_bytes
         self.counters.written_s += written.seconds
         if written.dropped:
-            gone = set(written.dropped)
-            self._drop_segments(lambda name: name in gone)
+            self._drop_segments(written.dropped)
 
     def refresh(self) -> None:
         """Look for what another process has written, unless this one writes; at most every two seconds."""
@@ -385,7 +385,7 @@ class DiskTier(NotPicklable):
         except Exception as error:
             self._fail(error)
             return
-        self._drop_segments(lambda name: name not in scanned.names)
+        self._drop_segments(self._by_segment.keys() - scanned.names)
         self._take(scanned)
 
     def _take(self, scanned: _Scanned) -> None:
@@ -395,20 +395,26 @@ class DiskTier(NotPicklable):
         self.counters.num_foreign = scanned.num_foreign
 
     def _add(self, stored: StoredRecord) -> None:
-        self._records[stored.key] = stored
+        if (older := self._records.get(stored.key)) is not None:
+            self._drop(older)
+        self._records[stored.key] = self._by_segment.setdefault(stored.segment, {})[stored.key] = stored
+        self.num_bytes += record_bytes(stored.num_bytes)
         if stored.num_own_tokens < self._block_size:
             self._partial.add(stored)
 
     def _drop(self, stored: StoredRecord) -> None:
         if self._records.get(stored.key) == stored:
-            del self._records[stored.key]
+            del self._records[stored.key], self._by_segment[stored.segment][stored.key]
+            self.num_bytes -= record_bytes(stored.num_bytes)
             if stored.num_own_tokens < self._block_size:
                 self._partial.remove(stored)
 
-    def _drop_segments(self, is_gone: Callable[[str], bool]) -> None:
-        for stored in [each for each in self._records.values() if is_gone(each.segment)]:
-            self.counters.num_dropped += 1
-            self._drop(stored)
+    def _drop_segments(self, names: Iterable[str]) -> None:
+        for name in names:
+            for stored in tuple(self._by_segment.get(name, {}).values()):
+                self.counters.num_dropped += 1
+                self._drop(stored)
+            self._by_segment.pop(name, None)
 
     def _fail(self, error: Exception) -> None:
         self.counters.num_failures += 1
@@ -417,6 +423,8 @@ class DiskTier(NotPicklable):
             _log.warning("the KV tier on disk is off, because %s failed: %s", self._folder.path, reason)
         self.is_off = True
         self._records.clear()
+        self._by_segment.clear()
+        self.num_bytes = 0
         self._partial = PartialRecords()
         self._queue.clear()
 

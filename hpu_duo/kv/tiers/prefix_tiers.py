@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -166,6 +166,8 @@ class PrefixTiers:
 
     def _reset(self) -> None:
         self._storing: set[Record] = set()
+        # Cached prefixes that are still to be written through, the first one first.
+        self._unwritten: dict[PrefixNode, None] = {}
         # By record that is read from the disk.
         self._reading: dict[Record, Piece] = {}
         self._loads: dict[Request, Load] = {}
@@ -176,6 +178,11 @@ class PrefixTiers:
     def has_loads(self) -> bool:
         """Whether any request waits for records, or for its swapped blocks."""
         return bool(self._loads) or (self.swap is not None and self.swap.is_moving)
+
+    @property
+    def has_stores(self) -> bool:
+        """Whether anything waits to be copied to the host by a step."""
+        return bool(self._unwritten) or self.stage.has_begun
 
     def wait_any(self) -> None:
         """Wait until a transfer, or the work of a thread of the disk, has ended, if any is on its way."""
@@ -197,31 +204,50 @@ class PrefixTiers:
         """Store the last block of a prefix and its snapshot, if it has them.
 
         Args:
-            is_evicted: what cannot be stored now is lost, and counted.
+            is_evicted: what cannot be stored now is lost, and counted; otherwise a later step stores it.
         """
-        if self._record_bytes[False]:
-            self._store(node, is_row=False, unit=node.block, is_evicted=is_evicted)
+        is_stored = not self._record_bytes[False] or self._store(
+            node, is_row=False, unit=node.block, is_evicted=is_evicted
+        )
         if node.snapshot is not None:
-            self._store(node, is_row=True, unit=node.snapshot, is_evicted=is_evicted)
+            is_stored &= self._store(node, is_row=True, unit=node.snapshot, is_evicted=is_evicted)
+        if not is_stored and not is_evicted:
+            self._unwritten[node] = None
+
+    def write_through(self, nodes: Iterable[PrefixNode], policy: WritePolicy) -> None:
+        """Store prefixes that stay cached, if that is the policy."""
+        if self.write_policy is policy:
+            for node in nodes:
+                self.leave(node, is_evicted=False)
+
+    def _write_more(self) -> None:
+        """Store what is still to be written through, and is still cached, while units are free."""
+        for node in tuple(self._unwritten) if self._unwritten else ():
+            if not self.stage.num_free(is_load=False, is_row=not self._record_bytes[False]):
+                return
+            del self._unwritten[node]
+            if node.parent is not None and node.parent.children.get(node.key) is node:
+                self.leave(node, is_evicted=False)
 
     def leave_row(self, node: PrefixNode, row: int) -> None:
         """Store the snapshot of a prefix, before its row is filled with another one."""
         self._store(node, is_row=True, unit=row, is_evicted=True)
 
-    def _store(self, node: PrefixNode, *, is_row: bool, unit: int, is_evicted: bool) -> None:
+    def _store(self, node: PrefixNode, *, is_row: bool, unit: int, is_evicted: bool) -> bool:
         key = RecordKey(node.digest, is_row)
         if self.host.knows(key):
             self.host.use((key,))
-            return
+            return True
         assert node.parent is not None, "expected a prefix with a block"
         record = None
         if self.stage.num_free(is_load=False, is_row=is_row):
             record = self.host.reserve(key, node.parent.digest, node.num_own_tokens, self._num_slots[is_row])
         if record is None:
             self.counters.num_busy += is_evicted
-            return
+            return False
         self._storing.add(record)
         self.stage.store(unit, record.slots, partial(self._stored, record), is_row=is_row)
+        return True
 
     def _stored(self, record: Record, landed: Landed) -> None:
         counters, num_bytes = self.counters, self._record_bytes[record.key.is_row]
@@ -428,6 +454,7 @@ class PrefixTiers:
                 what is evicted can be copied to.
         """
         self._land()
+        self._write_more()
         for load in list(self._loads.values()):
             self._place(load, place, has_free_block)
 

@@ -47,6 +47,11 @@ class Stage:
         return bool(self._ended)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether any unit waits for the next step, which copies it to the host."""
+        return bool(self._stores)
+
+    @property
     def is_moving(self) -> bool:
         """Whether any transfer of a step that has run has not landed."""
         return len(self._ended) > len(self._stores) + len(self._loads)

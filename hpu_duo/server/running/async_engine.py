@@ -30,6 +30,8 @@ Command = Callable[["Engine"], None]
 """A command to run between two steps; it must not raise."""
 
 _SNAPSHOT_S = 0.25
+_WRITE_S = 5.0
+"""Most seconds that a thread that is stopped still writes cached prefixes to disk."""
 _MOST_FAILURES = 8
 """Most successive failed steps. The engine isolates a request that makes steps fail in fewer."""
 
@@ -100,6 +102,9 @@ class EngineThread:
                 self._carry_out()
                 if not self._is_stopped and self._engine.has_unfinished:
                     self._step()
+            until = time.perf_counter() + _WRITE_S
+            while self._engine.has_disk and time.perf_counter() < until and self._engine.settle_idle():
+                pass
         except BaseException as error:
             if self._is_to_stop:
                 _log.warning("the engine was stopped in a step: %s", error)
