@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import settings
 
 from hpu_duo.garbage import collector_paused, leave_out_what_is_there
 from tests.forked import start_forked
+from tests.tiers import may_have_slow_tests
 
 if TYPE_CHECKING:
     from hpu_duo.lab import sim
@@ -62,8 +64,20 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         leave_out_what_is_there()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files without slow tests out of runs of slow tests: each worker imports what it collects."""
+    is_test = collection_path.match("test_*.py")
+    if is_test and config.option.markexpr.startswith("slow") and not may_have_slow_tests(collection_path):
+        return True
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Skip what needs a GPU where there is none, and refuse slow tests that their tier would not find."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    if lost := [str(path) for path in slow if not may_have_slow_tests(path)]:
+        raise pytest.UsageError(f"expected files with slow tests to name pytest.mark.slow, got {lost}")
     if HAS_GPU:
         return
     for item in items:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
 """Marks of a further case of what a fast test, or another slow one, tries."""
+
+
+def may_have_slow_tests(path: Path) -> bool:
+    """Whether a file of tests names a later tier: runs of slow tests import no others."""
+    text = path.read_text(encoding="utf-8")
+    return "mark.slow" in text or "tests.tiers" in text
 
 
 def every(step: int, cases: Iterable[Any]) -> list[Any]:
