@@ -42,9 +42,10 @@ class Launch:
         """The same with query tiles no larger than ``num_lines`` lines need."""
         return replace(self, rows=min(self.rows, max(MIN_TILE, next_power_of_two(num_lines))))
 
-    def for_keys(self, num_keys: int) -> Launch:
-        """The same with tiles of keys no larger than ``num_keys`` keys need."""
-        return replace(self, keys=min(self.keys, max(MIN_TILE, next_power_of_two(num_keys))))
+    def for_keys(self, num_keys: int, stored: torch.dtype | None = None) -> Launch:
+        """The same with tiles of keys no larger than ``num_keys`` keys need, ``stored`` in that."""
+        least = MIN_TILE if stored is None or stored.itemsize > 1 else LEAST_CODES
+        return replace(self, keys=max(least, min(self.keys, next_power_of_two(num_keys))))
 
     def constants(self, queries: torch.Tensor) -> dict[str, int | bool]:
         """Sizes that a model fixes and tiles, for queries ``[*, K, G, D]``, with ``options``, by name."""
@@ -93,6 +94,10 @@ def device_limits(device: torch.device) -> DeviceLimits:
     return DeviceLimits(properties.multi_processor_count, shared)
 
 
+LEAST_CODES = 32
+"""Least codes of a tile along the side that a product sums over, as many bytes as one of floats has."""
+
+
 def num_tiles(number: int, tile: int) -> int:
     """Number of tiles for ``number`` items."""
     return -(-number // tile)
@@ -104,8 +109,17 @@ def next_power_of_two(number: int) -> int:
 
 
 def padded_dim(head_dim: int) -> int:
-    """Columns of a tile of vectors of ``head_dim``."""
+    """Columns of a tile of vectors of ``head_dim``: enough for a product over half of them."""
     return max(MIN_TILE, next_power_of_two(head_dim))
+
+
+def stored_constants(head_dim: int, keys: int, values: int) -> dict[str, int]:
+    """Constants of kernels that read stores, by name: kinds of vectors, and columns of their tiles.
+
+    Half of the columns of 4-bit codes are a tile of a product for four warps.
+    """
+    least = 4 * MIN_TILE if KINDS[Int4] in (keys, values) else MIN_TILE
+    return {"KEYS": keys, "VALUES": values, "P": max(least, padded_dim(head_dim))}
 
 
 def group_rows(group_size: int) -> int:
@@ -131,12 +145,9 @@ def decode(
     """
     size = dtype.itemsize if stored is None or dtype == torch.float32 else stored.itemsize
     rows, bytes_of_key = group_rows(group_size), padded_dim(head_dim) * size
-    keys = max(MIN_TILE, min(64 if size > 1 else MOST_CODES, (16 << 10) // bytes_of_key))
+    least = MIN_TILE if size > 1 else LEAST_CODES
+    keys = max(least, min(64, (16 << 10) // bytes_of_key))
     return Launch(rows, keys, num_warps=4, num_stages=3 if limits.is_large else 2)
-
-
-MOST_CODES = 128
-"""Most keys of a tile of codes in decode kernels."""
 
 
 def blocks_per_program(num_blocks: int, num_heads: int, limits: DeviceLimits) -> int:
@@ -255,6 +266,14 @@ KINDS: dict[type[VectorFormat], int] = {Floats: 0, Rounded: 0, Int8: 1, Int4: 2,
 """Numbers of the kinds of vectors that kernels read, by the class of their format."""
 
 
+NATIVE_KINDS = {3: 5, 4: 6}
+"""The same for devices that convert 8-bit floats."""
+
+
+def _kind(vectors: VectorFormat) -> int:
+    return KINDS[type(vectors)]
+
+
 def pointers(
     k: torch.Tensor, k_meta: torch.Tensor | None, v: torch.Tensor, v_meta: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
@@ -323,7 +342,9 @@ def check_stored(units: KVUnits, q: torch.Tensor) -> Stored:
             )
     num = encoding.format.keys.num_parts
     (k, *k_meta), (v, *v_meta) = units.views[:num], units.views[num:]
-    kinds = (KINDS[type(each)] for each in formats)
+    # Devices without 8-bit floats, before compute capability 8.9, and the interpreter do as well by bits.
+    is_native = q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) >= (8, 9)
+    kinds = (NATIVE_KINDS.get(kind, kind) if is_native else kind for kind in map(_kind, formats))
     return Stored(k, v, k_meta[0] if k_meta else None, v_meta[0] if v_meta else None, *kinds)
 
 

@@ -360,7 +360,7 @@ def sparse_shared(
     num_blocks, block_size = shared_block.shape[0], k_XKBD.shape[2]
     limits = launch.device_limits(q_QKGD.device)
     chosen = launch.ruled(dim, q_QKGD.dtype, limits).for_lines(num_queries * group)
-    chosen = chosen.for_keys(block_size)
+    chosen = chosen.for_keys(block_size, k_XKBD.dtype)
     tiles = launch.num_tiles(num_queries * group, chosen.rows)
     splits = launch.num_splits(tiles * num_heads, num_blocks, limits)
     parts = launch.partials(q_QKGD, splits * num_queries)
@@ -379,9 +379,7 @@ def sparse_shared(
         row_start.shape[0],
         *q_QKGD.stride()[:3],
         **launch.strides(k_XKBD),
-        KEYS=keys,
-        VALUES=values,
-        **chosen.constants(q_QKGD),
+        **{**chosen.constants(q_QKGD), **launch.stored_constants(dim, keys, values)},
         SLOTS=block_size,
         SOFTCAP=softcap,
         **program(rule, q_QKGD.dtype, dim),
@@ -536,9 +534,7 @@ def sparse_unique(
         runs.per_range,
         *q_NKHD.stride()[:3],
         **launch.strides(k_XKBD),
-        KEYS=keys,
-        VALUES=values,
-        **tiles.constants(q_NKHD),
+        **{**tiles.constants(q_NKHD), **launch.stored_constants(dim, keys, values)},
         TAILS=tail_visible.shape[1],
         TOKENS=tail_visible.shape[2],
         SLOTS=k_XKBD.shape[2],

@@ -233,7 +233,7 @@ def shared_blocks(
     num_blocks, block_size = shared_block.shape[0], k_XKBD.shape[2]
     limits = launch.device_limits(q_QKGD.device)
     chosen = launch.prefill(dim, q_QKGD.dtype, limits).for_lines(num_queries * group)
-    chosen = chosen.for_keys(block_size)
+    chosen = chosen.for_keys(block_size, k_XKBD.dtype)
     tiles = launch.num_tiles(num_queries * group, chosen.rows)
     splits = launch.num_splits(tiles * num_heads, num_blocks, limits)
     plan = (row, row_start, shared_block, shared_start, shared_reads)
@@ -251,9 +251,7 @@ def shared_blocks(
         row_start.shape[0],
         *q_QKGD.stride()[:3],
         **launch.strides(k_XKBD),
-        KEYS=keys,
-        VALUES=values,
-        **chosen.constants(q_QKGD),
+        **{**chosen.constants(q_QKGD), **launch.stored_constants(dim, keys, values)},
         SLOTS=block_size,
         SOFTCAP=softcap,
     )

@@ -22,6 +22,8 @@ INT8 = tl.constexpr(1)
 INT4 = tl.constexpr(2)
 FP8 = tl.constexpr(3)
 SCALED_FP8 = tl.constexpr(4)
+NATIVE_FP8 = tl.constexpr(5)
+NATIVE_SCALED_FP8 = tl.constexpr(6)
 
 
 @triton.jit
@@ -133,7 +135,21 @@ def load_vectors(
 
 
 @triton.jit
-def load_numbers(
+def load_all_vectors(
+    base: tl.tensor, row: tl.tensor, stride: tl.tensor, D: tl.constexpr, P: tl.constexpr
+) -> tl.tensor:
+    """The same for vectors that all exist."""
+    column = tl.arange(0, P)
+    place = base + row[:, None] * stride + column[None, :]
+    if D == P:
+        vectors = tl.load(place)
+    else:
+        vectors = tl.load(place, mask=(column < D)[None, :], other=0.0)
+    return vectors
+
+
+@triton.jit
+def load_codes(
     base: tl.tensor,
     row: tl.tensor,
     inside: tl.tensor,
@@ -142,9 +158,7 @@ def load_numbers(
     KIND: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ) -> tl.tensor:
-    """Codes of stored vectors, or floats themselves: ``[len(row), P]``, in the order of ``elements``.
-
-    Integers are as they are stored, fp8 is float16 with a 256th of the values.
+    """Codes of stored vectors, or floats themselves: ``[len(row), P]``; of 4 bits half as many bytes.
 
     Args:
         row: which vectors, int64.
@@ -155,38 +169,68 @@ def load_numbers(
     column = tl.arange(0, COLUMNS)
     place = base + row[:, None] * WIDTH + column[None, :]
     if IS_WHOLE and WIDTH == COLUMNS:
-        numbers = tl.load(place)
+        codes = tl.load(place)
     elif IS_WHOLE:
-        numbers = tl.load(place, mask=(column < WIDTH)[None, :], other=0)
+        codes = tl.load(place, mask=(column < WIDTH)[None, :], other=0)
     elif WIDTH == COLUMNS:
-        numbers = tl.load(place, mask=inside[:, None], other=0)
+        codes = tl.load(place, mask=inside[:, None], other=0)
     else:
-        numbers = tl.load(place, mask=inside[:, None] & (column < WIDTH)[None, :], other=0)
-    if KIND == INT4:
-        numbers = tl.interleave(numbers & 15, numbers >> 4).to(tl.int8)
+        codes = tl.load(place, mask=inside[:, None] & (column < WIDTH)[None, :], other=0)
+    return codes
+
+
+@triton.jit
+def numbers_of(codes: tl.tensor, like: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """Codes of all but 4 bits as numbers of the dtype of ``like``; see ``load_meta`` for their units."""
+    if KIND >= NATIVE_FP8:
+        numbers = codes.to(tl.float8e4nv, bitcast=True).to(like.dtype)
     elif KIND >= FP8:
-        bits = numbers.to(tl.uint16)
+        bits = codes.to(tl.uint16)
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         half = tl.where((bits & 0x7F) == 0x7F, tl.full(bits.shape, 0x7E00, tl.uint16), half)
-        numbers = half.to(tl.float16, bitcast=True)
+        numbers = half.to(tl.float16, bitcast=True).to(like.dtype)
+    else:
+        numbers = _to(codes, like)
     return numbers
+
+
+@triton.jit
+def _to(integers: tl.tensor, like: tl.tensor) -> tl.tensor:
+    """Integers in the dtype of ``like``; the interpreter would take them for bits of bfloat16."""
+    if INTERPRETED:
+        integers = integers.to(tl.float32)
+    return integers.to(like.dtype)
+
+
+@triton.jit
+def halves_of(codes: tl.tensor, like: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Codes of 4 bits as numbers: those of low halves of bytes, which are even columns, and the others."""
+    low, high = (codes & 15).to(tl.int8), (codes >> 4).to(tl.int8)
+    return _to(low, like), _to(high, like)
 
 
 @triton.jit
 def load_meta(
     base: tl.tensor, row: tl.tensor, inside: tl.tensor, KIND: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Scale and zero of stored vectors, ``[len(row)]``: what is stored is ``numbers * scale + zero``."""
+    """Scale and zero of stored vectors, ``[len(row)]``: what is stored is ``numbers * scale + zero``.
+
+    Numbers of 8-bit floats that are not converted by the device have a 256th of the value.
+    """
     zero = tl.zeros(row.shape, dtype=tl.float32)
-    if KIND == INT8:
-        scale = tl.load(base + row, mask=inside, other=0.0).to(tl.float32)
-    elif KIND == INT4:
-        scale = tl.load(base + 2 * row, mask=inside, other=0.0).to(tl.float32)
-        zero = tl.load(base + 2 * row + 1, mask=inside, other=0.0).to(tl.float32)
-    elif KIND == SCALED_FP8:
-        scale = tl.load(base + row, mask=inside, other=0.0).to(tl.float32) * 256.0
-    else:
+    if KIND == INT4:
+        # Both at once: loads of 4 bytes run ahead of a loop, shorter ones do not.
+        both = tl.load(base.to(tl.pointer_type(tl.uint32)) + row, mask=inside, other=0)
+        scale = (both << 16).to(tl.float32, bitcast=True)
+        zero = (both & 0xFFFF0000).to(tl.float32, bitcast=True)
+    elif KIND == FP8:
         scale = zero + 256.0
+    elif KIND == NATIVE_FP8:
+        scale = zero + 1.0
+    else:
+        scale = tl.load(base + row, mask=inside, other=0.0).to(tl.float32)
+        if KIND == SCALED_FP8:
+            scale = scale * 256.0
     return scale, zero
 
 
@@ -207,15 +251,19 @@ def score_stored(
 
     Codes are multiplied as they are; their scale is a factor of the scores.
     """
-    k = load_numbers(k_ptr, row, inside, D, P, KEYS, IS_WHOLE).to(q.dtype)
+    codes = load_codes(k_ptr, row, inside, D, P, KEYS, IS_WHOLE)
     if KEYS == FLOATS:
-        scores = score(q, k, SOFTCAP)
+        scores = score(q, codes.to(q.dtype), SOFTCAP)
     else:
         scale, zero = load_meta(k_meta_ptr, row, inside, KEYS)
-        nothing = tl.zeros([q.shape[0], k.shape[0]], dtype=tl.float32)
-        scores = product(q, tl.trans(k), nothing) * scale[None, :]
+        scores = tl.zeros([q.shape[0], codes.shape[0]], dtype=tl.float32)
         if KEYS == INT4:
+            even, odd = tl.split(tl.reshape(q, [q.shape[0], P // 2, 2]))
+            low, high = halves_of(codes, q)
+            scores = product(odd, tl.trans(high), product(even, tl.trans(low), scores)) * scale[None, :]
             scores += tl.sum(q.to(tl.float32), 1)[:, None] * zero[None, :]
+        else:
+            scores = product(q, tl.trans(numbers_of(codes, q, KEYS)), scores) * scale[None, :]
         scores = soften(scores, SOFTCAP)
     return scores
 
@@ -243,25 +291,42 @@ def accumulate_stored(
     Args:
         like: of the dtype in which weights and values are multiplied.
     """
-    numbers = load_numbers(v_ptr, row, inside, D, P, VALUES, IS_WHOLE)
+    codes = load_codes(v_ptr, row, inside, D, P, VALUES, IS_WHOLE)
     if VALUES == FLOATS:
-        acc, largest, total = accumulate(scores, numbers.to(like.dtype), acc, largest, total)
+        acc, largest, total = accumulate(scores, codes.to(like.dtype), acc, largest, total)
     else:
         scale, zero = load_meta(v_meta_ptr, row, inside, VALUES)
-        if like.dtype == tl.float16:
-            values = numbers.to(tl.float32) * scale[:, None] + zero[:, None]
-            acc, largest, total = accumulate(scores, values.to(tl.float16), acc, largest, total)
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        shrink = tl.exp2((largest - new_largest) * LOG2E)
+        weights = weigh(scores, new_largest, like.dtype == tl.float32)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        IS_DECODED: tl.constexpr = like.dtype == tl.float16
+        if IS_DECODED:
+            scaled = weights.to(tl.float16)
         else:
-            new_largest = tl.maximum(largest, tl.max(scores, 1))
-            shrink = tl.exp2((largest - new_largest) * LOG2E)
-            weights = weigh(scores, new_largest, like.dtype == tl.float32)
-            total = total * shrink + tl.sum(weights, 1)
-            acc = acc * shrink[:, None]
-            if VALUES == INT4:
+            scaled = (weights * scale[None, :]).to(like.dtype)
+        if VALUES == INT4:
+            low, high = halves_of(codes, like)
+            if IS_DECODED:
+                low = _decoded(low, scale, zero)
+                high = _decoded(high, scale, zero)
+            else:
                 acc += tl.sum(weights * zero[None, :], 1)[:, None]
-            acc = product((weights * scale[None, :]).to(like.dtype), numbers.to(like.dtype), acc)
-            largest = new_largest
+            nothing = tl.zeros([scores.shape[0], P // 2], dtype=tl.float32)
+            acc += tl.interleave(product(scaled, low, nothing), product(scaled, high, nothing))
+        else:
+            values = numbers_of(codes, like, VALUES)
+            if IS_DECODED:
+                values = _decoded(values, scale, zero)
+            acc = product(scaled, values, acc)
+        largest = new_largest
     return acc, largest, total
+
+
+@triton.jit
+def _decoded(numbers: tl.tensor, scale: tl.tensor, zero: tl.tensor) -> tl.tensor:
+    return (numbers.to(tl.float32) * scale[:, None] + zero[:, None]).to(numbers.dtype)
 
 
 @triton.jit

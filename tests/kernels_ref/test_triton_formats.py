@@ -118,7 +118,7 @@ def test_codes_of_half_precision_are_as_exact_as_rounded_ones(
 ) -> None:
     take_kernel(monkeypatch, "even_blocks")
     rows = (RowSpec(21, 3, 0, 2), RowSpec(17, 9, 0, 3), RowSpec(30, 4, 3), RowSpec(3, 1))
-    scenario = Scenario(rows, 8, Window(2, 6), 1, 1, 2, 32, (3, 2, 2, 1), False, 3, 4, 5)
+    scenario = Scenario(rows, 8, Window(2, 6), 1, 1, 2, 64, (3, 2, 2, 1), False, 3, 4, 5)
     inputs = Inputs(scenario, dtype)
     parts = (
         run_part(run, inputs, "even_blocks", name, None)
@@ -136,7 +136,10 @@ def test_codes_of_large_steps_are_read_where_they_lie(
     take_kernel(monkeypatch, part)
     rows = (RowSpec(9000, 1), RowSpec(3000, 700), RowSpec(0, 900), RowSpec(9500, 1, 30), RowSpec(40, 1))
     for dtype in (torch.bfloat16, torch.float16):
-        inputs = Inputs(Scenario(rows, 128, Window(64, 256), 2, 2, 4, 128, (33, 5, 7, 3), False, 2), dtype)
+        head_dim = 128 if dtype == torch.bfloat16 else 32
+        inputs = Inputs(
+            Scenario(rows, 128, Window(64, 256), 2, 2, 4, head_dim, (33, 5, 7, 3), False, 2), dtype
+        )
         parts = (
             run_part(run, inputs, part, name, Window(64, 2048))
             for run in (kernels(Implementation.TRITON), reference)

@@ -25,11 +25,12 @@ _POLL_S = 5e-5
 
 @dataclass(frozen=True)
 class _Flight:
-    """Transfers on their way: marks before and behind them, and their number."""
+    """Transfers on their way: marks before and behind them, their number, and the error that stopped them."""
 
     began: Mark
     ended: Mark
     number: int
+    error: Exception | None
 
 
 class _Buffers(NamedTuple):
@@ -92,10 +93,14 @@ class StreamLink(HostRecords):
             with stream.after_launched(), torch.inference_mode():
                 began = stream.mark()
                 for batch in self._batches(each):
-                    (self._load if is_load else self._store)(batch)
+                    error = None
+                    try:
+                        (self._load if is_load else self._store)(batch)
+                    except Exception as problem:  # a step goes on: whoever polls learns of it
+                        error = problem
                     ended = stream.mark()
                     for transfer in batch:
-                        self._flying[transfer, is_load] = _Flight(began, ended, len(batch))
+                        self._flying[transfer, is_load] = _Flight(began, ended, len(batch), error)
                     began = ended
 
     def _buffers(self, *, is_load: bool, is_row: bool) -> _Buffers:
@@ -149,10 +154,16 @@ class StreamLink(HostRecords):
             view.index_copy_(0, units, data)
 
     def poll(self) -> list[Landed]:
-        """Return the transfers that have ended."""
+        """Return the transfers that have ended.
+
+        Raises:
+            Exception: of a transfer.
+        """
         ended = [(key, flight) for key, flight in self._flying.items() if flight.ended.is_passed]
-        for key, _ in ended:
+        for key, flight in ended:
             del self._flying[key]
+            if flight.error is not None:
+                raise flight.error
         return [
             Landed(transfer, is_load, flight.ended.seconds_since(flight.began) / flight.number)
             for (transfer, is_load), flight in ended
