@@ -50,7 +50,7 @@ def _case(batch: str, name: str, layout: Layout, q: torch.Tensor, block_size: in
         portable if problem is not None else {**portable, **works},
         num_bytes=num_tokens * q.shape[1] * size,
         flops=4 * num_tokens * q.shape[1] * q.shape[2] * q.shape[3],
-        chosen=choose_here(q, layout),
+        chosen=choose_here(q, layout, reads_codes=name != PLAIN),
         notes={} if problem is None else dict.fromkeys(works, problem),
     )
 

@@ -144,10 +144,11 @@ def run_unique(name: str, inputs: PartInputs, layout: Layout) -> Partial:
     return Partial(*run(inputs.q, *stored[:2], *plan, *stored.kinds))
 
 
-def choose_here(q: torch.Tensor, layout: Layout) -> str:
+def choose_here(q: torch.Tensor, layout: Layout, *, reads_codes: bool = False) -> str:
     """Return the kernel of the unique part that the engine takes."""
     limits = launch.device_limits(q.device)
-    is_even = choose(q.shape[0], layout.tensors.owner.shape[0], q.shape[1], limits)
+    shape = q.shape[0], layout.tensors.owner.shape[0], q.shape[1]
+    is_even = choose(*shape, limits, reads_codes=reads_codes)
     return STREAM_K if is_even else SPLIT
 
 

@@ -132,21 +132,22 @@ def decode(
     head_dim: int,
     dtype: torch.dtype,
     limits: DeviceLimits,
-    stored: torch.dtype | None = None,
+    keys_XKSD: torch.Tensor | None = None,
 ) -> Launch:
     """Tiles of the decode kernels: bound by reading keys and values.
 
     The tiles of a stage have 32 KiB, so that several programs share a processor and overlap their starts and
-    ends.
+    ends; those of codes have less, since scales are read without a pipeline and more programs hide that.
 
     Args:
-        dtype: of queries.
-        stored: of what keys are stored in, None = the same. Codes for float32 are tiles of that in registers.
+        dtype: of queries; tiles of float32 stay in registers whole.
+        keys_XKSD: as they are stored, None = like the queries.
     """
-    size = dtype.itemsize if stored is None or dtype == torch.float32 else stored.itemsize
-    rows, bytes_of_key = group_rows(group_size), padded_dim(head_dim) * size
-    least = MIN_TILE if size > 1 else LEAST_CODES
-    keys = max(least, min(64, (16 << 10) // bytes_of_key))
+    rows, size, most, least = group_rows(group_size), dtype.itemsize, 64, MIN_TILE
+    if keys_XKSD is not None and keys_XKSD.dtype.itemsize == 1:
+        size = 1 if size == 2 else size
+        most, least = 128 if keys_XKSD.shape[3] < head_dim else 64, LEAST_CODES
+    keys = max(least, min(most, (16 << 10) // (padded_dim(head_dim) * size)))
     return Launch(rows, keys, num_warps=4, num_stages=3 if limits.is_large else 2)
 
 

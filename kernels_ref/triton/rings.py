@@ -48,7 +48,7 @@ def plan_rings(q_NKGD: torch.Tensor, k_RKWD: torch.Tensor) -> RingLaunch:
     num_rows, num_heads, group, dim = q_NKGD.shape
     num_slots = k_RKWD.shape[2]
     limits = launch.device_limits(q_NKGD.device)
-    chosen = launch.decode(group, dim, q_NKGD.dtype, limits, k_RKWD.dtype)
+    chosen = launch.decode(group, dim, q_NKGD.dtype, limits, k_RKWD)
     tiles = launch.num_tiles(num_slots, chosen.keys)
     # With fewer tiles, a split costs more than it saves.
     splits = launch.num_splits(num_rows * num_heads, max(1, tiles // limits.tiles_of_a_split), limits)

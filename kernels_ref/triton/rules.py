@@ -514,7 +514,7 @@ def sparse_unique(
     """Launch the kernel and its merge; ``rule`` in numbers, ``softcap`` 0 = none."""
     num_rows, num_heads, group, dim = q_NKHD.shape
     limits = launch.device_limits(q_NKHD.device)
-    tiles = launch.decode(group, dim, q_NKHD.dtype, limits, k_XKBD.dtype)
+    tiles = launch.decode(group, dim, q_NKHD.dtype, limits, k_XKBD)
     runs = plan_runs(q_NKHD, owner)
     sparse_unique_kernel[(num_heads, runs.num_ranges + num_rows)](
         q_NKHD,

@@ -295,7 +295,7 @@ def stream_k(
     num_rows, num_heads, group, dim = q_NKHD.shape
     block_size = k_XKBD.shape[2]
     limits = launch.device_limits(q_NKHD.device)
-    tiles = launch.decode(group, dim, q_NKHD.dtype, limits, k_XKBD.dtype)
+    tiles = launch.decode(group, dim, q_NKHD.dtype, limits, k_XKBD)
     # Reading a block's index and then its keys needs two more stages for as many tiles in flight.
     tiles = replace(tiles, num_stages=tiles.num_stages + 2)
     workers = num_workers(limits) if workers is None else workers

@@ -129,7 +129,8 @@ def unique_blocks(
     Arguments as in ``kernels_ref.triton.parts``; ``softcap`` 0 = none.
     """
     num_rows, num_heads = q_NKHD.shape[:2]
-    is_even = choose(num_rows, owner.shape[0], num_heads, launch.device_limits(q_NKHD.device))
+    limits, reads_codes = launch.device_limits(q_NKHD.device), keys + values > 0
+    is_even = choose(num_rows, owner.shape[0], num_heads, limits, reads_codes=reads_codes)
     run = stream_k if is_even else split_unique_blocks
     return run(q_NKHD, k_XKBD, v_XKBD, owner, tail_block, tail_visible, softcap, k_meta, v_meta, keys, values)
 
@@ -150,7 +151,7 @@ def split_unique_blocks(
     """Launch the kernel of this file and its merge."""
     num_rows, num_heads, group, dim = q_NKHD.shape
     limits = launch.device_limits(q_NKHD.device)
-    tiles = launch.decode(group, dim, q_NKHD.dtype, limits, k_XKBD.dtype)
+    tiles = launch.decode(group, dim, q_NKHD.dtype, limits, k_XKBD)
     runs = plan_runs(q_NKHD, owner)
     unique_blocks_kernel[(num_heads, runs.num_ranges + num_rows)](
         q_NKHD,

@@ -35,7 +35,6 @@ CASES: dict[str, dict[str, Any]] = {
     "weights": {"quantization": "int8"},
     "captured": {"graphs": "cuda", **DUO},
     "captured, int4": {"graphs": "cuda", "kv_cache_dtype": "int4_per_token_head", **DUO},
-    "compiled, int8": {"graphs": "compile", "kv_cache_dtype": "int8_per_token_head", **DUO},
 }
 
 

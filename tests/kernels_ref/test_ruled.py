@@ -58,10 +58,16 @@ def test_output_equals_dense_attention_under_the_rule(
     assert_equals_dense(choice, scenario, **(SMALL if is_small else {}))
 
 
+def _skip_on_gpus() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("looks at tensors on the CPU")
+
+
 @settings(QUICK, max_examples=15)
 @given(scenario=ruled_scenarios(rules(), (None,)))
 def test_triton_kernels_equal_dense_attention_under_the_rule(scenario: Scenario) -> None:
     pytest.importorskip("triton")
+    _skip_on_gpus()
     with replacing_once():
         assert_equals_dense(Choice(Implementation.TRITON), scenario)
 
@@ -98,6 +104,7 @@ def test_half_precision_stays_close_to_the_exact_result_of_the_same_inputs(
 ) -> None:
     if choice.impl is Implementation.TRITON:
         pytest.importorskip("triton")
+        _skip_on_gpus()
     rows = (RowSpec(40, 1), RowSpec(30, 12), RowSpec(0, 20), RowSpec(33, 1, 2))
     scenario = Scenario(rows, 8, Window(4, 8), 2, 0, 3, 32, (2, 1, 1, 1), False, 11, rule=rule)
     world = World(scenario, dtype)

@@ -125,7 +125,7 @@ class Inputs:
 def take_kernel(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """Let the unique part run by one of its kernels, whatever the shapes say."""
     module = import_module("kernels_ref.triton.unique_blocks")
-    monkeypatch.setattr(module, "choose", lambda *_: part == "even_blocks")
+    monkeypatch.setattr(module, "choose", lambda *_, **__: part == "even_blocks")
 
 
 def exactly(monkeypatch: pytest.MonkeyPatch, inputs: Inputs, part: str, softcap: float | None) -> Partial:

@@ -272,7 +272,7 @@ def test_mixed_steps_whose_unique_part_is_stream_k_equal_dense_attention(scenari
     world = Steps(scenario)
     q, k, v, step = world.inputs()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unique_blocks, "choose", lambda *shape: True)
+        patch.setattr(unique_blocks, "choose", lambda *_, **__: True)
         out = unified_attention(q, k, v, world.cache, step, world.spec(Implementation.TRITON))  # type: ignore[arg-type]
     expected = world.dense()
     torch.testing.assert_close(out[: len(expected)].double(), expected, atol=2e-5, rtol=2e-5)

@@ -11,8 +11,8 @@ from hpu_duo import HPUDuoModel, SamplingParams
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
 from hpu_duo.kv.tiers.host_link import HostLink
 from hpu_duo.kv.tiers.link import SimulatedLink, Transfer, Transfers
-from hpu_duo.kv.tiers.stream_link import StreamLink
 from hpu_duo.kv.tiers.policy import LoadPolicy
+from hpu_duo.kv.tiers.stream_link import StreamLink
 from hpu_duo.startup.offloading import HostSlots
 from kernels_ref import Blocks, HeadGroup, Rings
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
