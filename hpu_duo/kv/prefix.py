@@ -423,11 +423,11 @@ class PrefixCache:
             return child
         if not self._uses_blocks:
             return self.tree.add(node, key, NO_BLOCK)
-        if node.parent is not None:
-            self._blocks.share([node.block])  # so that it is not evicted for the other
+        # All of it: it is not evicted for the other, and no block before its last one counts as idle.
+        held = [] if self._blocks.num_free else [each.block for each in node.path]
+        self._blocks.share(held)
         block = allocate()
-        if node.parent is not None:
-            self._blocks.release([node.block])
+        self._blocks.release(held)
         if block is None:
             return None
         child = self.tree.add(node, key, block)

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -290,3 +291,37 @@ def test_a_request_waits_for_a_load_a_bounded_number_of_steps(evicted: TieredMac
             flight.num_polls = flight.num_polls if flight.is_load else -100
         evicted.step(1)
     assert not evicted.unfinished
+
+
+def stormed(num_requests: int, num_swap_slots: int) -> tuple[TieredMachine, int, int]:
+    """Serve more requests than blocks, with a link of one step; returns tokens computed, and needed."""
+    machine, random = TieredMachine(), np.random.default_rng(7)
+    limits = replace(LIMITS, max_num_seqs=8, num_blocks=24, max_num_batched_tokens=64, num_snapshots=16)
+    machine.create(
+        limits, staged=8, num_slots=200, policy=WritePolicy.WRITE_BACK, num_swap_slots=num_swap_slots
+    )
+    scheduler, num_computed, num_needed = machine.scheduler, 0, 0
+    for number in range(num_requests):
+        text = random.integers(1, VOCAB_SIZE, random.integers(8, 20)).tolist()
+        scheduler.add(make_request(f"r{number}", text, max_tokens=40, ignore_eos=True, seed=number))
+        num_needed += len(text) + 39
+    while scheduler.has_unfinished:
+        machine.link.next = list(range(len(machine.link.flying)))
+        plan = scheduler.plan()
+        assert plan is not None
+        num_computed += plan.num_tokens
+        scheduler.commit(plan, machine.device.run(plan))
+    return machine, num_computed, num_needed
+
+
+def test_a_storm_of_preemptions_computes_no_token_again() -> None:
+    """The device checks what each row reads. Recomputed requests load prefixes while no block is free."""
+    machine, num_computed, num_needed = stormed(320, num_swap_slots=400)
+    assert num_computed == num_needed
+    assert machine.tiers.swap is not None
+    found = machine.tiers.swap.counters
+    assert found.num_out == found.num_in >= 600
+    assert found.num_recomputed == found.num_lost == 0
+    machine, num_recomputing, num_needed = stormed(40, num_swap_slots=0)
+    assert machine.tiers.counters.num_loaded > 0
+    assert num_recomputing > 1.5 * num_needed

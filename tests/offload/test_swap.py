@@ -114,16 +114,3 @@ def test_a_transfer_that_fails_computes_swapped_requests_again(
 def test_what_cannot_be_swapped_is_one_sentence(tiny: Tiny, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tiny.load(**{**limits("duo"), **SWAP, **options})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "duo"])
-def test_a_storm_of_preemptions_computes_no_token_again(tiny: Tiny, kind: str) -> None:
-    prompts = prompts_of(tuple(20 + 7 * number % 18 for number in range(100)), seed=5)
-    options = {**limits(kind), "max_num_seqs": 8}
-    plain, swapped = tiny.load(**options), in_steps(tiny.load(**options, **SWAP))
-    assert tokens_of(serve(swapped, prompts, PARAMS)) == tokens_of(serve(plain, prompts, PARAMS))
-    found, num_prompt = counters(swapped), sum(map(len, prompts))
-    assert found.num_out == found.num_in == swapped.stats().num_preemptions > 100
-    assert swapped.stats().num_prompt_tokens <= num_prompt
-    assert plain.stats().num_prompt_tokens > num_prompt
