@@ -20,6 +20,7 @@ from hpu_duo.cli.inspection.show_kept import show_kept
 from hpu_duo.cli.inspection.steps import bench_steps, replay
 from hpu_duo.cli.options import ManyValues, refuse_empty_paths
 from hpu_duo.cli.planning.plan import capacity, plan
+from hpu_duo.cli.planning.plan_offload import plan_offload
 from hpu_duo.cli.planning.simulate import simulate
 from hpu_duo.cli.planning.table import app as table_app
 from hpu_duo.cli.planning.train_ranker import train_ranker
@@ -55,6 +56,7 @@ app.command(cls=ManyValues)(doctor)
 app.command()(selftest)
 app.command(cls=ManyValues)(capacity)
 app.command(cls=ManyValues)(plan)
+app.command()(plan_offload)
 app.command(cls=ManyValues)(simulate)
 app.command(cls=ManyValues)(warmup)
 app.command()(replay)

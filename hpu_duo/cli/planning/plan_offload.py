@@ -1,0 +1,252 @@
+"""``hpu-duo plan-offload``: placement of weights, keys and values, and activations."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpu_duo.cli.options import Json, grouped, model_option, option_in
+from hpu_duo.cli.terminal import Waiting, parse_rate, show_bytes, user_errors
+
+if TYPE_CHECKING:
+    from hpu_duo.planning.offload import Found, OffloadMachine, OffloadModel, OffloadWork
+
+_machine_option, _work_option = option_in("Machine"), option_in("Requests")
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    """Options of the machine."""
+
+    hardware: Annotated[
+        str, _machine_option("gaudi2, gaudi3, or t4: an NVIDIA T4 by FlexGen's published fit.")
+    ] = "gaudi3"
+    device_memory: Annotated[
+        float | None, _machine_option("GiB of the device.", metavar="GIB", show_default="the hardware's")
+    ] = None
+    host_memory: Annotated[
+        float | None, _machine_option("GiB of host memory.", metavar="GIB", show_default="none; 160 of a t4")
+    ] = None
+    disk_size: Annotated[
+        float | None, _machine_option("GiB of a disk.", metavar="GIB", show_default="none; 1200 of a t4")
+    ] = None
+    link: Annotated[str, _machine_option("Bytes a second of each way to the device.", metavar="RATE")] = (
+        "32GB/s"
+    )
+    disk_rate: Annotated[
+        str, _machine_option("Bytes a second that the disk is read and written with.", metavar="RATE")
+    ] = "3GB/s"
+    host_attention: Annotated[
+        float | None,
+        _machine_option(
+            "Operations a second, in 10**9, of decodes that attend on the host.",
+            metavar="GFLOPS",
+            show_default="decodes attend on the device",
+        ),
+    ] = None
+    measure: Annotated[
+        Path | None,
+        _machine_option(
+            "Measure the rates of this machine instead, with files in this folder.",
+            metavar="DIR",
+            show_default="not measured",
+        ),
+    ] = None
+    device: Annotated[str, _machine_option("What --measure measures: auto, hpu, cuda or cpu.")] = "auto"
+
+    def machine(self, weights: Any) -> OffloadMachine:
+        """Return its memories and rates.
+
+        Raises:
+            ValueError: an unknown name, or a value out of range.
+        """
+        from hpu_duo.planning import find_hardware
+        from hpu_duo.planning.offload import T4, on_hardware
+
+        for name in ("device_memory", "host_memory", "disk_size", "host_attention"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise ValueError(f"expected --{name.replace('_', '-')} of 0 or more, got {value}")
+        memories = {
+            "device_memory": self.device_memory,
+            "host_memory": self.host_memory,
+            "disk": self.disk_size,
+        }
+        given = {name: size * _GIB for name, size in memories.items() if size is not None}
+        if self.measure is not None:
+            from hpu_duo.lab.selftest.rates import offload_machine
+
+            if self.device_memory is None:
+                raise ValueError("expected --device-memory with --measure, got none")
+            with Waiting("measuring rates"):
+                return offload_machine(
+                    self.device, self.measure, **{"host_memory": 0.0, "disk": 0.0, **given}
+                )
+        if self.hardware == "t4":
+            return replace(T4, **given)
+        disk_rate = parse_rate("--disk-rate", self.disk_rate)
+        return on_hardware(
+            find_hardware(self.hardware),
+            weights,
+            link=parse_rate("--link", self.link),
+            disk_read=disk_rate,
+            disk_write=disk_rate,
+            host_attention=1e9 * (self.host_attention or 1.0),
+            **{"host_memory": 0.0, "disk": 0.0, **given},
+        )
+
+    @property
+    def ways(self) -> bool | None:
+        """Whether decodes attend on the host: never, or whichever is faster (None)."""
+        return None if self.host_attention or self.measure or self.hardware == "t4" else False
+
+
+@dataclass(frozen=True)
+class WorkOptions:
+    """Options of the requests."""
+
+    prompt_len: Annotated[int, _work_option("Tokens of each prompt.")] = 512
+    output_len: Annotated[int, _work_option("Tokens of each output.")] = 32
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype",
+            "--quantization",
+            help="Format of the weights of layers: bf16, fp8, int8 or int4; with their scales.",
+            rich_help_panel="Requests",
+        ),
+    ] = "bf16"
+    kv_cache_dtype: Annotated[str, _work_option("Format of keys and values, or bf16.")] = "bf16"
+    kv_share: Annotated[
+        float, _work_option("Share of each request's tokens that are stored, by a KV budget such as H2O's.")
+    ] = 1.0
+    max_batch: Annotated[int, _work_option("Most rows that a layer computes at once.")] = 1024
+    offload_policy: Annotated[
+        str,
+        _work_option(
+            "auto, or six percentages w_dev,w_host,kv_dev,kv_host,act_dev,act_host (the rest is on the disk) "
+            "to predict, with --batch.",
+            metavar="POLICY",
+        ),
+    ] = "auto"
+    batch: Annotated[
+        str | None,
+        _work_option(
+            "Rows x batches of the policy to predict, as 32x5.", metavar="NxM", show_default="searched"
+        ),
+    ] = None
+
+    def work(self) -> OffloadWork:
+        """Return the requests.
+
+        Raises:
+            ValueError: a value is out of range.
+        """
+        from hpu_duo.planning.offload import OffloadWork
+
+        if self.max_batch < 1:
+            raise ValueError(f"expected --max-batch >= 1, got {self.max_batch}")
+        if (self.offload_policy == "auto") != (self.batch is None):
+            raise ValueError(
+                "expected --batch with percentages of --offload-policy, and only then, "
+                f"got {self.batch!r} and {self.offload_policy!r}"
+            )
+        return OffloadWork(self.prompt_len, self.output_len, self.kv_share)
+
+    def sizes(self) -> tuple[int, int]:
+        """Return rows of a batch and batches of ``--batch``.
+
+        Raises:
+            ValueError: it is not like 32x5.
+        """
+        rows, _, number = (self.batch or "").partition("x")
+        if not (rows.isdecimal() and number.isdecimal() and int(rows) and int(number)):
+            raise ValueError(f"expected --batch as rows x batches such as 32x5, got {self.batch!r}")
+        return int(rows), int(number)
+
+
+@grouped
+def plan_offload(
+    *,
+    model: Annotated[
+        Path,
+        model_option("Directory with a config.json, or the file; no weights needed.", needs_weights=False),
+    ],
+    machine: MachineOptions,
+    requests: WorkOptions,
+    as_json: Json = False,
+) -> None:
+    """Find where weights, keys and values, and activations should lie for the most tokens a second.
+
+    A linear programme finds the shares of the device, the host and the disk for each size of batches, and a
+    simulated schedule judges them in whole layers and blocks. Rates of Gaudi come from public figures.
+    """
+    with user_errors((ValueError, OSError)):
+        from hpu_duo.planning import Format
+        from hpu_duo.planning.kv_formats import parse_kv_format
+        from hpu_duo.planning.offload import PolicySearch, offload_model
+        from hpu_duo.planning.read_model import read_model
+
+        weights, kv_format = Format.parse(requests.dtype), parse_kv_format(requests.kv_cache_dtype)
+        work, found_machine = requests.work(), machine.machine(weights)
+        sizes = offload_model(read_model(model), weights, kv_format)
+        search = PolicySearch(sizes, work, found_machine, machine.ways, requests.max_batch)
+        if requests.offload_policy == "auto":
+            found = search.best()
+            gains: dict[str, float] | None = search.gains(found)
+        else:
+            found, gains = search.judge(requests.offload_policy, *requests.sizes()), None
+    if as_json:
+        typer.echo(json.dumps(_fields(found, gains, sizes, found_machine), indent=2))
+    else:
+        _show(found, gains, found_machine)
+
+
+def _fields(
+    found: Found, gains: dict[str, float] | None, sizes: OffloadModel, machine: OffloadMachine
+) -> dict[str, Any]:
+    policy = found.policy
+    return {
+        "batch_size": policy.batch_size,
+        "num_batches": policy.num_batches,
+        "placement": policy.placement._asdict(),
+        "host_attention": policy.host_attention,
+        "tokens_per_s": found.tokens_per_s,
+        "bound_tokens_per_s": found.bound,
+        "binds": found.binds,
+        "full": list(found.full),
+        "peak_bytes": found.peak_bytes,
+        "tokens_per_s_of_one_gib": gains,
+        "model": asdict(sizes),
+        "machine": {name: value if value < float("inf") else None for name, value in _numbers(machine)},
+    }
+
+
+def _numbers(machine: OffloadMachine) -> list[tuple[str, float]]:
+    return [(name, value) for name, value in asdict(machine).items() if not isinstance(value, tuple)]
+
+
+def _show(found: Found, gains: dict[str, float] | None, machine: OffloadMachine) -> None:
+    policy = found.policy
+    where = "the host" if policy.host_attention else "the device"
+    typer.echo(f"batches          {policy.batch_size} rows x {policy.num_batches}")
+    typer.echo(f"placement        {policy.placement}   (device / host / disk)")
+    typer.echo(f"decodes attend   on {where} to what does not lie on the device")
+    typer.echo(
+        f"predicted        {found.tokens_per_s:,.2f} tokens/s, {found.bound:,.2f} with parts of layers"
+    )
+    full = f"; full: {', '.join(found.full)}" if found.full else ""
+    typer.echo(f"binds            {found.binds}{full}")
+    limits = {"device": machine.device_memory, "host": machine.host_memory, "disk": machine.disk}
+    used = ", ".join(
+        f"{name} {show_bytes(size)} of {show_bytes(limits[name])}" for name, size in found.peak_bytes.items()
+    )
+    typer.echo(f"memory           {used}")
+    if gains is not None:
+        more = ", ".join(f"{name} {gain:+,.2f}" for name, gain in gains.items())
+        typer.echo(f"one GiB more     {more} tokens/s")

@@ -1,0 +1,259 @@
+"""Search of the policy with the highest predicted throughput: a linear programme for each size of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import ceil, floor
+
+import numpy as np
+
+from hpu_duo.extras import install_command
+from hpu_duo.planning.offload.formula import (
+    Form,
+    Formula,
+    OffloadMachine,
+    OffloadModel,
+    OffloadWork,
+    Placement,
+    Policy,
+)
+from hpu_duo.planning.offload.zigzag import ZigZag
+
+BLOCK_SIZE = 128
+"""Tokens of a block, of which a row's keys and values lie whole in one memory."""
+_GIB = 1 << 30
+_NUM_SIMULATED = 12
+_NUM_ROUNDED = 4
+_MEMORIES = {"device": "device_memory", "host": "host_memory", "disk": "disk"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A policy and what it is predicted to reach.
+
+    Attributes:
+        policy: with shares of whole layers and blocks.
+        tokens_per_s: output tokens, by the simulated schedule.
+        bound: tokens per second of the linear programme, whose shares need not be whole.
+        binds: what decodes wait for most: a link, the disk or compute.
+        full: memories that the programme fills.
+        peak_bytes: of each memory.
+    """
+
+    policy: Policy
+    tokens_per_s: float
+    bound: float
+    binds: str
+    full: tuple[str, ...]
+    peak_bytes: dict[str, float]
+
+
+class PolicySearch:
+    """The search on one machine.
+
+    Args:
+        host_attention: whether decodes attend on the host to what lies there; None = whichever is faster.
+        max_batch: most rows of a batch.
+
+    Raises:
+        ValueError: scipy is not installed.
+    """
+
+    def __init__(
+        self,
+        model: OffloadModel,
+        work: OffloadWork,
+        machine: OffloadMachine,
+        host_attention: bool | None = None,
+        max_batch: int = 1024,
+    ) -> None:
+        self.model, self.work, self.machine = model, work, machine
+        self._ways = (False, True) if host_attention is None else (host_attention,)
+        self._max_batch = max_batch
+        self._solve = _solver()
+        self._solved = lru_cache(maxsize=None)(self._place)
+
+    def bounds(self) -> list[tuple[float, Policy]]:
+        """Return the highest tokens per second of each size of batches, with parts of layers and blocks."""
+        tried = [self._best_number(size, way) for way in self._ways for size in self._sizes(way)]
+        return sorted(((bound, one) for bound, one in tried if one is not None), reverse=True)
+
+    def bound(self, batch_size: int, num_batches: int, host_attention: bool) -> float:
+        """Return the highest tokens per second of one size of batches; 0 if it does not fit."""
+        placed = self._solved(batch_size, num_batches, host_attention)
+        formula = self._formula(batch_size, num_batches, host_attention)
+        return 0.0 if placed is None else formula.throughput(placed)
+
+    def whole(self, batch_size: int, num_batches: int, host_attention: bool) -> Found | None:
+        """Return the best policy of one size of batches, with shares of whole parts; None if none fits."""
+        placed = self._solved(batch_size, num_batches, host_attention)
+        if placed is None:
+            return None
+        bound = self.bound(batch_size, num_batches, host_attention)
+        return self._whole(Policy(batch_size, num_batches, placed, host_attention), bound)
+
+    def best(self) -> Found:
+        """Return the fastest policy.
+
+        Raises:
+            ValueError: one row at a time does not fit.
+        """
+        sizes = [policy for _, policy in self.bounds()[:_NUM_ROUNDED]]
+        found = [self.whole(each.batch_size, each.num_batches, each.host_attention) for each in sizes]
+        whole = [each for each in found if each is not None]
+        if not whole:
+            raise ValueError(
+                f"expected memories that hold the model and one request of "
+                f"{self.work.prompt_len + self.work.output_len} tokens, got {self._limits()}"
+            )
+        return max(whole, key=lambda one: one.tokens_per_s)
+
+    def judge(self, percentages: str, batch_size: int, num_batches: int) -> Found:
+        """Return what a policy with given percentages reaches, the faster of the ways to attend.
+
+        Raises:
+            ValueError: the percentages do not add up, or memories do not hold it.
+        """
+        placement = Placement.parse(percentages)
+        tried = []
+        for way in self._ways:
+            formula = self._formula(batch_size, num_batches, way)
+            bound = formula.throughput(placement)
+            tried.append(self._whole(Policy(batch_size, num_batches, placement, way), bound))
+        found = [each for each in tried if each is not None]
+        if not found:
+            used = ", ".join(
+                f"{size / _GIB:,.4g} GiB of {name}" for name, size in formula.peak_bytes(placement).items()
+            )
+            raise ValueError(f"expected memories that hold this placement, {used}, got {self._limits()}")
+        return max(found, key=lambda one: one.tokens_per_s)
+
+    def gains(self, found: Found, more: int = _GIB) -> dict[str, float]:
+        """Return tokens per second that so many bytes more of each memory add to the bound at this size."""
+        gained = {}
+        for name, attribute in _MEMORIES.items():
+            other = PolicySearch(
+                self.model,
+                self.work,
+                self.machine.with_memory(attribute, more),
+                found.policy.host_attention,
+                self._max_batch,
+            )
+            best, _ = other._best_number(found.policy.batch_size, found.policy.host_attention)
+            gained[name] = max(0.0, best - found.bound)
+        return gained
+
+    def _limits(self) -> str:
+        sizes = (
+            f"{getattr(self.machine, name) / _GIB:,.4g} GiB of {each}" for each, name in _MEMORIES.items()
+        )
+        return ", ".join(sizes)
+
+    def _sizes(self, way: bool) -> Iterator[int]:
+        """Sizes of batches: 1 to 4, then powers of 2, until one batch does not fit."""
+        size = 1
+        while size <= self._max_batch and self._solved(size, 1, way) is not None:
+            yield size
+            size = size + 1 if size < 4 else 2 * size
+
+    def _best_number(self, batch_size: int, way: bool) -> tuple[float, Policy | None]:
+        """The number of batches with the highest bound: throughput rises with it and then falls."""
+
+        def bound(number: int) -> float:
+            return self.bound(batch_size, number, way)
+
+        most = 1
+        while bound(2 * most) > 0:
+            most *= 2
+        best = _highest(bound, 1, 2 * most)
+        placed = self._solved(batch_size, best, way)
+        if placed is None:
+            return 0.0, None
+        return bound(best), Policy(batch_size, best, placed, way)
+
+    def _formula(self, batch_size: int, number: int, way: bool) -> Formula:
+        return Formula(self.model, self.work, self.machine, batch_size, number, way)
+
+    def _place(self, batch_size: int, number: int, way: bool) -> Placement | None:
+        """The placement with the least time; None if nothing fits."""
+        formula = self._formula(batch_size, number, way)
+        rows: list[Form] = []
+        bounds: list[float] = []
+        for phase in (0, 1):
+            for form in formula.rounds(is_prefill=not phase).values():
+                rows.append(np.concatenate([form[:9], -np.eye(2)[phase]]))
+                bounds.append(-float(form[9]))
+        limits = formula.limits()
+        for name, each in formula.memory().items():
+            for form in each:
+                rows.append(np.concatenate([form[:9], np.zeros(2)]) / _GIB)
+                bounds.append((limits[name] - float(form[9])) / _GIB)
+        # Activations on a disk are left out, as in FlexGen: each layer would write and read them.
+        upper = [1.0] * 8 + [0.0, None, None]
+        # Of placements that take as long, the one in the faster memories.
+        weights = [1e-9 * place for _ in range(3) for place in range(3)] + [
+            1.0,
+            float(self.work.output_len - 1),
+        ]
+        sums = np.concatenate([np.kron(np.eye(3), np.ones(3)), np.zeros((3, 2))], axis=1)
+        found = self._solve(
+            weights,
+            A_ub=np.array(rows),
+            b_ub=bounds,
+            A_eq=sums,
+            b_eq=np.ones(3),
+            bounds=[(0.0, each) for each in upper],
+        )
+        return Placement(*map(float, np.clip(found.x[:9], 0, 1))) if found.status == 0 else None
+
+    def _whole(self, policy: Policy, bound: float) -> Found | None:
+        """The policy with shares of whole layers, blocks and batches, judged by the simulated schedule."""
+        formula = self._formula(policy.batch_size, policy.num_batches, policy.host_attention)
+        fitting = [each for each in _whole_placements(formula, policy.placement) if formula.fits(each)]
+        fitting.sort(key=formula.throughput, reverse=True)
+        tried = [(ZigZag(formula, placement).run(), placement) for placement in fitting[:_NUM_SIMULATED]]
+        if not tried:
+            return None
+        result, placement = max(tried, key=lambda one: one[0].tokens_per_s)
+        limits, peaks = formula.limits(), formula.peak_bytes(placement)
+        full = tuple(name for name, used in peaks.items() if used > 0.95 * limits[name])
+        policy = policy._replace(placement=placement)
+        return Found(policy, result.tokens_per_s, bound, result.binds, full, peaks)
+
+
+def _whole_placements(formula: Formula, placement: Placement) -> Iterator[Placement]:
+    """Placements of whole layers, of blocks of a row's tokens, and of batches, near one of shares."""
+    numbers = (formula.model.num_layers, -(-formula.work.stored_end // BLOCK_SIZE), formula.num_batches)
+    near = [_near(placement[3 * index : 3 * index + 3], number) for index, number in enumerate(numbers)]
+    for each in product(*near):
+        yield Placement(*(share for shares in each for share in shares))
+
+
+def _near(shares: Sequence[float], number: int) -> list[tuple[float, ...]]:
+    """Shares of whole parts next to given ones, each by two parts at most, that sum to 1."""
+    ways = [range(max(0, floor(share * number) - 1), ceil(share * number) + 2) for share in shares]
+    counts = (one for one in product(*ways) if sum(one) == number)
+    return [tuple(count / number for count in one) for one in counts]
+
+
+def _highest(value: Callable[[int], float], low: int, high: int) -> int:
+    """The integer between two with the highest value, of a function that rises and then falls."""
+    while high - low > 8:
+        step = max(1, (high - low) // 6)
+        points = sorted({*range(low, high, step), high})
+        best = max(points, key=value)
+        low, high = max(low, best - step), min(high, best + step)
+    return max(range(low, high + 1), key=value)
+
+
+def _solver() -> Callable[..., object]:
+    try:
+        from scipy.optimize import linprog
+    except ImportError:
+        raise ValueError(
+            f"the search needs scipy, which is not installed: {install_command('offload')}"
+        ) from None
+    return linprog

@@ -1,0 +1,236 @@
+"""Placement of weights and keys on a device, its host and a disk, against FlexGen's published model."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from hpu_duo.cli.app import app
+from hpu_duo.planning.offload import (
+    FLEXGEN_T4,
+    T4,
+    Formula,
+    OffloadModel,
+    OffloadWork,
+    Placement,
+    PolicySearch,
+    ZigZag,
+)
+
+BUILTIN = Path(__file__).parents[2] / "hpu_duo" / "builtin" / "model"
+
+
+def opt(hidden: int, layers: int, heads: int) -> OffloadModel:
+    """OPT in float16: four matrices of attention, two of the feed-forward network."""
+    params = 12 * hidden**2
+    head_dim = hidden // heads
+    return OffloadModel(layers, hidden, 4 * hidden, heads, heads, head_dim, params, 2 * params, 4 * hidden)
+
+
+OPT_30B, OPT_6_7B = opt(7168, 48, 56), opt(4096, 32, 32)
+
+
+def flexgen(h: int, layers: int, s: int, n: int, batch: int, number: int, p: Placement) -> float:
+    """Tokens a second by the formulas of FlexGen's cost model for OPT, in plain numbers."""
+    rows, gb, h2 = batch * number, 2**30, 4 * h
+    w = 8 * h**2 + 4 * h * h2
+    w_away, kv_away = p.weights_host + p.weights_disk, p.kv_host + p.kv_disk
+    a_away = p.activations_host + p.activations_disk
+    up = (w * w_away + 2 * s * h * rows * a_away) / (12.89 * gb)
+    down = 4 * (s + 1) * h * rows * kv_away / (0.97 * gb) + 2 * s * h * rows * a_away / (4.82 * gb)
+    read = (w * p.weights_disk + 2 * s * h * rows * p.activations_disk) / (0.473 * gb)
+    write = 4 * rows * (s + 1) * h * p.kv_disk / (0.746 * gb)
+    write += 2 * s * h * rows * p.activations_disk / (2.015 * gb)
+    compute = rows * (8 * s * h**2 + 4 * s * h * h2) / 21.24e12 + 4 * rows * s**2 * h / 9.97e12
+    prefill = max(up + read, down + write, compute)
+    up = (w * w_away + 2 * h * rows * a_away) / (12.89 * gb)
+    down = 2 * h * rows * a_away / (4.82 * gb)
+    read = (4 * rows * (s + n / 2) * h * p.kv_disk + 2 * h * rows * p.activations_disk) / (0.473 * gb)
+    read += w * p.weights_disk / (0.95 * 0.473 * gb)
+    write = (4 * rows * h * p.kv_disk + 2 * h * rows * p.activations_disk) / (2.015 * gb)
+    small, thin = max(0.0, math.log2(64 / batch)), max(0.0, math.log2(4096 / h))
+    cpu = 0.0123e12 * max(0.1, 1 + 0.0168 * small * thin - 0.0328 * small - 0.0621 * thin)
+    compute = rows * (8 * h**2 + 4 * h * h2) / 4.3e12
+    compute += 4 * rows * (s + n / 2) * h * (p.kv_device / 0.079e12 + kv_away / cpu)
+    decode = up + max(down, read, write, compute)
+    return rows * n / (layers * (prefill + (n - 1) * decode))
+
+
+shares = st.tuples(st.floats(0, 1), st.floats(0, 1)).map(lambda x: (x[0], (1 - x[0]) * x[1]))
+placements = st.lists(shares, min_size=3, max_size=3).map(
+    lambda three: Placement(*(each for a, b in three for each in (a, b, 1 - a - b)))
+)
+
+
+@settings(max_examples=50)
+@given(placements, st.integers(1, 64), st.integers(1, 20), st.integers(2, 600), st.integers(1, 1024))
+def test_prices_are_those_of_flexgen(
+    placement: Placement, batch: int, number: int, prompt: int, output: int
+) -> None:
+    ours = Formula(OPT_6_7B, OffloadWork(prompt, output), FLEXGEN_T4, batch, number, True)
+    theirs = flexgen(4096, 32, prompt, output, batch, number, placement)
+    assert ours.throughput(placement) == pytest.approx(theirs, rel=1e-9)
+
+
+PUBLISHED = {32: (32, 5, 7.09), 512: (8, 11, 6.60), 1024: (4, 15, 4.89)}
+
+
+@pytest.mark.parametrize("output", PUBLISHED)
+def test_flexgens_policy_has_its_throughput_and_the_search_is_no_worse(output: int) -> None:
+    batch, number, published = PUBLISHED[output]
+    search = PolicySearch(OPT_30B, OffloadWork(512, output), FLEXGEN_T4, True, max_batch=32)
+    bounds = search.bounds()
+    assert bounds[0][0] >= published - 0.005
+    theirs = search.bound(batch, number, True)
+    assert theirs == pytest.approx(published, rel=0.01)
+    policy = bounds[0][1]
+    sizes = (7168, 48, 512, output, policy.batch_size, policy.num_batches)
+    assert flexgen(*sizes, policy.placement) == pytest.approx(bounds[0][0])
+
+
+def test_predictions_of_h2o_are_near_its_measurements() -> None:
+    "Seed figures: OPT-30B on a T4, 512 tokens in, 20 % of keys and values, weights and the rest on the host."
+    on_host = Placement(0, 1, 0, 0, 1, 0, 0, 1, 0)
+    for output, number, measured in ((32, 14, 12.7), (512, 8, 18.83), (1024, 6, 13.82)):
+        formula = Formula(OPT_30B, OffloadWork(512, output, 0.2), T4, 52, number, True)
+        assert formula.throughput(on_host) == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "output", "low", "high"),
+    [
+        (OPT_6_7B, 32, 1.5, 3.5),
+        pytest.param(OPT_30B, 32, 1.4, 2.4, marks=pytest.mark.exhaustive),
+        pytest.param(OPT_6_7B, 512, 1.5, 3.5, marks=pytest.mark.exhaustive),
+        pytest.param(OPT_6_7B, 1024, 1.5, 3.5, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_budget_of_a_fifth_gains_as_published(
+    model: OffloadModel, output: int, low: float, high: float
+) -> None:
+    full, budget = (PolicySearch(model, OffloadWork(512, output, each), T4, True).best() for each in (1, 0.2))
+    assert low <= budget.tokens_per_s / full.tokens_per_s <= high
+
+
+SMALL = OffloadModel(3, 64, 256, 4, 4, 16, 12 * 64**2, 24 * 64**2, 4 * 64)
+
+
+def small_machine(device: float, host: float, disk: float, up: float, read: float):
+    """A machine whose memories are shares of the model's weights."""
+    unit = SMALL.layer_bytes * SMALL.num_layers
+    return replace(
+        FLEXGEN_T4,
+        device_memory=device * unit,
+        host_memory=host * unit,
+        disk=disk * unit,
+        up=up,
+        disk_read=read,
+        disk_read_weights=read,
+        score_bytes=0,
+        host_fit=(0.0, 0.0, 0.0),
+        loads_first=False,
+        host_attention=1e9,
+        prefill_matrix=1e10,
+        decode_matrix=1e10,
+    )
+
+
+machines = st.builds(
+    small_machine,
+    st.floats(1.2, 4),
+    st.floats(0.5, 4),
+    st.floats(0.5, 8),
+    st.floats(1e6, 1e9),
+    st.floats(1e5, 1e8),
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    machines, st.sampled_from(["device_memory", "host_memory", "disk", "up", "disk_read", "host_attention"])
+)
+def test_more_of_anything_is_never_slower(machine, name: str) -> None:
+    better = replace(machine, **{name: 1.5 * getattr(machine, name)})
+    work = OffloadWork(24, 8)
+    before, after = (PolicySearch(SMALL, work, each, True).bound(2, 2, True) for each in (machine, better))
+    assert after >= before * (1 - 1e-6)
+
+
+@pytest.mark.parametrize(
+    "num_cases",
+    [
+        pytest.param(6, id="few"),
+        pytest.param(200, id="many", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
+)
+def test_no_whole_placement_is_faster_than_the_found_one_by_more_than_rounding(num_cases: int) -> None:
+    thirds = [(a / 3, b / 3, (3 - a - b) / 3) for a in range(4) for b in range(4 - a)]
+    halves = [(a / 2, (2 - a) / 2, 0.0) for a in range(3)]
+    whole = [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)]
+
+    @settings(max_examples=num_cases, deadline=None, derandomize=True)
+    @given(machines)
+    def check(machine) -> None:
+        search = PolicySearch(SMALL, OffloadWork(24, 8), machine, True)
+        formula = Formula(SMALL, OffloadWork(24, 8), machine, 2, 2, True)
+        every = [Placement(*w, *kv, *act) for w, kv, act in product(thirds, whole, halves)]
+        speeds = [ZigZag(formula, each).run().tokens_per_s for each in every if formula.fits(each)]
+        bound = search.bound(2, 2, True)
+        if not speeds:
+            return
+        assert bound >= max(map(formula.throughput, filter(formula.fits, every))) * (1 - 1e-6)
+        assert search.whole(2, 2, True).tokens_per_s >= 0.999 * max(speeds)
+
+    check()
+
+
+def test_a_schedule_of_layers_in_one_memory_takes_the_formulas_time() -> None:
+    for shares in ((1, 0, 0), (0, 1, 0), (0, 0, 1)):
+        placement = Placement(*map(float, shares), 0.0, 1.0, 0.0, 0.0, 1.0, 0.0)
+        formula = Formula(OPT_6_7B, OffloadWork(512, 64), T4, 8, 4, True)
+        assert ZigZag(formula, placement).run().tokens_per_s == pytest.approx(
+            formula.throughput(placement), rel=0.01
+        )
+
+
+def test_bad_percentages_say_what_was_expected() -> None:
+    for text, message in (
+        ("1,2,3", "six percentages"),
+        ("60,60,0,100,0,100", "add up to 100 at most, got 60 and 60"),
+        ("0,-1,0,100,0,100", "0 to 100"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Placement.parse(text)
+
+
+def run_command(*options: str):
+    return CliRunner().invoke(app, ["plan-offload", "--model", str(BUILTIN), "--max-batch", "2", *options])
+
+
+def test_the_command_prints_the_policy_and_refuses_what_cannot_be() -> None:
+    ran = run_command("--device-memory", "0.01", "--host-memory", "2", "--json")
+    assert ran.exit_code == 0, ran.output
+    found = json.loads(ran.output)
+    assert found["tokens_per_s"] > 0
+    assert found["peak_bytes"]["device"] <= 0.01 * 2**30
+    assert not found["host_attention"]
+    given = run_command("--host-memory", "2", "--offload-policy", "0,100,100,0,100,0", "--batch", "4x2")
+    assert "4 rows x 2" in given.output
+    for options, message in (
+        (["--device-memory", "0"], "device_memory above 0"),
+        (["--device-memory", "0.0001"], "expected memories that hold"),
+        (["--offload-policy", "0,100,0,100,0,100"], "--batch"),
+        (["--kv-share", "2"], "share of keys and values"),
+    ):
+        ran = run_command(*options)
+        assert ran.exit_code != 0
+        assert message in " ".join(ran.output.split()), ran.output
