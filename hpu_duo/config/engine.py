@@ -93,6 +93,15 @@ class ModelConfig:
         ENGINE,
         choices=("as published", "weights"),
     )
+    cpu_offload_gb: float = option(
+        0.0,
+        "GiB of weights that lie on the host, and are copied to the device before their layer runs.",
+        ENGINE,
+        metavar="GIB",
+    )
+    offload_prefetch_step: int = option(
+        1, "Layers on the host that are copied before they are needed; each has a buffer.", ENGINE
+    )
     attention: str = option("auto", "Attention kernels: auto, reference, sdpa, triton or hpu.", ENGINE)
     softmax: str = option(
         "exact",
@@ -121,6 +130,9 @@ class ModelConfig:
 
             _one_of("attention", self.attention, ("auto", *(each.value for each in Implementation)))
         check_at_least("score_bytes", self.score_bytes, 1)
+        check_at_least("offload_prefetch_step", self.offload_prefetch_step, 1)
+        if isinstance(self.cpu_offload_gb, bool) or not 0 <= self.cpu_offload_gb < float("inf"):
+            raise ValueError(f"expected cpu_offload_gb of 0 or more GiB, got {self.cpu_offload_gb!r}")
         check_choices(self)
         if not isinstance(self.path, str | PathLike):
             raise ValueError(f"expected path to be a directory, got {type(self.path).__name__}")

@@ -24,6 +24,8 @@ class EngineOverrides(TypedDict, total=False):
     quantization: str
     quantization_execution: str
     activations: str
+    cpu_offload_gb: float
+    offload_prefetch_step: int
     attention: str
     softmax: str
     pack_weights: bool | None

@@ -26,6 +26,7 @@ from hpu_duo.modeling.attention import (
 from hpu_duo.modeling.latents import keep_latents
 from hpu_duo.modeling.probe import DecoderLayer, layers_besides
 from hpu_duo.modeling.recurrent import RecurrentLayer
+from hpu_duo.modeling.weight_stream import WeightStream
 from hpu_duo.not_picklable import NotPicklable
 from kernels_ref import LayerCache, LayerSpec, Recurrence, Step, prepare_step, stores_of
 from kernels_ref.loops import RegionOf
@@ -53,12 +54,23 @@ class ServedLayer(NotPicklable):
     """Replacement of a layer's ``forward``: calls the function that runs layers of its kind in this step.
 
     It has a weak reference to the layer, to avoid a cycle.
+
+    Args:
+        arrive: called before, where the layer's weights are streamed.
     """
 
-    def __init__(self, runners: Mapping[Hashable, LayerRunner], kind: Hashable, layer: nn.Module) -> None:
-        self._runners, self._kind, self._layer = runners, kind, weakref.ref(layer)
+    def __init__(
+        self,
+        runners: Mapping[Hashable, LayerRunner],
+        kind: Hashable,
+        layer: nn.Module,
+        arrive: Callable[[], None] | None = None,
+    ) -> None:
+        self._runners, self._kind, self._layer, self._arrive = runners, kind, weakref.ref(layer), arrive
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._arrive is not None:
+            self._arrive()
         return self._runners.get(self._kind, run_layer)(self._layer(), *args, **kwargs)
 
 
@@ -69,6 +81,7 @@ class StepModel(NotPicklable):
         caches: stores of each layer.
         row_tensors: tensors of the row states of each layer; empty where no layer has any.
         recurrent: layers with states only, with kinds and tensors of their states.
+        stream: of weights that lie on the host; None = all are on the device.
 
     Attributes:
         specs: attention of each layer.
@@ -90,8 +103,9 @@ class StepModel(NotPicklable):
         row_tensors: Sequence[RowTensors] = (),
         scales: Sequence[tuple[float, float] | None] = (),
         recurrent: Sequence[tuple[RecurrentLayer, Sequence[Recurrence], RowTensors]] = (),
+        stream: WeightStream | None = None,
     ) -> None:
-        self.model, self.live = model, live
+        self.model, self.live, self.stream = model, live, stream
         self.specs = tuple(specs)
         # Layers that share stores have them once.
         self._caches = tuple(cache for spec, cache in zip(specs, caches) if spec.writes)
@@ -140,7 +154,8 @@ class StepModel(NotPicklable):
         kind = LayerKind(layer, spec)
         # Equal kinds become one object, which dictionaries find without comparing.
         kind = kinds.setdefault(kind, kind)
-        layer.forward = ServedLayer(self._runners, kind, layer)
+        arrive = None if self.stream is None else self.stream.arrival_of(layer)
+        layer.forward = ServedLayer(self._runners, kind, layer, arrive)
 
     def num_clipped(self) -> int:
         """Count elements of keys and values of prompts that constant scales have clipped.

@@ -209,6 +209,8 @@ def engine_around(
         *unused_note(blueprint.specs, config.cache, blueprint.dtype),
         *scales_note(blueprint.specs, runner.model.kv_scales, config.cache, config.model.path),
     )
+    if (stream := runner.model.stream) is not None:
+        engine.notes = (*engine.notes, stream.describe())
     engine.hf_config = side.hf_config
     engine.pattern, engine.own_pattern = blueprint.pattern, blueprint.own_pattern
     engine.notes = (*engine.notes, *attach_disk(engine, config))

@@ -24,6 +24,7 @@ from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import DecoderLayer, rotary_frequencies
 from hpu_duo.modeling.recurrent import RecurrentLayer, recurrent_layers
 from hpu_duo.modeling.step_model import StepModel
+from hpu_duo.modeling.weight_stream import WeightStream
 from hpu_duo.startup.heads import ChosenHeads, HeadAssignment, choose_heads, kv_layers
 from hpu_duo.startup.kv_budget import resolve_kv_budget
 from hpu_duo.startup.kv_formats import scales_of, stored_cache, with_formats
@@ -466,8 +467,14 @@ class Blueprint:
         sizes = (self.text_config, self.max_len)
         return StepTables(self.config, self.specs, *sizes, backend, self.device, is_padding)
 
-    def build(self, model: PreTrainedModel, memory: MemoryPlan, live: LiveRows) -> tuple[KVStore, StepModel]:
-        """Allocate the stores, and attach them to the model; heads are in the order of their groups."""
+    def build(
+        self, model: PreTrainedModel, memory: MemoryPlan, live: LiveRows, stream: WeightStream | None = None
+    ) -> tuple[KVStore, StepModel]:
+        """Allocate the stores, and attach them to the model; heads are in the order of their groups.
+
+        Args:
+            stream: of weights on the host.
+        """
         store = KVStore(memory, self.dtype, self.device)
         numbers = [layer.number for layer in self.layers]
         scales = scales_of(self.config.model.path, self.specs, memory.layers, numbers, self.config.cache)
@@ -475,7 +482,7 @@ class Blueprint:
         slack = ring_slack(self.config.scheduler.decode_len)
         states = [each.states_in(self.dtype, slack) for each in self.recurrent]
         recurrent = tuple(zip(self.recurrent, states, store.row_tensors[num:], strict=True))
-        parts = (store.layers[:num], live, store.row_tensors[:num], scales, recurrent)
+        parts = (store.layers[:num], live, store.row_tensors[:num], scales, recurrent, stream)
         return store, StepModel(model, self.layers, self.specs, *parts)
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from graphs import BucketTable, CaptureBackend, GraphCache, MissPolicy, StepLimits, make_backend
 from graphs.backends import CHOSEN_LATER, chosen_name
+from graphs.backends.base import WholeStepBackend
 from graphs.backends.replay import ReplayBackend
 from graphs.buffers import pack
 from hpu_duo.config.engine import EngineConfig
@@ -39,7 +42,7 @@ from hpu_duo.modeling.packed_linear import (
     return_memory,
 )
 from hpu_duo.modeling.precision import Precision, name_of, widen
-from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.modeling.probe import DecoderLayer, layers_besides
 from hpu_duo.modeling.quantised.checkpoint import quantisation_of
 from hpu_duo.modeling.quantised.execution import PUBLISHED, separate_rounded_inputs
 from hpu_duo.modeling.quantised.hpu import use_operators
@@ -47,6 +50,13 @@ from hpu_duo.modeling.quantised.state import quantised_layers
 from hpu_duo.modeling.row_fusion import arrange
 from hpu_duo.modeling.scatters import without_scatters
 from hpu_duo.modeling.step_model import StepModel
+from hpu_duo.modeling.weight_stream import (
+    WeightStream,
+    buffer_numbers,
+    choose_layers,
+    mover_for,
+    weight_bytes,
+)
 from hpu_duo.parallel import ContextParallelBlocks, SpreadLogits, StepExchanges, Sums, connect
 from hpu_duo.startup.blueprint import Blueprint, choose_kernels
 from hpu_duo.startup.draft_model import DraftModel, within
@@ -66,11 +76,13 @@ class Place:
         device: where steps run.
         runtime: of the device.
         backend: captures steps there.
+        loads_on_host: whether weights are read to the host, of which a part stays there.
     """
 
     device: torch.device
     runtime: DeviceRuntime
     backend: CaptureBackend
+    loads_on_host: bool = False
 
     @classmethod
     def of(cls, config: EngineConfig, rank: int = 0) -> Place:
@@ -88,7 +100,15 @@ class Place:
         if config.parallel.tensor_parallel_size > 1:
             device = own_device(device, rank)
         runtime = runtime_for(device, lazy)
-        return cls(device, runtime, _backend(config, device, runtime))
+        backend = _backend(config, device, runtime)
+        if not config.model.cpu_offload_gb:
+            return cls(device, runtime, backend)
+        if isinstance(backend, WholeStepBackend):
+            raise ValueError(
+                f"weights on the host are copied between layers, and graphs={backend.name!r} records whole "
+                "steps on the device: expected graphs='compile', 'hpu-compile' or 'eager' with cpu_offload_gb"
+            )
+        return cls(device, runtime, backend, loads_on_host=True)
 
     @property
     def fuses_rows(self) -> bool:
@@ -97,8 +117,10 @@ class Place:
 
     @property
     def first_device(self) -> torch.device:
-        """The device to probe a model on: the host, if the device would compile every operator."""
-        return torch.device("cpu") if self.runtime.compiles_operators else self.device
+        """The device to probe a model on: the host, if the device would compile every operator, or where
+        weights stay there."""
+        is_host = self.runtime.compiles_operators or self.loads_on_host
+        return torch.device("cpu") if is_host else self.device
 
 
 def lazy_mode(config: EngineConfig) -> bool | None:
@@ -206,6 +228,11 @@ class DeviceSide:
             draft = DraftModel.load(config, blueprint, vocab_size, precision, place)
         coming = [model] if draft is None else [model, draft.model]
         num_coming = 0 if place.first_device == device else sum(map(_weight_bytes, coming))
+        streamed = _streamed(config, model, layers, blueprint)
+        if num_coming and streamed:
+            sizes = list(map(weight_bytes, streamed))
+            num_buffers = max(buffer_numbers(len(sizes), config.model.offload_prefetch_step)) + 1
+            num_coming -= max(0, sum(sizes) - num_buffers * max(sizes))
         budget = _budget(config, runtime, num_coming)
         tables = blueprint.tables(place.backend, is_padding=runtime.compiles_operators)
         if config.scheduler.trim_chunks and not tables.uses_table:  # refused before weights are packed
@@ -237,12 +264,16 @@ class DeviceSide:
             # Before packing: packed linears are no linears, by which the modules to sum over ranks are found.
             connect(model, layers, shared.sums, shared.membership.ranks, shared.membership.group)
         _pack(config, model, layers, place, live, precision)
+        stream = None
+        if streamed:
+            mover, ahead = mover_for(runtime, device), config.model.offload_prefetch_step
+            stream = WeightStream(streamed, device, mover, ahead)
         runtime.place(model)
         if draft is not None:
             draft.model.to(dtype=precision.arithmetic)  # type: ignore[call-arg]
             runtime.place(draft.model)
         _try_formats(blueprint)
-        store, step_model = blueprint.build(model, memory, live)
+        store, step_model = blueprint.build(model, memory, live, stream)
         limits = tables.limits(memory)
         drafts = _drafts(config, step_model, tables, memory, place, draft)
         executor = _make_executor(config, step_model, store, tables, runtime, shared, drafts)
@@ -500,6 +531,18 @@ def _budget(config: EngineConfig, runtime: DeviceRuntime, num_coming: int) -> De
         runtime.free_bytes() - num_coming,
         config.cache.device_memory_utilization,
     )
+
+
+def _streamed(
+    config: EngineConfig, model: PreTrainedModel, layers: Sequence[DecoderLayer], blueprint: Blueprint
+) -> list[nn.Module]:
+    """Return the layers whose weights lie on the host."""
+    if not config.model.cpu_offload_gb:
+        return []
+    known = [*(layer.module for layer in layers), *(each.module for each in blueprint.recurrent)]
+    every = {*known, *layers_besides(model, known)}
+    in_order = [module for module in model.modules() if module in every]
+    return choose_layers(in_order, config.model.cpu_offload_gb * _GIB)
 
 
 def _weight_bytes(model: PreTrainedModel) -> int:

@@ -1,0 +1,271 @@
+"""Weights in host memory that pass through a few buffers of the device, layer by layer."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from hpu_duo.device import DeviceRuntime
+from hpu_duo.device.streams import CopiesAside, CopyStream, Mark
+from hpu_duo.not_picklable import NotPicklable
+
+_ALIGNMENT = 64
+_GIB = 1 << 30
+_library = torch.library.Library("hpu_duo_weights", "DEF")
+_library.define("arrive(Tensor(a!) buffer, int stream, int layer) -> ()")
+_streams: weakref.WeakValueDictionary[int, WeightStream] = weakref.WeakValueDictionary()
+
+
+def _arrive(buffer: torch.Tensor, stream: int, layer: int) -> None:
+    _streams[stream].arrive(layer)
+
+
+_library.impl("arrive", _arrive, "CompositeExplicitAutograd")
+_library.impl("arrive", lambda *_: None, "Meta")
+_operator = torch.ops.hpu_duo_weights.arrive.default
+
+
+class Move(Protocol):
+    """A copy that has begun."""
+
+    def hold(self) -> None:
+        """Let computation that is launched from now on wait for it."""
+        ...
+
+
+class Mover(Protocol):
+    """Copies weights from the host to a device, one after the other."""
+
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> Move:
+        """Begin a copy. What was launched before may still read ``target``."""
+        ...
+
+
+class ThreadMover(NotPicklable):
+    """Copies by a thread, for a CPU whose steps have ended when their operators return.
+
+    Args:
+        bytes_per_s: of a link to simulate; None = as fast as memory is copied.
+    """
+
+    def __init__(self, bytes_per_s: float | None = None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._thread = ThreadPoolExecutor(1, "hpu-duo-weights")
+        self._free_at = 0.0
+
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> Move:
+        """Begin a copy."""
+        return _ThreadMove(self._thread.submit(self._copy, source, target, time.monotonic()))
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, asked_at: float) -> None:
+        target.copy_(source)
+        if self._bytes_per_s is not None:
+            self._free_at = max(self._free_at, asked_at) + source.nbytes / self._bytes_per_s
+            time.sleep(max(0.0, self._free_at - time.monotonic()))
+
+
+class _ThreadMove:
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def hold(self) -> None:
+        self._future.result()
+
+
+class StreamMover(NotPicklable):
+    """Copies by a queue of the device, beside its computation."""
+
+    def __init__(self, stream: CopyStream) -> None:
+        self._stream = stream
+
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> Move:
+        """Begin a copy behind what the computation has launched."""
+        with self._stream.after_launched():
+            target.copy_(source, non_blocking=True)
+            return _StreamMove(self._stream.mark())
+
+
+class _StreamMove:
+    def __init__(self, mark: Mark) -> None:
+        self._mark = mark
+
+    def hold(self) -> None:
+        self._mark.hold_computation()
+
+
+class InOrderMover:
+    """Copies in the order of the computation, on devices without a queue of copies."""
+
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> Move:
+        """Queue a copy."""
+        target.copy_(source, non_blocking=True)
+        return self
+
+    def hold(self) -> None:
+        """Do nothing: what is launched later runs later."""
+
+
+def mover_for(runtime: DeviceRuntime, device: torch.device) -> Mover:
+    """Return what copies to a device."""
+    if device.type == "cpu":
+        return ThreadMover()
+    return StreamMover(runtime.copy_stream()) if isinstance(runtime, CopiesAside) else InOrderMover()
+
+
+def buffer_numbers(num_layers: int, num_ahead: int) -> list[int]:
+    """Return the buffer of each layer.
+
+    Of ``num_ahead + 1`` layers that follow each other no two share one, the first layers behind the last ones
+    included. There are ``num_ahead + 1`` buffers where that divides the layers, and else the fewest above.
+    """
+    size = min(num_ahead + 1, num_layers)
+    num_groups = num_layers // size
+    numbers: list[int] = []
+    for group in range(num_groups):
+        longer = num_layers // num_groups + (group < num_layers % num_groups)
+        numbers += range(longer)
+    return numbers
+
+
+class WeightStream(NotPicklable):
+    """Matrices of some layers, which lie on the host and are copied to the device before their layer runs.
+
+    Each layer always has the same buffer, so its weights are the same tensors in every step, whose contents
+    alternate. Vectors, such as norms and biases, stay on the device.
+
+    Args:
+        layers: those to stream, in their order in a step.
+        device: of the buffers.
+        mover: see the attribute.
+        num_ahead: layers that are copied before they are needed.
+
+    Attributes:
+        mover: copies to the device.
+        num_bytes: of the weights on the host.
+        buffer_bytes: of the buffers on the device.
+
+    Raises:
+        ValueError: a weight is in a layout of another library, which cannot be copied as bytes.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], device: torch.device, mover: Mover, num_ahead: int = 1
+    ) -> None:
+        self.mover, self._num_ahead = mover, num_ahead
+        weights = [list(streamed_weights(layer)) for layer in layers]
+        sizes = [sum(_room(weight) for weight in each) for each in weights]
+        self.num_bytes = sum(sizes)
+        self._buffer_of = buffer_numbers(len(layers), num_ahead)
+        # Pinned memory where copies run beside the computation.
+        pins = isinstance(mover, StreamMover)
+        self._on_host = [torch.empty(size, dtype=torch.uint8, pin_memory=pins) for size in sizes]
+        num_buffers = max(self._buffer_of) + 1
+        largest = [
+            max(size for size, buffer in zip(sizes, self._buffer_of) if buffer == number)
+            for number in range(num_buffers)
+        ]
+        self._buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for size in largest]
+        self.buffer_bytes = sum(largest)
+        self._moves: list[tuple[int, Move | None]] = [(-1, None)] * num_buffers
+        for each, on_host, number in zip(weights, self._on_host, self._buffer_of):
+            _rebind(each, on_host, self._buffers[number])
+        self._numbers = {id(layer): number for number, layer in enumerate(layers)}
+        _streams[id(self)] = self
+
+    def describe(self) -> str:
+        """Return a note on what lies where."""
+        return (
+            f"weights of {len(self._on_host)} layers, {self.num_bytes / _GIB:,.3g} GiB, lie on the host and "
+            f"pass through {len(self._buffers)} buffers of {self.buffer_bytes / _GIB:,.3g} GiB on the device"
+        )
+
+    def arrival_of(self, layer: nn.Module) -> Callable[[], None] | None:
+        """Return what brings the weights of a layer, one operator of a step; None if they stay there."""
+        number = self._numbers.get(id(layer))
+        if number is None:
+            return None
+        return partial(_operator, self._buffers[self._buffer_of[number]], id(self), number)
+
+    def arrive(self, layer: int) -> None:
+        """Begin copies of a layer and of those behind it that are not on their way, and hold for the first.
+
+        Computation of all layers before has been launched, so their buffers are free in its order.
+        """
+        num_layers = len(self._buffer_of)
+        for ahead in range(min(self._num_ahead + 1, num_layers)):
+            number = (layer + ahead) % num_layers
+            buffer = self._buffer_of[number]
+            if self._moves[buffer][0] != number:
+                size = self._on_host[number].nbytes
+                move = self.mover.move(self._on_host[number], self._buffers[buffer][:size])
+                self._moves[buffer] = number, move
+        held, move = self._moves[self._buffer_of[layer]]
+        if move is not None:
+            move.hold()
+            self._moves[self._buffer_of[layer]] = held, None
+
+
+def streamed_weights(layer: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a layer that are streamed: parameters and buffers of two dimensions or more.
+
+    Raises:
+        ValueError: one has no strides.
+    """
+    seen: set[int] = set()
+    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        if tensor.dim() < 2 or id(tensor) in seen:
+            continue
+        if tensor.layout != torch.strided:
+            raise ValueError(
+                f"expected weights as rows or panels with cpu_offload_gb, got {name} in {tensor.layout}: "
+                "pack_weights=False leaves them as rows"
+            )
+        seen.add(id(tensor))
+        yield tensor
+
+
+def weight_bytes(layer: nn.Module) -> int:
+    """Bytes of a layer that are streamed."""
+    return sum(map(_room, streamed_weights(layer)))
+
+
+def choose_layers(layers: Sequence[nn.Module], num_bytes: float) -> list[nn.Module]:
+    """Return layers with at least so many bytes of weights in all, spread evenly over the depth.
+
+    Raises:
+        ValueError: all layers together have fewer.
+    """
+    sizes = list(map(weight_bytes, layers))
+    if num_bytes > sum(sizes):
+        raise ValueError(
+            f"expected cpu_offload_gb of at most {sum(sizes) / _GIB:.3g}, the GiB of all layers, "
+            f"got {num_bytes / _GIB:.3g}"
+        )
+    num_layers = len(layers)
+    for count in range(1, num_layers + 1):
+        numbers = [(2 * each + 1) * num_layers // (2 * count) for each in range(count)]
+        if sum(sizes[number] for number in numbers) >= num_bytes:
+            break
+    return [layers[number] for number in numbers]
+
+
+def _room(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _rebind(weights: Sequence[torch.Tensor], on_host: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Copy weights to the host, and let them be views of a buffer from now on."""
+    begin = 0
+    for weight in weights:
+        end = begin + weight.nbytes
+        shape, dtype = weight.shape, weight.dtype
+        on_host[begin:end].view(dtype).view(shape).copy_(weight.detach())
+        weight.data = buffer[begin:end].view(dtype).view(shape)
+        begin += _room(weight)

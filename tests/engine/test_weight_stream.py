@@ -1,0 +1,129 @@
+"""Weights on the host give the tokens of weights on the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers import LlamaConfig
+
+from hpu_duo.modeling.weight_stream import (
+    ThreadMover,
+    WeightStream,
+    buffer_numbers,
+    choose_layers,
+    weight_bytes,
+)
+from hpu_duo.sampling import SamplingParams
+from tests.engine.tiny import Tiny, serve, tokens_of
+from tests.modeling.families import BASE, prompts_of, save_random
+
+pytestmark = pytest.mark.instruction_set
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+PROMPTS = prompts_of((13, 5, 22, 9))
+
+
+@given(st.integers(1, 60), st.integers(1, 6))
+def test_layers_that_follow_each_other_have_their_own_buffers(num_layers: int, num_ahead: int) -> None:
+    numbers = buffer_numbers(num_layers, num_ahead)
+    size = min(num_ahead + 1, num_layers)
+    assert len(numbers) == num_layers
+    assert max(numbers) + 1 == -(-num_layers // (num_layers // size))
+    for first in range(num_layers):
+        window = {numbers[(first + each) % num_layers] for each in range(size)}
+        assert len(window) == size
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """A tiny Llama of five layers."""
+    path = tmp_path_factory.mktemp("deep")
+    return Tiny(path, save_random(LlamaConfig(**{**BASE, "num_hidden_layers": 5}), path))
+
+
+@pytest.fixture(scope="module")
+def expected(deep: Tiny) -> list[list[list[int]]]:
+    """Tokens with all weights on the device."""
+    return tokens_of(serve(deep.load(), PROMPTS, GREEDY))
+
+
+def stream_of(model: Any) -> WeightStream:
+    stream = model.engine.runner.executor.model.stream
+    assert stream is not None
+    return stream
+
+
+@pytest.mark.parametrize(
+    ("graphs", "count", "options"),
+    [
+        ("eager", 5, {}),
+        ("replay", 3, {"offload_prefetch_step": 2}),
+        ("replay", 1, {"attention": "auto", "pack_weights": True}),
+        pytest.param("compile", 5, {}, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        pytest.param("replay", 4, {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.usefixtures("forked_ranks")
+def test_tokens_are_those_of_resident_weights(
+    deep: Tiny, expected: list[list[list[int]]], graphs: str, count: int, options: dict[str, Any]
+) -> None:
+    layer_bytes = weight_bytes(deep.model.model.layers[0]) // options.get("tensor_parallel_size", 1)
+    gib = (count - 0.5) * layer_bytes / 2**30
+    model = deep.load(graphs=graphs, cpu_offload_gb=gib, **options)
+    assert tokens_of(serve(model, PROMPTS, GREEDY)) == expected
+    stream = stream_of(model)
+    # Panels have whole rows of 16 or 32 outputs, which rounds tiny layers up.
+    assert count * layer_bytes * 0.98 <= stream.num_bytes <= count * layer_bytes * 1.4
+    assert stream.buffer_bytes <= (options.get("offload_prefetch_step", 1) + 2) * layer_bytes * 1.4
+    assert any(f"{count} layers" in note for note in model.stats().notes)
+
+
+def test_a_layer_waits_for_its_weights_and_later_ones_are_on_their_way() -> None:
+    layers = [nn.Linear(8, 8) for _ in range(4)]
+    weights = [layer.weight.detach().clone() for layer in layers]
+    asked: list[int] = []
+
+    class Recording(ThreadMover):
+        def move(self, source: torch.Tensor, target: torch.Tensor) -> Any:
+            asked.append(source.data_ptr())
+            return super().move(source, target)
+
+    stream = WeightStream(layers, torch.device("cpu"), Recording(bytes_per_s=1e6), num_ahead=1)
+    for turn in range(2):
+        for number, layer in enumerate(layers):
+            arrive = stream.arrival_of(layer)
+            assert arrive is not None
+            arrive()
+            assert torch.equal(layer.weight, weights[number])
+            assert len(asked) == 4 * turn + number + 2
+    assert stream.arrival_of(nn.Linear(8, 8)) is None
+
+
+def test_bad_sizes_and_backends_are_refused(deep: Tiny) -> None:
+    layers = list(deep.model.model.layers)
+    with pytest.raises(ValueError, match="cpu_offload_gb of at most"):
+        choose_layers(layers, 1 << 40)
+    for options, message in (
+        ({"cpu_offload_gb": -1.0}, "0 or more GiB"),
+        ({"offload_prefetch_step": 0}, "offload_prefetch_step"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            deep.load(**options)
+
+
+def test_a_failed_copy_ends_the_step(deep: Tiny, tmp_path: Path) -> None:
+    model = deep.load(cpu_offload_gb=weight_bytes(deep.model.model.layers[0]) * 4.5 / 2**30, graphs="eager")
+
+    class Broken:
+        def move(self, source: torch.Tensor, target: torch.Tensor) -> Any:
+            raise RuntimeError("the link is gone")
+
+    stream_of(model).mover = Broken()
+    with pytest.raises(RuntimeError, match="the link is gone"):
+        serve(model, PROMPTS, GREEDY)
