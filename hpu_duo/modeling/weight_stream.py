@@ -171,11 +171,11 @@ class WeightStream(NotPicklable):
             max(size for size, buffer in zip(sizes, self._buffer_of) if buffer == number)
             for number in range(num_buffers)
         ]
-        self._buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for size in largest]
+        self._on_device = [torch.zeros(size, dtype=torch.uint8, device=device) for size in largest]
         self.buffer_bytes = sum(largest)
         self._moves: list[tuple[int, Move | None]] = [(-1, None)] * num_buffers
         for each, on_host, number in zip(weights, self._on_host, self._buffer_of):
-            _rebind(each, on_host, self._buffers[number])
+            _rebind(each, on_host, self._on_device[number])
         self._numbers = {id(layer): number for number, layer in enumerate(layers)}
         _streams[id(self)] = self
 
@@ -183,15 +183,21 @@ class WeightStream(NotPicklable):
         """Return a note on what lies where."""
         return (
             f"weights of {len(self._on_host)} layers, {self.num_bytes / _GIB:,.3g} GiB, lie on the host and "
-            f"pass through {len(self._buffers)} buffers of {self.buffer_bytes / _GIB:,.3g} GiB on the device"
+            f"pass through {len(self._on_device)} buffers of {self.buffer_bytes / _GIB:,.3g} GiB on the device"
         )
 
     def arrival_of(self, layer: nn.Module) -> Callable[[], None] | None:
-        """Return what brings the weights of a layer, one operator of a step; None if they stay there."""
+        """Return what brings the weights of a layer; None if they stay there.
+
+        On a CPU it is one operator, which a list of a step's operators may have.
+        """
         number = self._numbers.get(id(layer))
         if number is None:
             return None
-        return partial(_operator, self._buffers[self._buffer_of[number]], id(self), number)
+        buffer = self._on_device[self._buffer_of[number]]
+        if buffer.device.type != "cpu":  # layers are captured there, and what is between them is not
+            return partial(self.arrive, number)
+        return partial(_operator, buffer, id(self), number)
 
     def arrive(self, layer: int) -> None:
         """Begin copies of a layer and of those behind it that are not on their way, and hold for the first.
@@ -204,7 +210,7 @@ class WeightStream(NotPicklable):
             buffer = self._buffer_of[number]
             if self._moves[buffer][0] != number:
                 size = self._on_host[number].nbytes
-                move = self.mover.move(self._on_host[number], self._buffers[buffer][:size])
+                move = self.mover.move(self._on_host[number], self._on_device[buffer][:size])
                 self._moves[buffer] = number, move
         held, move = self._moves[self._buffer_of[layer]]
         if move is not None:

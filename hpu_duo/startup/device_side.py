@@ -103,10 +103,10 @@ class Place:
         backend = _backend(config, device, runtime)
         if not config.model.cpu_offload_gb:
             return cls(device, runtime, backend)
-        if isinstance(backend, WholeStepBackend):
+        if isinstance(backend, WholeStepBackend) or runtime.own_backend() is not None:
             raise ValueError(
-                f"weights on the host are copied between layers, and graphs={backend.name!r} records whole "
-                "steps on the device: expected graphs='compile', 'hpu-compile' or 'eager' with cpu_offload_gb"
+                f"weights on the host are copied between layers, and {backend.name!r} records whole steps on "
+                "the device: expected graphs='compile', 'hpu-compile' or 'eager' with cpu_offload_gb"
             )
         return cls(device, runtime, backend, loads_on_host=True)
 

@@ -105,7 +105,12 @@ def test_a_layer_waits_for_its_weights_and_later_ones_are_on_their_way() -> None
     assert stream.arrival_of(nn.Linear(8, 8)) is None
 
 
-def test_bad_sizes_and_backends_are_refused(deep: Tiny) -> None:
+def test_devices_that_record_whole_steps_are_refused(deep: Tiny, simulated_hpu: object) -> None:
+    with pytest.raises(ValueError, match="records whole steps"):
+        deep.load(device="hpu-sim", cpu_offload_gb=1e-5)
+
+
+def test_bad_sizes_are_refused(deep: Tiny) -> None:
     layers = list(deep.model.model.layers)
     with pytest.raises(ValueError, match="cpu_offload_gb of at most"):
         choose_layers(layers, 1 << 40)
