@@ -34,6 +34,8 @@ _EXPERT_ROWS = ("w1", "w3", "gate_proj", "up_proj")
 _EXPERT_COLUMNS = ("w2", "down_proj", "output_linear", "fc2")
 _EXPERT_PACKED = ("input_linear", "gate_up_proj", "fc1")
 """Gate and up projection in one tensor."""
+_BIAS = "_bias"
+"""End of the name of a bias of experts in one tensor."""
 
 
 class FusedRows(Enum):
@@ -158,6 +160,8 @@ class Cutter:
             sharded.
         experts: whole experts of the rank; None = a part of the width of each.
         is_transposed: whether experts in one tensor are ``[experts, in, out]``, not ``[experts, out, in]``.
+        is_interleaved: whether gate and up projection of experts in one tensor take turns, row by row, not
+            one after the other.
     """
 
     def __init__(
@@ -173,12 +177,14 @@ class Cutter:
         others: Collection[str] = (),
         experts: ExpertShare | None = None,
         is_transposed: bool = False,
+        is_interleaved: bool = False,
     ) -> None:
         self.experts = experts
         self._attention, self._heads, self._sizes, self._ranks = attention, heads, sizes, ranks
         self._vocabulary, self._table = vocabulary, tuple(table)
         self._style = {name.rsplit(".", 1)[-1]: style for name, style in plan.items()}
         self._others, self._is_transposed = frozenset(others), is_transposed
+        self._is_interleaved = is_interleaved
 
     def cut(self, key: str, shape: Sequence[int]) -> Cut | None:
         """Return the shard of a tensor; None for all of it.
@@ -190,9 +196,8 @@ class Cutter:
         Raises:
             ValueError: ranks cannot share a width evenly.
         """
-        path = key.removesuffix(".weight").removesuffix(".bias").split(".")
-        leaf, is_bias = path[-1], key.endswith(".bias")
-        layer = _LAYER.search(key)
+        path, is_bias = _path_of(key)
+        leaf, layer = path[-1], _LAYER.search(key)
         if self._is_beside(key, layer):
             return None
         if layer is None or int(layer[1]) >= len(self._heads):
@@ -221,8 +226,8 @@ class Cutter:
 
     def is_added_once(self, key: str) -> bool:
         """Whether a bias is of a sum over ranks, so that one rank alone may add it."""
-        path, layer = key.removesuffix(".bias").split("."), _LAYER.search(key)
-        if not key.endswith(".bias") or layer is None or self._is_beside(key, layer):
+        (path, is_bias), layer = _path_of(key), _LAYER.search(key)
+        if not is_bias or layer is None or self._is_beside(key, layer):
             return False
         if self._attention in path:
             return path[-1] in OUTPUTS
@@ -279,6 +284,8 @@ class Cutter:
         if is_packed or style == "packed_colwise":
             half = shape[first] // 2
             (begin, end) = self._even(half)[0]
+            if is_expert and self._is_interleaved:
+                return Cut(first, ((2 * begin, 2 * end),))
             return Cut(first, merged([(begin, end), (half + begin, half + end)]))
         if style.startswith("colwise") or (is_expert and leaf in _EXPERT_ROWS):
             return Cut(first, self._even(shape[first]))
@@ -292,6 +299,18 @@ class Cutter:
         if rest:
             raise ValueError(f"expected a width that {self._ranks.size} ranks share evenly, got {width}")
         return ((self._ranks.rank * size, (self._ranks.rank + 1) * size),)
+
+
+def _path_of(key: str) -> tuple[list[str], bool]:
+    """The modules and the projection of a tensor by its name, and whether it is a bias.
+
+    Biases of experts in one tensor are ``down_proj_bias``, beside ``down_proj``.
+    """
+    path = key.removesuffix(".weight").removesuffix(".bias").split(".")
+    leaf = path[-1].removesuffix(_BIAS)
+    if leaf != path[-1] and leaf in (*_EXPERT_PACKED, *_EXPERT_ROWS, *_EXPERT_COLUMNS):
+        return [*path[:-1], leaf], True
+    return path, key.endswith(".bias")
 
 
 def _is_expert(path: Sequence[str]) -> bool:

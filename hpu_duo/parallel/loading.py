@@ -99,6 +99,7 @@ def make_cutter(
         others=_beside(whole, layers[0]) - set(vocabulary),
         experts=experts,
         is_transposed=any(getattr(module, "is_transposed", False) for module in whole.modules()),
+        is_interleaved=not all(getattr(module, "is_concatenated", True) for module in whole.modules()),
     )
 
 

@@ -133,9 +133,9 @@ def test_each_group_of_layers_has_its_own_encoding(tmp_path: Path) -> None:
     assert_same_weights(plain, both)
 
 
-@pytest.mark.skipif(not IS_5, reason="older versions have experts in another module")
-def test_experts_in_mxfp4(tmp_path: Path) -> None:
-    plain, quantised = tmp_path / "plain", tmp_path / "quantised"
+def twins_in_mxfp4(directory: Path) -> tuple[Path, Path]:
+    """A gpt-oss checkpoint with plain experts, and one with their codes."""
+    plain, quantised = directory / "plain", directory / "quantised"
     config = FAMILIES["gpt_oss"]()
     config.intermediate_size = 64
     save_random(config, plain)
@@ -151,6 +151,12 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     save_file(stored, quantised / "model.safetensors", {"format": "pt"})
     ignored = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     set_config(quantised, {"quant_method": "mxfp4", "modules_to_not_convert": ignored})
+    return plain, quantised
+
+
+@pytest.mark.skipif(not IS_5, reason="older versions have experts in another module")
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    plain, quantised = twins_in_mxfp4(tmp_path)
     assert tokens(load(quantised)) == tokens(load(plain))
 
 

@@ -110,5 +110,10 @@ def test_all_codes_and_exponents_of_mxfp4(is_float8: bool) -> None:
 def test_experts_of_mxfp4_are_those_of_the_definition() -> None:
     tensors, expected = mxfp4(np.random.default_rng(0), 3, 6, 64)
     for dtype in (torch.float32, torch.bfloat16):
-        weight = MXFP4().read(tensors, headers_of(tensors)).dequantised(dtype)
-        assert torch.equal(weight, torch.from_numpy(expected).to(dtype))
+        stored = MXFP4().read(tensors, headers_of(tensors))
+        weight = torch.from_numpy(expected).to(dtype)
+        assert torch.equal(stored.dequantised(dtype), weight)
+        # Also of a part, which need not begin and end with a block of inputs.
+        for dim, begin, end in ((0, 1, 3), (1, 0, 32), (1, 8, 41), (2, 2, 5)):
+            expected_part = weight.narrow(dim, begin, end - begin)
+            assert torch.equal(stored.part(dim, slice(begin, end), dtype), expected_part)

@@ -24,9 +24,9 @@ from hpu_duo.parallel.config import RankHeads
 from hpu_duo.parallel.loading import load_share
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN
-from tests.modeling.families import make_config, prompts_of, save_random
+from tests.modeling.families import IS_5, make_config, prompts_of, save_random
 from tests.quantised.inc_files import nodes_of, write_inc
-from tests.quantised.test_checkpoints import LAYOUTS, SIZES, load
+from tests.quantised.test_checkpoints import LAYOUTS, SIZES, load, tokens, twins_in_mxfp4
 from tests.quantised.writers import KINDS, write_twins
 from tests.ranks.test_memory import anonymous_bytes
 from tests.ranks.work import Case, serve
@@ -101,6 +101,22 @@ def test_two_ranks_serve_measured_scales(tmp_path: Path, monkeypatch: pytest.Mon
     found = run_processes(serve, ({"inc": case},), [{}] * 2, 600)[0]["inc"]
     served = load(path, **options, max_model_len=48)
     assert found.tokens == [done[0].token_ids for done in served.engine.generate(prompts, params)]
+
+
+@pytest.mark.skipif(not IS_5, reason="older versions have experts in another module")
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [(2, {"expert_parallel": True}), (4, {})],
+    ids=["whole experts", "parts of blocks"],
+)
+def test_ranks_share_experts_in_mxfp4(size: int, settings: dict[str, Any], tmp_path: Path) -> None:
+    plain, quantised = twins_in_mxfp4(tmp_path)
+    greedy = [SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)] * 2
+    case = Case(quantised, prompts_of([5, 19]), greedy, scheduler={"max_model_len": 48}, parallel=settings)
+    found = run_processes(serve, ({"one": case},), [{}] * size, 600)[0]["one"]
+    assert found.error == ""
+    assert found.tokens == [done[len(prompt) :] for done, prompt in zip(tokens(load(plain)), case.prompts)]
 
 
 WIDE = {

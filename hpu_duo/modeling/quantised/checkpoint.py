@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from hpu_duo.modeling.quantised.config import Group, Quantisation, find_quantisation, weight_files
 from hpu_duo.modeling.quantised.format import FLOATS, Activations, Header, LinearFormat, Weight
 from hpu_duo.modeling.quantised.int4 import AWQInt, GPTQInt
+from hpu_duo.modeling.quantised.mxfp4 import ExpertsByPart, MXFP4Experts
 
 _UNUSED = (
     "input_scale",
@@ -128,9 +129,12 @@ class QuantisedTensor:
             raise self.input_scale.refused("above 0", scale)
         return scale
 
-    def source(self) -> torch.Tensor:
-        """Return the whole weight, dequantised."""
-        return self.read().dequantised(self.dtype)
+    def source(self) -> torch.Tensor | ExpertsByPart:
+        """Return the whole weight, dequantised; experts in mxfp4 are, where they are read."""
+        weight = self.read()
+        if isinstance(weight, MXFP4Experts):
+            return ExpertsByPart(weight, self.dtype)
+        return weight.dequantised(self.dtype)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self.source()[index]

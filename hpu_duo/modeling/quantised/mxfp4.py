@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import EllipsisType, MappingProxyType
 from typing import TYPE_CHECKING
 
 from hpu_duo.modeling.quantised.format import Header
@@ -63,6 +63,18 @@ class MXFP4Experts:
     exponents: torch.Tensor
     shape: tuple[int, ...]
 
+    def part(self, dim: int, some: slice, dtype: torch.dtype) -> torch.Tensor:
+        """Return some experts (``dim`` 0), inputs (1) or outputs (2), dequantised without the others."""
+        begin, end, _ = some.indices(self.shape[dim])
+        first, last = (begin // BLOCK, -(-end // BLOCK)) if dim == 1 else (begin, end)
+        own = (slice(None),) * (0, 2, 1)[dim] + (slice(first, last),)
+        num_experts, num_outputs, num_blocks = self.exponents[own].shape
+        shape = num_experts, num_blocks * BLOCK, num_outputs
+        # Inputs share exponents in blocks.
+        before = begin - first * BLOCK if dim == 1 else 0
+        whole = MXFP4Experts(self.codes[own], self.exponents[own], shape).dequantised(dtype)
+        return whole.narrow(dim, before, end - begin)
+
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weights."""
         import torch  # Slow to import, and not needed by plans.
@@ -81,3 +93,25 @@ class MXFP4Experts:
             pairs *= factors[exponents.int()][..., None, None]
             whole[expert] = pairs.to(dtype).view(len(halves), -1).t()
         return whole
+
+
+@dataclass(frozen=True)
+class ExpertsByPart:
+    """Weights ``[E, K, N]`` that are dequantised where they are read: all, or slices of one dimension.
+
+    Attributes:
+        stored: the codes.
+        dtype: of what is read.
+    """
+
+    stored: MXFP4Experts
+    dtype: torch.dtype
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the weights, as slices of safetensors do."""
+        return list(self.stored.shape)
+
+    def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> torch.Tensor:
+        if not isinstance(index, tuple):
+            return self.stored.dequantised(self.dtype)
+        return self.stored.part(len(index) - 1, index[-1], self.dtype)
