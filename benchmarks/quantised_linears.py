@@ -22,11 +22,11 @@ from hpu_duo.modeling.packed_linear import HugePages, PanelLinear
 from hpu_duo.modeling.quantised.linear import QuantisedLinear
 from hpu_duo.modeling.quantised.panels import PanelQuantisedLinear
 from hpu_duo.modeling.quantised.rounding import rounded
-from kernels_ref.x86.library import cpu_flags, description
+from kernels_ref.x86.library import cpu_flags, description, is_supported
 
 FORMATS = ("bf16", "int8", "fp8", "int4")
 SHAPES = ((4096, 4096), (4096, 14336))
-ROWS = (1, 2, 4, 8, 16, 64, 512)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 512)
 CACHE_BYTES = 256 << 20
 """Bytes of the copies of a weight in bfloat16, together."""
 
@@ -38,6 +38,11 @@ def made(plain: nn.Linear, name: str, memory: HugePages) -> nn.Module:
     stored = rounded(plain.weight.detach(), name, torch.bfloat16)
     layer = QuantisedLinear(plain.in_features, plain.out_features, None, stored)
     return PanelQuantisedLinear(layer, memory, None)
+
+
+def arithmetic() -> torch.dtype:
+    """Dtype of inputs: bfloat16 where this CPU multiplies it, else float32, in which it serves bfloat16."""
+    return torch.bfloat16 if is_supported() else torch.float32
 
 
 def weight_bytes(layer: nn.Module) -> int:
@@ -68,7 +73,7 @@ class Case:
 
 def measure(case: Case, rows: int, inputs: int, num_rounds: int) -> dict[str, tuple[float, float]]:
     """Best time, and median ratio of bfloat16's time to it, by format."""
-    x = torch.randn(rows, inputs).bfloat16()
+    x = torch.randn(rows, inputs).to(arithmetic())
     num_calls = max(2, 32 // rows)
     times: dict[str, list[float]] = {name: [] for name in FORMATS}
     for _ in range(num_rounds):
@@ -82,12 +87,13 @@ def measure(case: Case, rows: int, inputs: int, num_rounds: int) -> dict[str, tu
 
 def report(num_rounds: int, threads: int) -> str:
     """The results page."""
-    flags = ", ".join(name for name in ("avx512_bf16", "amx_tile") if name in cpu_flags())
+    flags = "".join(f", {name}" for name in ("avx512_bf16", "amx_tile") if name in cpu_flags())
     load = os.getloadavg()[0]
     lines = [
         "# Linear layers of codes",
         "",
-        f"{description()}, {flags}, {os.cpu_count()} cores, {threads} thread, load average {load:.1f} at the "
+        f"{description(arithmetic())}{flags}, {os.cpu_count()} cores, {threads} thread, load average "
+        f"{load:.1f} at the "
         "start: other work ran on the machine, so CPU time is counted. "
         "`python benchmarks/quantised_linears.py`; "
         f"{num_rounds} rounds, all formats in each. Ratios: median over rounds of bf16's time to that of the "

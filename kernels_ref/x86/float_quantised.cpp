@@ -22,9 +22,10 @@ constexpr int kPairItems = 2 * kPanel;                       // of a panel, for 
 constexpr int kPanelVectors = kPairItems / kLanes;           // for a pair of inputs, or four pairs in words
 constexpr bool kIsWide = Lanes::kRegisters == 32;
 constexpr int kFewStep = 4, kFewRows = kIsWide ? 8 : 4;      // rows for which codes are read into registers
-constexpr int kRowStep = kIsWide ? 6 : 3;                    // rows of a pass over widened codes,
-constexpr int kPassVectors = 4;                              // and its vectors
-constexpr int64_t kRowBlock = 240, kPart = 256;              // rows, and inputs, for which codes are widened once
+constexpr int kRowStep = 6;                                  // rows of a pass over widened codes,
+constexpr int kPassVectors = kIsWide ? 4 : 2;                // and its vectors
+constexpr int64_t kRowBlock = 240;                           // rows for which codes are widened once,
+constexpr int64_t kPart = kIsWide ? 256 : 128;               // and inputs: with eight lanes they stay in the first cache
 
 F scale_at(const QuantisedWeight &weight, int64_t place) {
   switch (weight.scale_kind) {
@@ -35,7 +36,8 @@ F scale_at(const QuantisedWeight &weight, int64_t place) {
 }
 
 struct Job {
-  const float *x, *sums;  // sums of x over groups [rows][groups], where the weight has zero points
+  const float *x;     // times the units of the nibbles that they are multiplied with
+  const float *sums;  // of inputs over groups [rows][groups], where the weight has zero points
   const QuantisedWeight &weight;
   int64_t inputs;
 
@@ -75,10 +77,7 @@ inline __attribute__((always_inline)) void add_step(const float *x, int64_t stri
 #pragma GCC unroll 4
   for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-    for (int pair = 0; pair < kPairs; ++pair) {
-      left[m][pair] = Lanes::pair(x + m * stride + 2 * pair);
-      if (Lanes::nibble_unit(pair) != 1.0f) left[m][pair] = Lanes::mul(left[m][pair], Lanes::set(Lanes::nibble_unit(pair)));
-    }
+    for (int pair = 0; pair < kPairs; ++pair) left[m][pair] = Lanes::pair(x + m * stride + 2 * pair);
 #pragma GCC unroll 8
   for (int n = 0; n < NV; ++n) {
     if constexpr (kind == CodeKind::kInt4) {
@@ -184,27 +183,35 @@ void few_rows(const Job &job, int64_t rows, int64_t panel, int num_panels) {
   }
 }
 
-// Codes of some inputs of a panel as float32: [inputs / 2][32][2].
+// Codes of some inputs of a panel as float32: [inputs / 2][32][2], nibbles in their units.
+template <CodeKind kind>
+void widen(const uint8_t *codes, int64_t count, float *to) {
+  constexpr bool kIsNibbles = kind == CodeKind::kInt4;
+  for (int64_t i = 0; i < count; i += kIsNibbles ? 8 : 2) {
+#pragma GCC unroll 8
+    for (int n = 0; n < kPanelVectors; ++n, to += kLanes) {
+      if constexpr (kIsNibbles) {
+        const I words = Lanes::words(codes + n * kLanes * 2);
+        Lanes::store(to, Lanes::nibble<0>(words));
+        Lanes::store(to + kPairItems, Lanes::nibble<1>(words));
+        Lanes::store(to + 2 * kPairItems, Lanes::nibble<2>(words));
+        Lanes::store(to + 3 * kPairItems, Lanes::nibble<3>(words));
+      } else {
+        Lanes::store(to, values_of<kind>(codes + n * kLanes));
+      }
+    }
+    codes += kIsNibbles ? 2 * kPairItems : kPairItems;
+    if (kIsNibbles) to += 3 * kPairItems;
+  }
+}
+
 void widen(const Job &job, int64_t panel, int64_t input, int64_t count, float *to) {
   const uint8_t *codes = job.codes(panel, input);
-  if (job.weight.kind == CodeKind::kInt4) {
-    for (int64_t i = 0; i < count; i += 8, codes += 2 * kPairItems, to += 4 * kPairItems)
-      for (int n = 0; n < kPanelVectors; ++n) {
-        const I words = Lanes::words(codes + n * kLanes * 2);
-        float *out = to + n * kLanes;
-        const auto put = [&](int pair, F value) {
-          Lanes::store(out + pair * kPairItems, Lanes::mul(value, Lanes::set(Lanes::nibble_unit(pair))));
-        };
-        put(0, Lanes::nibble<0>(words));
-        put(1, Lanes::nibble<1>(words));
-        put(2, Lanes::nibble<2>(words));
-        put(3, Lanes::nibble<3>(words));
-      }
-    return;
+  switch (job.weight.kind) {
+    case CodeKind::kInt8: return widen<CodeKind::kInt8>(codes, count, to);
+    case CodeKind::kFp8: return widen<CodeKind::kFp8>(codes, count, to);
+    default: return widen<CodeKind::kInt4>(codes, count, to);
   }
-  const bool is_fp8 = job.weight.kind == CodeKind::kFp8;
-  for (int64_t i = 0; i < count * kPanel; i += kLanes)
-    Lanes::store(to + i, is_fp8 ? values_of<CodeKind::kFp8>(codes + i) : values_of<CodeKind::kInt8>(codes + i));
 }
 
 // Some widened inputs of a panel, and the codes that come after them.
@@ -236,14 +243,14 @@ void pass(const Job &job, const Part &part, int64_t row, int vector, const Held 
     const float *values = part.values + (begin - part.input) * kPanel + vector * kLanes;
     for (int64_t input = begin; input < end; input += 2, x += 2, values += kPairItems) {
       if (is_fetching) __builtin_prefetch(next, 0, 2), next += job.bytes_per_pair();
-      F left[MR];
-#pragma GCC unroll 6
-      for (int m = 0; m < MR; ++m) left[m] = Lanes::pair(x + m * job.inputs);
+      F right[kPassVectors];
 #pragma GCC unroll 4
-      for (int n = 0; n < kPassVectors; ++n) {
-        const F right = Lanes::load(values + n * kLanes);
+      for (int n = 0; n < kPassVectors; ++n) right[n] = Lanes::load(values + n * kLanes);
 #pragma GCC unroll 6
-        for (int m = 0; m < MR; ++m) sum[m][n] = Lanes::fma(left[m], right, sum[m][n]);
+      for (int m = 0; m < MR; ++m) {
+        const F left = Lanes::pair(x + m * job.inputs);
+#pragma GCC unroll 4
+        for (int n = 0; n < kPassVectors; ++n) sum[m][n] = Lanes::fma(left, right[n], sum[m][n]);
       }
     }
     begin = end;
@@ -278,8 +285,8 @@ void passes(const Job &job, const Part &part, int64_t first, int64_t rows, const
         case 1: pass<1>(job, part, first + row, vector, to, is_first); break;
         case 2: pass<2>(job, part, first + row, vector, to, is_first); break;
         case 3: pass<3>(job, part, first + row, vector, to, is_first); break;
-        case 4: pass<std::min(4, kRowStep)>(job, part, first + row, vector, to, is_first); break;
-        case 5: pass<std::min(5, kRowStep)>(job, part, first + row, vector, to, is_first); break;
+        case 4: pass<4>(job, part, first + row, vector, to, is_first); break;
+        case 5: pass<5>(job, part, first + row, vector, to, is_first); break;
         default: pass<kRowStep>(job, part, first + row, vector, to, is_first);
       }
     }
@@ -298,6 +305,15 @@ void many_rows(const Job &job, int64_t first, int64_t rows, int64_t panel) {
   for (int64_t row = 0; row < rows; ++row)
     for (int column = 0; column < kPanel; column += kLanes)
       job.store(first + row, panel, column, Lanes::load(held.groups + row * kPanel + column));
+}
+
+// Inputs times the units of the nibbles that they are multiplied with, which are powers of two.
+const float *in_units(const float *x, int64_t count) {
+  static thread_local Buffer<float> buffer;
+  float *to = buffer.reserve(count);
+  for (int64_t i = 0; i < count; i += 8)
+    for (int j = 0; j < 8; ++j) to[i + j] = x[i + j] * Lanes::nibble_unit(j / 2);
+  return to;
 }
 
 // Of each row, the sum of the inputs of each group.
@@ -329,6 +345,7 @@ void quantised_linears(const float *x, const QuantisedWeight *weights, int64_t n
     rows = live[1];
   }
   if (!rows) return;
+  const float *in_unit = nullptr;
   std::vector<Job> jobs;
   std::vector<int64_t> ends;  // pairs of panels up to the end of each weight
   std::vector<std::vector<float>> sums(num_weights);
@@ -338,7 +355,9 @@ void quantised_linears(const float *x, const QuantisedWeight *weights, int64_t n
       sums[n].resize(rows * weights[n].groups);
       sum_groups(x, weights[n], rows, inputs, sums[n].data(), num_threads);
     }
-    jobs.push_back({x, sums[n].data(), weights[n], inputs});
+    const bool has_units = Lanes::nibble_unit(1) != 1.0f && weights[n].kind == CodeKind::kInt4;
+    if (has_units && !in_unit) in_unit = in_units(x, rows * inputs);
+    jobs.push_back({has_units ? in_unit : x, sums[n].data(), weights[n], inputs});
     ends.push_back(pairs += divide_up(weights[n].outputs, 2 * kPanel));
   }
   const bool is_few = rows <= kFewRows;
