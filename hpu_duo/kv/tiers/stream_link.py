@@ -93,7 +93,7 @@ class StreamLink(HostRecords):
             with stream.after_launched(), torch.inference_mode():
                 began = stream.mark()
                 for batch in self._batches(each):
-                    error = None
+                    error: Exception | None = None
                     try:
                         (self._load if is_load else self._store)(batch)
                     except Exception as problem:  # a step goes on: whoever polls learns of it
