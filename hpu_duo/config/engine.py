@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from graphs import BucketTable, CaptureBackend, MissPolicy
     from hpu_duo.config.overrides import EngineOverrides
+    from hpu_duo.config.speculation import SpeculativeConfig
     from hpu_duo.heads import HeadPattern
 
 __all__ = [
@@ -492,11 +493,13 @@ class EngineConfig:
                 f"expected decode_len of at most block_size={self.cache.block_size}, "
                 f"got {self.scheduler.row_text.removeprefix('decode_len=')}"
             )
-        if (speculation := self.scheduler.speculation) is not None and speculation.model is not None:
-            self._check_draft_model()
+        if (speculation := self.scheduler.speculation) is not None and speculation.has_own_stores:
+            self._check_own_stores(speculation)
 
-    def _check_draft_model(self) -> None:
+    def _check_own_stores(self, speculation: SpeculativeConfig) -> None:
+        num_ranks = self.parallel.tensor_parallel_size
         allowed = {
+            "tensor_parallel_size": (num_ranks, 1 if speculation.method == "mtp" else num_ranks),
             "retrieval_parallel": ("context" if self.parallel.deals_blocks else "heads", "heads"),
             "kv_policy": (self.cache.kv_policy, None),
             "kv_plan": (self.cache.kv_plan, None),
@@ -504,7 +507,8 @@ class EngineConfig:
         for name, (value, expected) in allowed.items():
             if value != expected:
                 raise ValueError(
-                    f"speculative_config: method 'draft_model' needs {name}={expected}, got {value!r:.80}"
+                    f"speculative_config: method {speculation.method!r} needs {name}={expected}, "
+                    f"got {value!r:.80}"
                 )
 
     @property

@@ -11,7 +11,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-METHODS = ("suffix", "ngram", "duo", "draft_model")
+METHODS = ("suffix", "ngram", "duo", "draft_model", "mtp")
 MOST_DRAFTS = 31
 _OF_METHOD = {
     "prompt_lookup_": ("ngram",),
@@ -26,7 +26,7 @@ _SPARSER = (
 )
 _NOT_SERVED = {"draft_sparsity": _SPARSER, "draft_budget": _SPARSER}
 """Keys that are refused by name, and why."""
-_OTHERS = ("eagle", "eagle3", "medusa", "mtp", "mlp_speculator")
+_OTHERS = ("eagle", "eagle3", "medusa", "mlp_speculator")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class SpeculativeConfig:
     Args:
         method: "suffix" (the likeliest continuation of the last tokens, in the request's text and in earlier
             outputs), "ngram" (what followed the last tokens when they occurred first), "duo" (the model
-            itself, which reads the first and the newest tokens only; drafts of "suffix" where it has some)
-            or "draft_model" (another model).
+            itself, which reads the first and the newest tokens only; drafts of "suffix" where it has some),
+            "draft_model" (another model) or "mtp" (the checkpoint's own layer of multi-token prediction).
         model: checkpoint of the model that drafts, for "draft_model", with the same vocabulary.
         num_speculative_tokens: most drafts of a request in a step, 1 to 31.
         prompt_lookup_max, prompt_lookup_min: tokens of an n-gram; one is the default of the other, 5 of both.
@@ -179,7 +179,12 @@ class SpeculativeConfig:
     @property
     def is_by_model(self) -> bool:
         """Whether a model drafts on the device."""
-        return self.method in ("duo", "draft_model")
+        return self.method in ("duo", "draft_model", "mtp")
+
+    @property
+    def has_own_stores(self) -> bool:
+        """Whether what drafts has keys and values of its own."""
+        return self.method in ("draft_model", "mtp")
 
     @property
     def text(self) -> str:

@@ -18,7 +18,7 @@ def make_drafter(config: SpeculativeConfig) -> Drafter:
 
 def _make(config: SpeculativeConfig) -> Drafter:
     num_drafts = config.num_speculative_tokens
-    if config.method == "draft_model":
+    if config.has_own_stores:
         return Drafter()
     if config.method == "ngram":
         return NgramDrafter(*config.ngram_sizes, num_drafts)

@@ -98,6 +98,8 @@ class StepGeometry:
             ``StepLimits``; without rows, prompt rows gather no rings, and there may be more of them than C.
             With regions, prompt rows are in the order of these.
         num_tails: blocks of each row that are gathered and masked (T); None = as many as its new tokens need.
+        has_next: steps have the token that follows each of theirs, for a layer that reads both: its id, or
+            ``-1 - i`` for the token of row ``i`` of the step's logits.
     """
 
     block_size: int
@@ -113,6 +115,7 @@ class StepGeometry:
     draft_lens: tuple[int, ...] = ()
     num_tails: int | None = None
     num_staged: int = 0
+    has_next: bool = False
 
     @classmethod
     def of(cls, limits: StepLimits) -> StepGeometry:
@@ -170,6 +173,7 @@ class StepGeometry:
             "owner_start": (bucket.num_unique_blocks if self.uses_block_positions else 0,),
             "token_class": (bucket.query_len if self.uses_token_classes else 0,),
             "owner": (bucket.num_unique_blocks,),
+            "next_token": (bucket.query_len if self.has_next else 0,),
         }
 
 
@@ -259,6 +263,8 @@ def fill(
     _fill_rows(host, batch, bucket, geometry)
     _fill_shared(host, batch, geometry)
     _fill_unique(host, batch, bucket.num_logits, geometry)
+    if geometry.has_next:
+        host["next_token"].fill(0)
     if geometry.uses_token_classes:
         known = batch.token_ids if class_of is None else class_of[batch.token_ids]
         assert class_of is not None or not len(known), "classes of tokens are known"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -111,6 +111,7 @@ class Drafting:
         counters: of verified drafts.
         lens: sizes of rows to choose from, see ``StepLimits.draft_lens``; () verifies all drafts.
         num_model_drafts: drafts that a model makes where the drafter proposes few; 0 = no model drafts.
+        can_begin: whether the model can draft for a request in the next step; None = it always can.
 
     Attributes:
         drafter, counters: as given.
@@ -125,9 +126,10 @@ class Drafting:
         counters: SpeculationCounters,
         lens: Sequence[int] = (),
         num_model_drafts: int = 0,
+        can_begin: Callable[[Request], bool] | None = None,
     ) -> None:
         self.drafter, self._samples, self._vocab_size = drafter, samples, vocab_size
-        self._num_model_drafts = num_model_drafts
+        self._num_model_drafts, self._can_begin = num_model_drafts, can_begin
         self.counters = counters
         self._has_failed = self.has_host_rows = False
         self._lengths = DraftLengths(lens) if lens else None
@@ -151,6 +153,8 @@ class Drafting:
         drafts = () if self._has_failed else self._of_text(request, state, most)
         num = min(self._num_model_drafts, most)
         if not num or not state.takes_model_drafts:
+            return drafts
+        if self._can_begin is not None and not self._can_begin(request):
             return drafts
         if 2 * len(drafts) < num or (
             lengths is not None and lengths.prefers_model(request, len(drafts), num)

@@ -29,6 +29,7 @@ from hpu_duo.engine.step_input import (
     extra_places,
     message_fields,
     most_copies,
+    put_tokens,
 )
 from hpu_duo.kv.pool import copy_sizes
 from hpu_duo.kv.store import KVStore
@@ -41,7 +42,6 @@ from hpu_duo.sampling.sampler import packed, unpacked
 from kernels_ref import Step, StepParts, StepTensors
 from kernels_ref.loops import RegionOf, in_regions
 from kernels_ref.step import PlanKey
-from kernels_ref.units import index_dtype
 
 # N rows of logits, V tokens of the vocabulary, T ranks
 
@@ -200,6 +200,8 @@ class Executor(NotPicklable):
         self._fails_on_recompile = fail_on_recompile
         fields = message_fields(geometry.longest, largest)
         self.inputs = DeviceInputs(partial(message_fields, geometry), fields, device, num_extra)
+        if drafts is not None:
+            drafts.attach(self.inputs)
         self._run_in(use_table)
 
     def _run_in(self, uses_table: bool) -> None:
@@ -254,6 +256,8 @@ class Executor(NotPicklable):
             if message.sampling is not None:
                 tokens = self._tokens(logits, message.sampling, floats, drafted)
                 on_device = self.whole(logits) if message.host_sampled else None
+            if self.drafts is not None:
+                self._follow(self.drafts, message)
         return LaunchedStep(message, tokens, on_device, compiled)
 
     @torch.inference_mode()
@@ -309,7 +313,14 @@ class Executor(NotPicklable):
     def logits(self, message: StepInput) -> torch.Tensor:
         """The logits of a message, float ``[N * M, V]``, on the device; nothing is sampled."""
         with self.leading(Execute(message, is_sampled=False)):
-            return self.whole(self._forward(message)[0])
+            logits = self._forward(message)[0]
+            if self.drafts is not None:
+                self._follow(self.drafts, message)
+            return self.whole(logits)
+
+    def _follow(self, drafts: RunsDrafts, message: StepInput) -> None:
+        sampled = None if message.sampling is None else self._sampled
+        drafts.follow(message.shape, message.bucket, sampled)
 
     def sample(
         self, logits: torch.Tensor, batch: SamplingBatch, floats: torch.Tensor | None = None
@@ -383,11 +394,8 @@ class Executor(NotPicklable):
         if self._exchanges is not None:
             self.exchanged = self.exchanged.plus(self._exchanges.of(message.bucket))
         self.model.live.set(message.shape, message.bucket, self.geometry.row_len(message.bucket))
-        fields = self.step_inputs(inputs)
-        if self.drafts is not None:
-            self.drafts.follow(message.shape, message.bucket, fields)
-        logits = self.graphs.run(message.bucket, self.step_of(message.bucket), fields)
-        return logits, floats, drafted
+        step = self.step_of(message.bucket)
+        return self.graphs.run(message.bucket, step, self.step_inputs(inputs)), floats, drafted
 
     def _take_sampled(
         self, message: StepInput, inputs: Mapping[str, torch.Tensor]
@@ -410,11 +418,7 @@ class Executor(NotPicklable):
             self._sampled = drafted
         source = buffer[begin : begin + bucket.query_len]
         sampled = self._sampled.index_select(0, source.clamp(min=0))
-        tokens = torch.where(source >= 0, sampled, inputs["token_ids"])
-        # Written to the buffer as a whole: writes of a part of a tensor are no operation of some devices.
-        place = self.inputs.layout(bucket).slots["token_ids"].offset
-        places = torch.arange(place, place + len(tokens), dtype=index_dtype(self.device), device=self.device)
-        buffer.index_copy_(0, places, tokens)
+        put_tokens(self.inputs, bucket, torch.where(source >= 0, sampled, inputs["token_ids"]))
         return floats, drafted
 
     def step_inputs(self, fields: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -521,7 +525,7 @@ class StepWarmUp:
         with executor.leading(Capture(bucket)), executor.runtime.step(), padding:
             is_new = executor.graphs.warm_up(bucket, executor.step_of, self._padding)
             if is_new and executor.drafts is not None:
-                executor.drafts.warm_up(bucket, self._padding(bucket))
+                executor.drafts.warm_up(bucket, self._padding)
                 if executor.geometry.row_len(bucket) > 1:
                     self._run_drafts(bucket)
         return is_new

@@ -11,13 +11,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphs import BatchShape, BucketTable, GraphCache, HostInputs, MissPolicy
+from graphs import BatchShape, BucketTable, DeviceInputs, GraphCache, HostInputs, MissPolicy
 from hpu_duo.engine.batch import StepBatch, StepGeometry, fill
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.pool import NO_COPIES, Copy, CopyLists, padded_size
 from hpu_duo.kv.tiers.link import Transfers
 from hpu_duo.modeling.step_model import StepModel
+from hpu_duo.request import Request
 from hpu_duo.sampling import RowError, SampledTokens, SamplingBatch, SamplingRoute, SamplingRow, TokenLogprobs
+from kernels_ref.units import index_dtype
 
 BLOCK_COPIES = "block_copies"
 """Name of a field of the integers, like the next constant."""
@@ -91,6 +93,16 @@ def extra_places(num_items: int, bucket: BatchShape, num_drafted: int = 0) -> tu
 
 _ALIGNED = 16
 """Items of 64 bytes."""
+
+
+def put_tokens(inputs: DeviceInputs, bucket: BatchShape, tokens: torch.Tensor) -> None:
+    """Replace the token ids of a step on the device, int32 ``[Q]``.
+
+    They are written to the buffer as a whole: writes of a part of a tensor are no operation of some devices.
+    """
+    place, device = inputs.layout(bucket).slots["token_ids"].offset, inputs.device
+    places = torch.arange(place, place + len(tokens), dtype=index_dtype(device), device=device)
+    inputs.buffer.index_copy_(0, places, tokens)
 
 
 def message_fields(geometry: StepGeometry, bucket: BatchShape) -> dict[str, tuple[int, ...]]:
@@ -207,6 +219,14 @@ class AddsDrafts(Protocol):
         """Return the message of a plan with the drafts of its rows."""
         ...
 
+    def can_begin(self, request: Request) -> bool:
+        """Whether the model can draft for a request behind the last step that was built."""
+        ...
+
+    def note(self, message: StepInput, plan: StepPlan, token_ids: npt.NDArray[np.int32]) -> None:
+        """Write what a model that drafts needs besides, in place, and remember what its next drafts need."""
+        ...
+
     def add_padding(self, message: StepInput, decode_len: int) -> StepInput:
         """Return a message of padding with drafts of padding."""
         ...
@@ -262,15 +282,21 @@ class RunsDrafts(Protocol):
         """Draft, and return the sampled tokens."""
         ...
 
-    def follow(self, shape: BatchShape, bucket: BatchShape, fields: Mapping[str, torch.Tensor]) -> None:
-        """Compute a step in the stores of the model that drafts, if it has its own."""
+    def attach(self, inputs: DeviceInputs) -> None:
+        """Read the steps from these inputs from now on."""
+        ...
+
+    def follow(self, shape: BatchShape, bucket: BatchShape, sampled: torch.Tensor | None) -> None:
+        """Compute a step that has been sampled in the stores of the model that drafts, if it has its own."""
         ...
 
     def carry_out(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
         """Carry out copies in these stores."""
         ...
 
-    def warm_up(self, bucket: BatchShape, fields: Mapping[str, torch.Tensor]) -> None:
+    def warm_up(
+        self, bucket: BatchShape, fields_of: Callable[[BatchShape], Mapping[str, torch.Tensor]]
+    ) -> None:
         """Capture the steps of a bucket by padding."""
         ...
 
@@ -358,6 +384,8 @@ class StepBuilder:
         if plan.has_model_drafts:
             assert self.drafts is not None, "a model drafts"
             message = self.drafts.add_to(message, plan, batch.token_ids, decode_len)
+        if self.drafts is not None:
+            self.drafts.note(message, plan, batch.token_ids)
         return BuiltStep(message, host_sampled, errors)
 
     def padding(self, bucket: BatchShape, num_copies: int = 0) -> StepInput:

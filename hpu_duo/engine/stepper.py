@@ -295,10 +295,11 @@ class Stepper:
             )
         self._drafting = None
         if drafter is not None:
-            lens, has_model = self._scheduler.limits.draft_lens, self._runner.executor.drafts is not None
+            lens, tables = self._scheduler.limits.draft_lens, self._runner.builder.drafts
             self._drafting = Drafting(
                 *(drafter, self.samples, vocab_size, self.speculation, lens),
-                num_model_drafts=decode_len - 1 if has_model else 0,
+                num_model_drafts=0 if tables is None else decode_len - 1,
+                can_begin=None if tables is None else tables.can_begin,
             )
         self._scheduler.drafting = self._drafting
 

@@ -97,8 +97,8 @@ OURS = frozenset(
 )
 """Arguments that transformers does not have."""
 
-DRAFTED = frozenset({"num_assistant_tokens", "prompt_lookup_num_tokens"})
-"""Fields with the most drafts of a step, which change no token."""
+DRAFTED = frozenset({"num_assistant_tokens", "prompt_lookup_num_tokens", "use_mtp"})
+"""Fields of whether and how much to draft, which change no token; the last one from transformers 5.24 on."""
 
 ASSISTED = frozenset(
     {
@@ -115,11 +115,10 @@ ASSISTED = frozenset(
 ACCEPTED = (
     SAMPLED
     | WITHOUT_EFFECT
-    | DRAFTED
     | ASSISTED
-    | ((PROCESSED | WARPED) & frozenset(vars(GenerationConfig())))
+    | ((DRAFTED | PROCESSED | WARPED) & frozenset(vars(GenerationConfig())))
 )
-"""All accepted fields; those of processors only if the installed transformers has them."""
+"""All accepted fields; those of processors and drafts only if the installed transformers has them."""
 
 _NEUTRAL: dict[str, Any] = {
     "encoder_no_repeat_ngram_size": 0,
@@ -202,6 +201,11 @@ class GenerationRequest:
         names = PROCESSED | WARPED if self.draws else PROCESSED
         return any(not asks_for_nothing(name, getattr(self.config, name, None)) for name in names)
 
+    @property
+    def drafts_itself(self) -> bool:
+        """Whether drafts of the model's own layer of multi-token prediction are wanted."""
+        return bool(getattr(self.config, "use_mtp", None))
+
     def speculate(self, *, is_assisted: bool) -> bool | int:
         """Return ``SamplingParams.speculate``: the most drafts of a step; True = as the engine is set up.
 
@@ -209,11 +213,12 @@ class GenerationRequest:
             is_assisted: whether the call has an assistant.
 
         Raises:
-            ValueError: a number of drafts is none, there are an assistant and a lookup, or a field that
+            ValueError: a number of drafts is none, there are two ways to draft, or a field that
                 ``speculative_config`` takes the place of.
         """
         lookup = self.config.prompt_lookup_num_tokens
-        if lookup or is_assisted:
+        is_own = self.drafts_itself
+        if lookup or is_assisted or is_own:
             for name in sorted(ASSISTED):
                 if (value := getattr(self.config, name)) is not None:
                     raise ValueError(
@@ -221,11 +226,12 @@ class GenerationRequest:
                         "speculative_config of from_pretrained"
                     )
         if lookup:
-            if is_assisted:
-                raise ValueError("expected assistant_model or prompt_lookup_num_tokens, got both")
+            if is_assisted or is_own:
+                other = "assistant_model" if is_assisted else "use_mtp"
+                raise ValueError(f"expected {other} or prompt_lookup_num_tokens, got both")
             return _check_count("prompt_lookup_num_tokens", lookup, 1)
         most = self.config.num_assistant_tokens
-        if not is_assisted or most is None:
+        if not (is_assisted or is_own) or most is None:
             return True
         return _check_count("num_assistant_tokens", most, 1)
 

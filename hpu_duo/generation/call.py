@@ -399,7 +399,7 @@ class GenerativeModel:
         """Return the most drafts of a step, after a check of the assistant.
 
         Raises:
-            ValueError: another model than the assistant drafts here.
+            ValueError: another model than the assistant drafts here, or no layer of its own.
         """
         is_assisted = assistant is not None and assistant is not False
         if is_assisted:
@@ -416,6 +416,14 @@ class GenerativeModel:
                     f"assistant_model: expected {'' if own is None else f'{own} or '}None, got {path!r:.80}; "
                     "the model that drafts is loaded with this one, by speculative_config={'method': "
                     "'draft_model', 'model': DIR} of from_pretrained"
+                )
+        if asked.drafts_itself:
+            speculation = self.engine_config.scheduler.speculation
+            method = None if speculation is None else speculation.method
+            if method != "mtp":
+                raise ValueError(
+                    "use_mtp: expected a model that was loaded with speculative_config={'method': 'mtp'} of "
+                    f"from_pretrained, got method {method!r}"
                 )
         speculate = asked.speculate(is_assisted=is_assisted)
         if speculate is not True and self.engine.drafter is None:

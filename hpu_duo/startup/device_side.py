@@ -23,6 +23,7 @@ from hpu_duo.config.speculation import SpeculativeConfig
 from hpu_duo.device import DeviceRuntime, own_device, resolve_device, runtime_for
 from hpu_duo.device.ranks import Membership, WorkerRanks
 from hpu_duo.engine.executor import Executor
+from hpu_duo.engine.model_drafts.mtp import HiddenStates, MtpSteps, MtpTables
 from hpu_duo.engine.model_drafts.steps import DraftSteps, OwnStores
 from hpu_duo.engine.model_drafts.tables import DraftTables, DraftWindow
 from hpu_duo.engine.step_input import message_fields
@@ -33,6 +34,7 @@ from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.attention import LiveRows
 from hpu_duo.modeling.fused_modules import fuse_modules
 from hpu_duo.modeling.latents import keep_latents
+from hpu_duo.modeling.mtp import keep_hidden
 from hpu_duo.modeling.packed_linear import (
     can_pack,
     code_bytes,
@@ -58,7 +60,7 @@ from hpu_duo.modeling.weight_stream import (
     weight_bytes,
 )
 from hpu_duo.parallel import ContextParallelBlocks, SpreadLogits, StepExchanges, Sums, connect
-from hpu_duo.startup.blueprint import Blueprint, choose_kernels
+from hpu_duo.startup.blueprint import Blueprint, ChosenKernels, choose_kernels
 from hpu_duo.startup.draft_model import DraftModel, within
 from hpu_duo.startup.heads import ChosenHeads
 from hpu_duo.startup.offloading import host_link
@@ -222,11 +224,10 @@ class DeviceSide:
             model, layers, config, device, kernels, chosen, runtime.total_bytes(), precision
         )
         draft = None
-        if (speculation := config.scheduler.speculation) is not None and speculation.method == "draft_model":
-            whole = model.config if shared is None else shared.hf_config
-            vocab_size = whole.get_text_config().vocab_size
-            draft = DraftModel.load(config, blueprint, vocab_size, precision, place)
-        coming = [model] if draft is None else [model, draft.model]
+        if (speculation := config.scheduler.speculation) is not None and speculation.has_own_stores:
+            vocab_size = (model.config if shared is None else shared.hf_config).get_text_config().vocab_size
+            draft = DraftModel.load(config, model, blueprint, vocab_size, precision, place)
+        coming: list[nn.Module] = [model] if draft is None else [model, draft.own_modules]
         num_coming = 0 if place.first_device == device else sum(map(_weight_bytes, coming))
         streamed = _streamed(config, model, layers, blueprint)
         if num_coming and streamed:
@@ -250,15 +251,7 @@ class DeviceSide:
                 [layer.call.head_dim for layer in layers],
                 [layer.call.value_head_dim for layer in layers],
             )
-        # Before packing: packed linears do not split.
-        for layer, spec in zip(layers, blueprint.specs):
-            if spec.stores_latents:
-                keep_latents(layer.attention, layer.call.num_heads, layer.call.value_head_dim)
-        if device.type == "hpu":
-            without_scatters(model)
-        if kernels.impl is Implementation.HPU:
-            fused = fuse_modules(model, [layer.attention for layer in layers], device)
-            _log.info("by fused operators: %s", ", ".join((*kernels.operators.names, *fused)))
+        _fit_modules(coming, layers, blueprint, kernels)
         live = LiveRows()
         if shared is not None:
             # Before packing: packed linears are no linears, by which the modules to sum over ranks are found.
@@ -270,8 +263,8 @@ class DeviceSide:
             stream = WeightStream(streamed, device, mover, ahead)
         runtime.place(model)
         if draft is not None:
-            draft.model.to(dtype=precision.arithmetic)  # type: ignore[call-arg]
-            runtime.place(draft.model)
+            draft.own_modules.to(dtype=precision.arithmetic)
+            runtime.place(draft.own_modules)
         _try_formats(blueprint)
         store, step_model = blueprint.build(model, memory, live, stream)
         limits = tables.limits(memory)
@@ -281,6 +274,28 @@ class DeviceSide:
         runner = Runner(executor, hf_config.get_text_config().vocab_size, limits.max_model_len)
         runner.builder.drafts = None if drafts is None else drafts.tables
         return cls(runner, blueprint, limits, hf_config)
+
+
+def _fit_modules(
+    models: Sequence[nn.Module],
+    layers: tuple[DecoderLayer, ...],
+    blueprint: Blueprint,
+    kernels: ChosenKernels,
+) -> None:
+    """Exchange what layers compute with, in place, before packing: packed linears do not split.
+
+    Args:
+        models: the served one and what drafts for it.
+    """
+    for layer, spec in zip(layers, blueprint.specs):
+        if spec.stores_latents:
+            keep_latents(layer.attention, layer.call.num_heads, layer.call.value_head_dim)
+    if blueprint.device.type == "hpu":
+        for each in models:
+            without_scatters(each)
+    if kernels.impl is Implementation.HPU:
+        fused = fuse_modules(models[0], [layer.attention for layer in layers], blueprint.device)
+        _log.info("by fused operators: %s", ", ".join((*kernels.operators.names, *fused)))
 
 
 def _try_formats(blueprint: Blueprint) -> None:
@@ -348,7 +363,8 @@ def _plan_memory(
         if speculation is not None and speculation.is_by_model:
             own = None if draft is None else (draft.blueprint.specs, draft.blueprint.text_config)
             drafts = _draft_fields(speculation, tables, plan), own
-        return tables.graph_bytes(plan, dtype_bytes, drafts)
+        of_states = 0 if draft is None else draft.state_bytes(tables.largest(plan))
+        return tables.graph_bytes(plan, dtype_bytes, drafts) + of_states
 
     plan = plan_with_graphs(
         lambda graph_bytes: blueprint.memory(budget, cache, graph_bytes=graph_bytes),
@@ -462,7 +478,7 @@ def _make_executor(
 
 def _drafts(
     config: EngineConfig,
-    model: StepModel,
+    served: StepModel,
     tables: StepTables,
     memory: MemoryPlan,
     place: Place,
@@ -471,11 +487,11 @@ def _drafts(
     """Return what runs drafts of a model; None without them.
 
     Args:
-        model: that is served.
+        served: the model.
         draft: one that drafts for it over its own stores.
 
     Raises:
-        ValueError: ``model`` drafts, and has states that a draft would change.
+        ValueError: ``served`` drafts, and has states that a draft would change.
     """
     speculation = config.scheduler.speculation
     if speculation is None or not speculation.is_by_model:
@@ -488,22 +504,31 @@ def _drafts(
         backend = _backend(config, place.device, place.runtime)
         return GraphCache(backend, buckets, policy, config.graph.max_captured_tokens)
 
-    own = None
+    own, model = None, served
     if draft is None:
         _check_stores(model)
     else:
-        store, model = draft.build(memory)
+        store, model = draft.build(memory, served)
         shapes_of = partial(message_fields, geometry)
         own = OwnStores(store, graphs_of(table), geometry, lambda bucket: pack(shapes_of(bucket)))
     fields = _draft_fields(speculation, tables, memory)
     graphs = graphs_of(fields.table(table, geometry.row_len))
     stages = place.runtime.compiles_operators
-    return DraftSteps(model, fields, graphs, place.device, own, stages=stages)
+    if draft is None or not draft.is_layer:
+        return DraftSteps(model, fields, graphs, place.device, own, stages=stages)
+    sizes = tables.largest(memory), geometry.decode_len, draft.blueprint.text_config.hidden_size
+    states = HiddenStates.zeros(*sizes, draft.blueprint.dtype, place.device)
+    keep_hidden(served.model, states.served)
+    layer: Any = model.model
+    layer.attach(states.served, states.kept)
+    return MtpSteps(states, model, fields, graphs, place.device, own, stages=stages)
 
 
 def _draft_fields(speculation: SpeculativeConfig, tables: StepTables, memory: MemoryPlan) -> DraftTables:
     """The fields of drafts that a model makes."""
     window = None
+    if speculation.method == "mtp":
+        return MtpTables(tables.geometry(memory))
     if speculation.method == "duo":
         window = DraftWindow(speculation.draft_sink, speculation.draft_recent)
     return DraftTables(tables.geometry(memory), window, memory.uses_blocks)
@@ -545,5 +570,5 @@ def _streamed(
     return choose_layers(in_order, config.model.cpu_offload_gb * _GIB)
 
 
-def _weight_bytes(model: PreTrainedModel) -> int:
+def _weight_bytes(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

@@ -1,4 +1,7 @@
-"""A model that drafts for another one: its checkpoint, its vocabulary, its stores beside the other's."""
+"""A model that drafts for another one: its checkpoint, its vocabulary, its stores beside the other's.
+
+Or the served model's own layer of multi-token prediction, which has such stores too.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
+from graphs import BatchShape
 from hpu_duo.config.engine import EngineConfig, HeadConfig, ParallelConfig
 from hpu_duo.config.limits import DeviceBudget
+from hpu_duo.config.speculation import SpeculativeConfig
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.attention import LiveRows
 from hpu_duo.modeling.hub import find_checkpoint
 from hpu_duo.modeling.loading import load_model, load_tokenizer, read_config
+from hpu_duo.modeling.mtp import load_mtp
 from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import DecoderLayer, probe
+from hpu_duo.modeling.quantised.checkpoint import quantisation_of
+from hpu_duo.modeling.quantised.state import quantised_layers
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.startup.blueprint import Blueprint, choose_kernels, fix_served_len
 from kernels_ref import Blocks, Softmax
@@ -24,7 +33,7 @@ from kernels_ref import Blocks, Softmax
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A model in memory that drafts for another one.
+    """A model in memory that drafts for another one, or a layer that does.
 
     Attributes:
         model, layers: as probed.
@@ -39,13 +48,20 @@ class DraftModel:
 
     @classmethod
     def load(
-        cls, config: EngineConfig, served: Blueprint, vocab_size: int, precision: Precision, place: Any
+        cls,
+        config: EngineConfig,
+        model: PreTrainedModel,
+        served: Blueprint,
+        vocab_size: int,
+        precision: Precision,
+        place: Any,
     ) -> DraftModel:
-        """Read the model that ``speculative_config`` names, all of it on each rank.
+        """Read what ``speculative_config`` names, all of it on each rank.
 
         Args:
-            served: of the model that it drafts for.
-            vocab_size: of that model.
+            model: that it drafts for, as transformers has loaded it.
+            served: its blueprint.
+            vocab_size: of it, also where ranks share it.
             place: see ``device_side.Place``.
 
         Raises:
@@ -54,10 +70,7 @@ class DraftModel:
         """
         speculation = config.scheduler.speculation
         assert speculation is not None, "a model drafts"
-        assert speculation.model is not None, "checked by the configuration"
-        path = find_checkpoint(speculation.model)
-        hf_config = read_config(path)
-        check_vocabulary(config.model.path, vocab_size, path, hf_config.get_text_config().vocab_size)
+        path = config.model.path if speculation.model is None else find_checkpoint(speculation.model)
         config = replace(
             config,
             model=replace(config.model, path=path, quantization="auto"),
@@ -67,12 +80,22 @@ class DraftModel:
             cache=replace(config.cache, kv_scales=None, kv_cache_dtype_skip_layers=()),
             scheduler=replace(config.scheduler, max_model_len=served.max_len),
         )
-        model = load_model(path, hf_config, precision.weights, place.first_device)
-        try:
-            fix_served_len(model, config)
-        except ValueError as error:
-            raise ValueError(f"speculative_config: model {speculation.model}: {error}") from error
-        layers = probe(model)
+        if speculation.model is None:
+            number = model.config.get_text_config().num_hidden_layers
+            model = _own_layer(model, path)
+            # By its number in the checkpoint.
+            layers = tuple(replace(each, number=number) for each in probe(model))
+        else:
+            hf_config = read_config(path)
+            check_vocabulary(
+                served.config.model.path, vocab_size, path, hf_config.get_text_config().vocab_size
+            )
+            model = load_model(path, hf_config, precision.weights, place.first_device)
+            try:
+                fix_served_len(model, config)
+            except ValueError as error:
+                raise ValueError(f"speculative_config: model {speculation.model}: {error}") from error
+            layers = probe(model)
         softmax, device = Softmax(config.model.softmax), place.device
         kernels = choose_kernels(config.model.attention, device, layers, precision.arithmetic, softmax)
         memory_bytes = place.runtime.total_bytes()
@@ -85,13 +108,13 @@ class DraftModel:
         others += sorted(states | {kind.name for each in blueprint.recurrent for kind in each.kinds})
         if others:
             raise ValueError(
-                f"speculative_config: expected a model {speculation.model} whose heads store all tokens, "
+                f"speculative_config: expected {_name(speculation)} whose heads store all tokens, "
                 f"got {', '.join(others)}"
             )
         if served.memory_of(1, 0).block_bytes == 0:
             raise ValueError(
-                "speculative_config: method 'draft_model' needs a served model with heads that store all "
-                "tokens, on each rank, got none"
+                f"speculative_config: method {speculation.method!r} needs a served model with heads that "
+                "store all tokens, on each rank, got none"
             )
         return cls(model, layers, config, blueprint)
 
@@ -100,14 +123,64 @@ class DraftModel:
         own, others = (each.memory_of(1, 0).block_bytes for each in (self.blueprint, served))
         return others / (own + others)
 
-    def build(self, memory: MemoryPlan) -> tuple[KVStore, StepModel]:
+    def build(self, memory: MemoryPlan, served: StepModel) -> tuple[KVStore, StepModel]:
         """Allocate its stores, with the blocks of the other model's.
 
         Args:
             memory: plan of the other model's stores.
+            served: the other model; a layer shares its head.
         """
         plan = self.blueprint.memory_of(memory.num_blocks, memory.num_snapshots)
-        return self.blueprint.build(self.model, plan, LiveRows())
+        live = LiveRows()
+        if self.is_layer:
+            layer: Any = self.model
+            layer.tie_with_main_model(served.model)  # its head may be packed now
+            live = served.live
+        return self.blueprint.build(self.model, plan, live)
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is a layer of the other model's checkpoint."""
+        speculation = self.config.scheduler.speculation
+        return speculation is not None and speculation.method == "mtp"
+
+    @property
+    def own_modules(self) -> nn.Module:
+        """All modules that it does not share with the other model."""
+        layer: Any = self.model
+        modules: nn.Module = layer.layers if self.is_layer else layer
+        return modules
+
+    def state_bytes(self, largest: BatchShape) -> int:
+        """Bytes of the tensors besides its stores that stay on the device between steps.
+
+        Args:
+            largest: step.
+        """
+        if not self.is_layer:
+            return 0
+        num_logits = largest.num_logits * self.config.scheduler.decode_len
+        width = self.blueprint.text_config.hidden_size * self.blueprint.dtype.itemsize
+        return (max(largest.query_len, largest.num_logits) + num_logits) * width + 4 * num_logits
+
+
+def _name(speculation: SpeculativeConfig) -> str:
+    return "a layer" if speculation.model is None else f"a model {speculation.model}"
+
+
+def _own_layer(model: PreTrainedModel, path: str | Path) -> PreTrainedModel:
+    """Read the layer of multi-token prediction of a model in memory."""
+    if not str(path) or not Path(path).is_dir():
+        raise ValueError(
+            "speculative_config: method 'mtp' reads a layer of the checkpoint: expected a path, got a loaded "
+            "model"
+        )
+    if quantisation_of(path) is not None or quantised_layers(model):
+        raise ValueError(
+            f"speculative_config: method 'mtp' needs plain weights, got quantised ones in {path}"
+        )
+    layer: PreTrainedModel = load_mtp(model, path)
+    return layer
 
 
 def within(budget: DeviceBudget, share: float) -> DeviceBudget:

@@ -428,7 +428,9 @@ class StepTables:
 
     def geometry(self, memory: MemoryPlan) -> StepGeometry:
         """The sizes of the stores that steps point into."""
-        return StepGeometry.of(self.limits(memory))
+        speculation = self.config.scheduler.speculation
+        has_next = speculation is not None and speculation.method == "mtp"
+        return replace(StepGeometry.of(self.limits(memory)), has_next=has_next)
 
     def largest(self, memory: MemoryPlan) -> BatchShape:
         """The shape that the staged inputs must hold: every reachable shape, and every bucket."""

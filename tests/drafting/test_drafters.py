@@ -192,13 +192,13 @@ def test_the_configuration_says_which_drafter_there_is() -> None:
         ({"num_tokens": 3}, "no key 'num_tokens'; did you mean 'num_speculative_tokens'"),
         (
             {"method": "eagle3"},
-            "method to be suffix or ngram or duo or draft_model, which are served, got 'eagle3'",
+            "method to be suffix or ngram or duo or draft_model or mtp, which are served, got 'eagle3'",
         ),
         (
             {"method": "draft_model"},
             "model to be a checkpoint's directory or name, for method 'draft_model', got None",
         ),
-        ({"method": 3}, "method to be suffix or ngram or duo or draft_model, got 3"),
+        ({"method": 3}, "method to be suffix or ngram or duo or draft_model or mtp, got 3"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens to be an integer >= 1 and <= 31, got 0"),
         ({"num_speculative_tokens": 32}, "num_speculative_tokens to be an integer >= 1 and <= 31, got 32"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens to be an integer.*got True"),

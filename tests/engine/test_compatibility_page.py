@@ -78,6 +78,7 @@ VALUES: dict[str, Any] = {
     "watermarking_config": None,
     "compile_config": None,
     "assistant_model": None,
+    "use_mtp": None,
     "streamer": None,
     "early_stopping": True,
     "do_sample": True,

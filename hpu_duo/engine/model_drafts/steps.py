@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from graphs import BatchShape, BucketTable, GraphCache, Layout, MissPolicy
+from graphs import BatchShape, BucketTable, DeviceInputs, GraphCache, Layout, MissPolicy
 from hpu_duo.engine.batch import StepGeometry
 from hpu_duo.engine.executor import STAGED, StepFunctions, make_step
 from hpu_duo.engine.model_drafts.tables import DraftTables
@@ -68,6 +68,7 @@ class DraftSteps(NotPicklable):
         self._model, self._tables, self._stages = model, tables, stages
         self._device, self._own = device, own
         self._inputs: dict[BatchShape, dict[str, torch.Tensor]] = {}
+        self._step_inputs: DeviceInputs | None = None
         self._capture_in(graphs, None if own is None else own.graphs)
 
     @property
@@ -112,12 +113,23 @@ class DraftSteps(NotPicklable):
         drafted = self.graphs.with_table(self.tables.table(table, row_len), policy)
         self._capture_in(drafted, None if self._steps is None else self._steps.with_table(table, policy))
 
-    def follow(self, shape: BatchShape, bucket: BatchShape, fields: Mapping[str, torch.Tensor]) -> None:
-        """Compute a step in the model's own stores, if it has any."""
+    def attach(self, inputs: DeviceInputs) -> None:
+        """Read the steps of the model's own stores from these inputs."""
+        self._step_inputs = inputs
+
+    def follow(self, shape: BatchShape, bucket: BatchShape, sampled: torch.Tensor | None) -> None:
+        """Compute a step in the model's own stores, if it has any.
+
+        Args:
+            sampled: its tokens, int32 ``[N * M]``; None where nothing was sampled.
+        """
         if self._steps is not None:
             assert self._own is not None, "it has stores"
             assert self._whole_step_of is not None, "it has stores"
+            assert self._step_inputs is not None, "they are attached"
             self._model.live.set(shape, bucket, self._own.geometry.row_len(bucket))
+            inputs = self._step_inputs
+            fields = {STAGED: inputs.buffer} if self._stages else inputs.fields(bucket)
             self._steps.run(bucket, self._whole_step_of(bucket), fields)
 
     def carry_out(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
@@ -125,13 +137,15 @@ class DraftSteps(NotPicklable):
         if self._own is not None:
             self._own.store.carry_out(blocks, rows[:, :0])
 
-    def warm_up(self, bucket: BatchShape, fields: Mapping[str, torch.Tensor]) -> None:
+    def warm_up(
+        self, bucket: BatchShape, fields_of: Callable[[BatchShape], Mapping[str, torch.Tensor]]
+    ) -> None:
         """Capture the steps of a bucket in the model's own stores, if it has any, by padding."""
         if self._steps is not None:
             assert self._own is not None, "it has stores"
             assert self._whole_step_of is not None, "it has stores"
             with self._model.live.none_of(bucket, self._own.geometry.row_len(bucket)):
-                self._steps.warm_up(bucket, self._whole_step_of, lambda _: fields)
+                self._steps.warm_up(bucket, self._whole_step_of, fields_of)
 
     def exchange(
         self,
@@ -172,20 +186,14 @@ class DraftSteps(NotPicklable):
             sample: from the logits of a step.
         """
         bucket, num_rows = self.tables.bucket(step), step.num_logits
-        source, inputs = drafts.view(num_drafts, -1), self._inputs_of(bucket)
-        fields = {STAGED: inputs[STAGED]} if self._stages else inputs
+        source = drafts.view(num_drafts, -1)
         self._model.live.set(bucket, bucket, 1)
         batch, values = _of_drafts(sampling, num_rows), None
         if sampling is not None and floats is not None and batch.route.has_row_values:
             values = floats[: sampling.route.num_row_floats].view(-1, num_rows, num_drafts + 1)
         found: list[torch.Tensor] = []
         for number in range(num_drafts):
-            items = source[number]
-            if found:
-                # Token ids come first.
-                items = torch.cat([found[-1], items[num_rows:]])
-            inputs[STAGED].copy_(items)
-            logits = self.graphs.run(bucket, self._step_of(bucket), fields)
+            logits = self._draft(bucket, source, number, found[-1] if found else None)
             if self._own is not None:
                 # Columns of padding may be more or fewer than those of the other model.
                 logits = logits[:, : batch.route.vocab_size]
@@ -193,6 +201,24 @@ class DraftSteps(NotPicklable):
             own = torch.empty(0) if values is None else values[:, :, number].reshape(-1)
             found.append(sample(logits, batch, own).token_ids)
         return torch.cat(found)
+
+    def _draft(
+        self, bucket: BatchShape, source: torch.Tensor, number: int, last: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The logits of a draft, ``[N, V]``.
+
+        Args:
+            source: fields of all drafts, int32 ``[g, items]``.
+            number: of the draft.
+            last: token ids that the draft before sampled, int32 ``[N]``.
+        """
+        items, inputs = source[number], self._inputs_of(bucket)
+        if last is not None:
+            # Token ids come first.
+            items = torch.cat([last, items[len(last) :]])
+        inputs[STAGED].copy_(items)
+        fields = {STAGED: inputs[STAGED]} if self._stages else inputs
+        return self.graphs.run(bucket, self._step_of(bucket), fields)
 
     def _inputs_of(self, bucket: BatchShape) -> dict[str, torch.Tensor]:
         """The fields of a draft at fixed addresses, and the buffer that they are views of."""

@@ -24,6 +24,7 @@ from graphs.buffers import pack
 from hpu_duo.engine.batch import StepGeometry
 from hpu_duo.engine.step_input import StepInput, extra_places, message_fields, with_sources
 from hpu_duo.engine.step_plan import FROM_DEVICE, ScheduledRow, StepPlan
+from hpu_duo.request import Request
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class DraftTables:
         num_tails = tails_per_row(geometry.decode_len)
         if window is not None:
             num_tails = window.num_tails(geometry.block_size) if uses_blocks else 1
-        self.geometry = replace(geometry, decode_len=1, draft_lens=(), num_tails=num_tails)
+        self.geometry = replace(geometry, decode_len=1, draft_lens=(), num_tails=num_tails, has_next=False)
         self.layout_of = lru_cache(1024)(self._layout)
 
     def bucket(self, step: BatchShape) -> BatchShape:
@@ -109,6 +110,13 @@ class DraftTables:
                 slot = slots[name]
                 fields[name][:] = message.ints[slot.offset : slot.stop].reshape(slot.shape)
         return with_sources(message, _sources(plan, token_ids, message.bucket.num_logits), items)
+
+    def can_begin(self, request: Request) -> bool:
+        """Return True: such drafts need nothing of the step before."""
+        return True
+
+    def note(self, message: StepInput, plan: StepPlan, token_ids: npt.NDArray[np.int32]) -> None:
+        """Do nothing: such drafts need nothing of the steps before them."""
 
     def add_padding(self, message: StepInput, decode_len: int) -> StepInput:
         """Return a message of padding with drafts of padding."""

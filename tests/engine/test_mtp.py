@@ -1,0 +1,234 @@
+"""Drafts of the checkpoint's own layer of multi-token prediction: the tokens are those without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hpu_duo import HPUDuoModel
+from hpu_duo.lab import sim
+from hpu_duo.modeling import mtp
+from hpu_duo.sampling import SamplingParams
+from kernels_ref.x86 import library
+from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
+from tests.modeling.families import BASE, VERSION, make_config, prompts_of, randomise, save_random
+
+pytestmark = pytest.mark.skipif(VERSION < (5, 24), reason="transformers has no such layers yet")
+
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8, "num_hidden_layers": 2}
+FULL = {"mtp_layer_types": ["full_attention"], "num_mtp_layers": 1}
+PROMPTS = prompts_of([17, 1, 33], seed=4)
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.7, top_p=0.95, seed=5, max_tokens=24, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Predicting(Tiny):
+    """A checkpoint whose layer is often right, and that layer as transformers has it."""
+
+    layer: Any
+
+    def drafting(self, **options: Any) -> HPUDuoModel:
+        """Serve it with drafts of the layer."""
+        config = {"method": "mtp", "num_speculative_tokens": 3, **options.pop("config", {})}
+        config.setdefault("num_speculative_tokens_per_batch_size", [[1, 4, 3]])
+        return self.load(**{"max_num_batched_tokens": 24, **options}, speculative_config=config)
+
+    @torch.inference_mode()
+    def accepted(self, prompt: Sequence[int], output: Sequence[int], most: int) -> list[int]:
+        """Accepted drafts of each verified step of a greedy request, computed text by text."""
+        tokens, num_known, found = [*prompt, *output], len(prompt) + 1, []
+        hidden = self.model.model(torch.tensor([tokens])).last_hidden_state
+        while (room := min(most, len(tokens) - num_known - 1)) > 0:
+            states, text = hidden[:, : num_known - 1], tokens[1:num_known]
+            right, goes_on = 0, True
+            for _ in range(room):
+                ids, places = torch.tensor([text]), torch.arange(1, len(text) + 1)[None]
+                after = self.layer.forward_layer(0, states, places, None, input_ids=ids)[:, -1:]
+                token = int(self.layer.shared_head(after).argmax())
+                goes_on &= token == tokens[len(text) + 1]
+                right += goes_on
+                states, text = torch.cat([states, after], dim=1), [*text, token]
+            found.append(right)
+            num_known += 1 + right
+        return found
+
+
+def save_predicting(directory: Path, name: str, names: Callable[[str], str], **fields: Any) -> Predicting:
+    """Save a model whose texts depend on their last tokens mostly, with a layer that does as well.
+
+    Args:
+        names: from the names of transformers' layer to those of checkpoints.
+    """
+    from transformers.modeling_layers import MtpModel
+
+    model = save_random(make_config(name, **{**BASE, **ROUTED, **fields}), directory)
+    layer = MtpModel(model, 1).float().eval()
+    layer.set_attn_implementation("eager")
+    randomise(layer.layers, seed=1)
+    block, size = layer.layers[0], model.config.hidden_size
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(8)
+        for key, parameter in [*model.model.layers.named_parameters(), *block.named_parameters()]:
+            if "o_proj" in key or "down_proj" in key:
+                parameter.mul_(0.3)
+        block.post_norm.weight.copy_(model.model.norm.weight)
+        block.enorm.weight.fill_(1)
+        block.eh_proj.weight[:, :size] = 4 * torch.eye(size)
+        block.eh_proj.weight[:, size:] *= 0.2
+    model.save_pretrained(directory)
+    file = directory / "model.safetensors"
+    own = {names(key): weight.contiguous().clone() for key, weight in block.state_dict().items()}
+    save_file({**load_file(file), **own}, file, metadata={"format": "pt"})
+    return Predicting(directory, model, layer)
+
+
+def mellum_name(key: str) -> str:
+    """The name of a weight in checkpoints of Mellum."""
+    renamed = {
+        "enorm": "pre_fc_norm_embedding",
+        "hnorm": "pre_fc_norm_hidden",
+        "eh_proj": "fc",
+        "post_norm": "norm",
+    }
+    first, _, rest = key.partition(".")
+    return f"mtp.{renamed[first]}.{rest}" if first in renamed else f"mtp.layers.0.{rest}"
+
+
+@pytest.fixture(scope="module")
+def mellum(tmp_path_factory: pytest.TempPathFactory) -> Predicting:
+    path = tmp_path_factory.mktemp("mellum")
+    return save_predicting(path, "MellumConfig", mellum_name, num_experts=4, sliding_window=11, **FULL)
+
+
+@pytest.mark.parametrize(("most", "options"), [(1, {"graphs": "replay", "attention": "sdpa"}), (3, {})])
+def test_drafts_are_those_of_transformers_layer(
+    mellum: Predicting, most: int, options: dict[str, Any]
+) -> None:
+    """Behind prompts in chunks and cached prefixes, and behind rejected drafts."""
+    config = {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": [[1, 4, most]]}
+    drafting = mellum.drafting(config=config, max_num_batched_tokens=16, **options)
+    found = [0] * most
+    num_drafts = 0
+    for prompt in [*PROMPTS, PROMPTS[0]]:
+        ((output,),) = tokens_of(serve(drafting, [prompt], GREEDY))
+        accepted = mellum.accepted(prompt, output, most)
+        num_drafts += len(accepted)
+        found = [num + sum(each > place for each in accepted) for place, num in enumerate(found)]
+    stats = drafting.stats().speculation
+    assert stats is not None
+    assert 0.2 * num_drafts < found[0] < 0.95 * num_drafts
+    assert (stats.num_drafts, *stats.num_accepted_tokens_per_pos) == (num_drafts, *found)
+
+
+@pytest.mark.parametrize(
+    ("params", "options"),
+    [
+        (replace(SEEDED, n=2, logprobs=2), {"num_blocks": 12, "max_model_len": 64}),
+        (SEEDED, {"graphs": "replay", "attention": "sdpa", "pattern": PATTERN}),
+        pytest.param(GREEDY, {"graphs": "compile"}, marks=pytest.mark.slow),
+        pytest.param(
+            GREEDY, {"kv_cache_dtype": "fp8", "pack_weights": bool(library.lanes())}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_tokens_are_those_without_drafts(
+    mellum: Predicting, params: SamplingParams, options: dict[str, Any]
+) -> None:
+    """With forks, preemption, cached prefixes, and drafts that are often right."""
+    plain = mellum.load(**{**options, "graphs": "eager", "attention": "reference"})
+    drafting = mellum.drafting(**options)
+    expected = tokens_of(serve(plain, PROMPTS, params))
+    for _ in range(2):  # the second time from the prefix cache
+        assert tokens_of(serve(drafting, PROMPTS, params)) == expected
+    stats = drafting.stats()
+    assert stats.speculation is not None
+    assert 0.2 < stats.speculation.num_accepted_tokens / stats.speculation.num_drafts < 3
+    assert stats.num_graph_misses == 0
+    assert (stats.num_preemptions > 0) is ("num_blocks" in options)
+
+
+def test_stores_of_the_layer_are_within_the_planned_memory(mellum: Predicting) -> None:
+    """A block of one layer takes half of what a block of two layers takes."""
+    alone, beside = mellum.load(kv_cache_bytes=60_000), mellum.drafting(kv_cache_bytes=60_000)
+    blocks, fewer = (each.engine.scheduler.limits.num_blocks for each in (alone, beside))
+    assert 0.6 * blocks < fewer < 0.7 * blocks
+    stats = beside.stats()
+    assert beside.engine.runner.store.num_bytes < stats.kv_bytes == stats.resolved.kv_bytes <= 60_000
+
+
+def test_a_layer_behind_the_last_one_drafts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in checkpoints of GLM."""
+    import transformers
+
+    # transformers knows the layer by the number of layers of the published checkpoints.
+    monkeypatch.setattr(
+        transformers.Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\..*"]
+    )
+
+    def name_of(key: str) -> str:
+        return f"model.layers.2.{key.removeprefix('mtp_block.').replace('post_norm.', 'shared_head.norm.')}"
+
+    sizes = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_mtp_layers": 1}
+    saved = save_predicting(tmp_path, "Glm4MoeConfig", name_of, n_group=1, topk_group=1, **sizes)
+    drafting = saved.drafting()
+    ((output,),) = tokens_of(serve(drafting, PROMPTS[:1], GREEDY))
+    assert [[output]] == tokens_of(serve(saved.load(), PROMPTS[:1], GREEDY))
+    accepted, stats = saved.accepted(PROMPTS[0], output, 3), drafting.stats().speculation
+    assert stats is not None
+    assert (stats.num_drafts, stats.num_accepted_tokens) == (len(accepted), sum(accepted))
+    assert sum(accepted) > 0
+
+
+def test_generate_drafts_by_the_layer_where_it_is_asked_to(mellum: Predicting) -> None:
+    call: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    drafting, plain = mellum.drafting(), mellum.load()
+    expected = mellum.model.generate(torch.tensor(PROMPTS[:1]), **call)
+    for more, most in (({}, 3), ({"num_assistant_tokens": 1}, 1)):
+        before = drafting.stats().speculation
+        assert expected.equal(drafting.generate(PROMPTS[:1], **call, use_mtp=True, **more))
+        after = drafting.stats().speculation
+        assert before is not None
+        assert after is not None
+        num_drafts = after.num_drafts - before.num_drafts
+        assert 0 < after.num_draft_tokens - before.num_draft_tokens <= most * num_drafts
+    with pytest.raises(ValueError, match=r"use_mtp: expected .*'method': 'mtp'.* got method None"):
+        plain.generate(PROMPTS[:1], use_mtp=True)
+    with pytest.raises(ValueError, match="expected use_mtp or prompt_lookup_num_tokens, got both"):
+        drafting.generate(PROMPTS[:1], use_mtp=True, prompt_lookup_num_tokens=2)
+
+
+def test_models_without_a_layer_that_can_draft_are_refused(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mellum: Predicting
+) -> None:
+    config = {"method": "mtp", "num_speculative_tokens": 3}
+    with pytest.raises(ValueError, match=r"with one layer of multi-token prediction .*, got 0 in "):
+        tiny.load(speculative_config=config)
+    with pytest.raises(ValueError, match="method 'mtp' needs tensor_parallel_size=1, got 2"):
+        tiny.load(speculative_config=config, tensor_parallel_size=2)
+    save_random(make_config("MellumConfig", **{**BASE, **ROUTED, **FULL, "num_experts": 4}), tmp_path)
+    with pytest.raises(ValueError, match=r"method 'mtp': the layer in .* cannot be loaded: .* are missing"):
+        Tiny(tmp_path, None).load(speculative_config=config)
+    monkeypatch.setattr(mtp.transformers, "__version__", "5.23.1")
+    with pytest.raises(ValueError, match=r"method 'mtp' needs transformers 5\.24 or newer, got 5\.23\.1"):
+        mellum.drafting()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated_hpu")
+def test_a_simulated_hpu_compiles_nothing_and_reads_once_a_step(mellum: Predicting) -> None:
+    expected = serve(mellum.load(), PROMPTS, SEEDED)
+    drafting = mellum.drafting(device="hpu-sim", num_blocks=30)
+    drafting.warmup()
+    with sim.watch() as seen:
+        assert tokens_of(serve(drafting, PROMPTS, SEEDED)) == tokens_of(expected)
+    report = seen.report()
+    assert not report.excused
+    assert (report.new_graphs, report.new_recipes, report.max_reads) == (0, 0, 1)
+    assert drafting.stats().speculation.num_accepted_tokens > 0
