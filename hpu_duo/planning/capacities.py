@@ -138,7 +138,8 @@ class Deployment:
 
     def promoted_bytes(self, context: int) -> int:
         """Bytes of a request of ``context`` tokens that promoted heads take beyond those of their rings."""
-        unpromoted = replace(self._units, layers=(*self._kv_layers_of(self._cut), *self._states))
+        layers = (*self._kv_layers_of(self._cut), *self._states, *self._drafting)
+        unpromoted = replace(self._units, layers=layers)
         return self._units.bytes_per_request(context) - unpromoted.bytes_per_request(context)
 
     @property
@@ -207,12 +208,35 @@ class Deployment:
             for kinds in self.model.states
         )
 
+    @property
+    def _drafting(self) -> tuple[LayerKV, ...]:
+        """Layers of what drafts, on all devices, by ``num_copies``."""
+        if self.serving.draft is None:
+            return ()
+        num_times = self.serving.num_devices // self.num_copies
+        return self.of_draft(self.max_len).kv_layers * num_times
+
+    def of_draft(self, max_len: int) -> Deployment:
+        """What drafts for requests of ``max_len`` tokens, on one device.
+
+        Raises:
+            ValueError: it has layers with a window or states, or fewer positions.
+        """
+        draft = self.serving.draft
+        assert draft is not None, "something drafts"
+        if draft.states or any(layer.has_window(max_len) for layer in draft.layers):
+            raise ValueError(
+                f"expected {draft.name} to have heads that store all tokens, to draft, got layers with a "
+                "sliding window or states"
+            )
+        return Deployment(draft, self.serving.of_draft, 0.0, self.kv_format, max_len)
+
     @cached_property
     def _units(self) -> MemoryPlan:
         """The smallest plan, which has the sizes of a block and of a row."""
         serving = self.serving
         return MemoryPlan(
-            (*self.kv_layers, *self._states),
+            (*self.kv_layers, *self._states, *self._drafting),
             int(Format.BF16.num_bytes),
             serving.engine_block_size,
             max_num_seqs=1,
@@ -260,7 +284,7 @@ class Deployment:
             kept_bytes, fused_bytes: on one device, with the portable kernels and with fused operators.
         """
         serving, one, num = self.serving, self._units, self.serving.num_devices
-        memory, weights = num * serving.hardware.memory_bytes, self.model.weight_bytes(serving.weights)
+        memory, weights = num * serving.hardware.memory_bytes, serving.weight_bytes(self.model)
         budget = DeviceBudget.of_own_device(memory, weights, serving.device_memory_utilization)
         blocks = num // self.num_copies if one.uses_blocks else 0
         kept, fused = (blocks * each // max(1, one.block_bytes) for each in (kept_bytes, fused_bytes))

@@ -158,6 +158,29 @@ def read_model(path: str | Path) -> ModelSize:
     return replace(size, stored_bytes=stored_bytes(file))
 
 
+def read_mtp_layer(path: str | Path) -> ModelSize:
+    """Read the sizes of a model's layer of multi-token prediction, which shares embedding and head with it.
+
+    Args:
+        path: of the model, as for ``read_model``.
+
+    Raises:
+        ValueError: see ``read_model`` and ``mtp_config``.
+    """
+    from hpu_duo.modeling.config_file import read_config_file
+    from hpu_duo.modeling.mtp import mtp_config
+
+    file = Path(path) / CONFIG_FILE if Path(path).is_dir() else Path(path)
+    whole = read_config_file(file).get_text_config()
+    size = _sized(f"its layer of {whole.model_type}", file, mtp_config(whole, file))
+    # Without the table of embeddings; two norms and a matrix bring states and embeddings together.
+    is_tied = bool(getattr(whole, "tie_word_embeddings", False))
+    matrix, other = size.matrix_params + 2 * size.hidden_size**2, size.other_params + 2 * size.hidden_size
+    other -= 0 if is_tied else size.head_params
+    own = 2 * (matrix + other + size.experts.num_params)
+    return replace(size, matrix_params=matrix, other_params=other, stored_bytes=own)
+
+
 def stored_bytes(file: Path) -> int | None:
     """Return the bytes of a quantised checkpoint's weights as they are stored.
 
@@ -177,13 +200,20 @@ def stored_bytes(file: Path) -> int | None:
 
 
 def _by_transformers(name: str, file: Path) -> ModelSize:
-    from hpu_duo.modeling.config_file import FILE_ERRORS, read_config_file
+    from hpu_duo.modeling.config_file import read_config_file
 
     text = read_config_file(file).get_text_config()
     if text.model_type not in PLAIN_FAMILIES:
         from hpu_duo.planning.counted_model import check_causal
 
         check_causal(text)
+    return _sized(name, file, text)
+
+
+def _sized(name: str, file: Path, text: Any) -> ModelSize:
+    """The sizes of a text model of transformers' configuration."""
+    from hpu_duo.modeling.config_file import FILE_ERRORS
+
     try:
         states: tuple[Any, ...] = ()
         if _needs_calls(text):

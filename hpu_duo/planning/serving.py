@@ -49,6 +49,7 @@ class Serving:
         draft_lens: see ``StepLimits``; speeds are those of the first.
         max_chunk_rows: prompts that may continue with several tokens in the same step.
         kept: what streaming heads store instead of rings, or, with a plan, all heads.
+        draft: a model that drafts, or a layer that does, all of it on each device; None without.
     """
 
     hardware: Hardware
@@ -71,6 +72,7 @@ class Serving:
     draft_lens: tuple[int, ...] = ()
     max_chunk_rows: int = SchedulerConfig.max_chunk_rows
     kept: KeptByHeads | None = None
+    draft: ModelSize | None = None
 
     def __post_init__(self) -> None:
         self.hardware.check_devices(self.num_devices)
@@ -120,6 +122,25 @@ class Serving:
         # A Gaudi multiplies no int8: the engine makes such weights bf16 when they load.
         return ("int8 weights",) if self.weights is Format.INT8 else ()
 
+    def weight_bytes(self, model: ModelSize) -> int:
+        """Bytes of weights on all devices together, of what drafts too."""
+        own = 0 if self.draft is None else self.draft.weight_bytes(Format.BF16)
+        return model.weight_bytes(self.weights) + self.num_devices * own
+
+    @property
+    def of_draft(self) -> Serving:
+        """What drafts, as each device serves it."""
+        assert self.draft is not None, "something drafts"
+        return replace(
+            self,
+            num_devices=1,
+            retrieval_parallel="heads",
+            weights=Format.BF16,
+            pattern=None,
+            kept=None,
+            draft=None,
+        )
+
     def kv_budget_bytes(self, model: ModelSize) -> int:
         """Bytes for the KV cache on all devices together.
 
@@ -128,10 +149,12 @@ class Serving:
         """
         model.check_split(self.num_devices)
         memory = self.num_devices * self.hardware.memory_bytes
-        weight_bytes = model.weight_bytes(self.weights)
+        weight_bytes = self.weight_bytes(model)
         if weight_bytes >= memory:
+            beside = "" if self.draft is None else f" with those of {self.draft.name}"
             raise ValueError(
-                f"the {self.weights.value} weights of {model.name} take {weight_bytes / _GIB:.1f} GiB, "
+                f"the {self.weights.value} weights of {model.name}{beside} take "
+                f"{weight_bytes / _GIB:.1f} GiB, "
                 f"{self.num_devices} x {self.hardware.title} have {memory / _GIB:.1f} GiB"
             )
         budget = DeviceBudget.of_own_device(memory, weight_bytes, self.device_memory_utilization)

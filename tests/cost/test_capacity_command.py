@@ -15,9 +15,11 @@ from hpu_duo.cli.planning.tables import hardware_table, print_report
 from hpu_duo.extras import install_command
 from hpu_duo.heads import HeadPattern
 from hpu_duo.planning import GAUDI2, GAUDI3, Serving, capacity
+from hpu_duo.planning.read_model import read_mtp_layer
 from kernels_ref import PLAIN
 from kernels_ref.formats import format_of
 from tests.cost.sizes import LLAMA_3_1_8B, tiny
+from tests.modeling.families import VERSION, make_config
 
 Run = Callable[..., Result]
 
@@ -261,11 +263,56 @@ def test_drafts_pay_from_the_tokens_that_a_verifying_step_costs(config_dir: Path
         assert other["graph_memory"]["num_graphs"] > one["graph_memory"]["num_graphs"]
 
 
-def test_a_model_that_drafts_is_not_left_out_in_silence(hpu_duo: Run, config_dir: Path) -> None:
+def drafting_report(model: Path, method: dict[str, str], *more: str) -> tuple[dict, dict]:
+    """The reports with drafts of text, and with those of a method."""
+    words = ["capacity", "--model", str(model), "--context", "4096", "--sparsity", "0", "--json", *more]
+    found = []
+    for one in ({}, method):
+        given = json.dumps({"num_speculative_tokens": 4, "draft_lens": [1, 5], **one})
+        found.append(json.loads(CliRunner().invoke(app, [*words, "--speculative-config", given]).output))
+    return found[0], found[1]
+
+
+def test_a_model_that_drafts_takes_memory_and_time(config_dir: Path) -> None:
+    drafts = {"method": "draft_model", "model": str(config_dir)}
+    text, drafting = drafting_report(config_dir, drafts, "--devices", "2")
+    assert drafting["serving"]["draft"] == config_dir.name
+    # Each device has all of the weights and of the keys of the model that drafts.
+    missing = text["kv_cache_bytes"] - drafting["kv_cache_bytes"]
+    assert missing > 1.7 * text["model"]["weight_bytes"]
+    one, other = text["capacities"][0], drafting["capacities"][0]
+    assert other["points"][0]["bytes_per_request"] == 3 * one["points"][0]["bytes_per_request"]
+    assert other["graph_memory"]["num_graphs"] > 2 * one["graph_memory"]["num_graphs"]
+    assert other["graph_memory"]["kept_bytes"] > 1.5 * one["graph_memory"]["kept_bytes"]
+    needed = [report["drafts_pay_from"][0]["tokens"]["5"] for report in (text, drafting)]
+    assert needed[1] > needed[0] + 5
+
+
+@pytest.mark.skipif(VERSION < (5, 24), reason="transformers has no such layers yet")
+def test_a_layer_that_drafts_takes_memory_and_time(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1024, "moe_intermediate_size": 512, "n_routed_experts": 16, "vocab_size": 32_000}
+    text, drafting = drafting_report(config_of(tmp_path, num_hidden_layers=8, **sizes), {"method": "mtp"})
+    one, other = text["capacities"][0], drafting["capacities"][0]
+    stored = [each["points"][0]["bytes_per_request"] for each in (one, other)]
+    assert stored[1] == pytest.approx(stored[0] * 9 / 8)
+    assert 0 < text["kv_cache_bytes"] - drafting["kv_cache_bytes"] < text["model"]["weight_bytes"] / 6
+    needed = [report["drafts_pay_from"][0]["tokens"]["5"] for report in (text, drafting)]
+    assert needed[0] < needed[1] < needed[0] + 2
+    with pytest.raises(ValueError, match="needs a checkpoint with one layer of multi-token prediction"):
+        read_mtp_layer(config_of(tmp_path / "none", num_mtp_layers=0))
+
+
+def config_of(directory: Path, **fields: int) -> Path:
+    make_config("Glm4MoeConfig", **fields).save_pretrained(directory)
+    return directory
+
+
+def test_a_model_that_drafts_is_not_left_out_of_plans_in_silence(config_dir: Path) -> None:
     other = json.dumps({"method": "draft_model", "model": str(config_dir)})
-    refused = hpu_duo("--speculative-config", other)
+    words = ["plan", "--model", str(config_dir), "--hardware", "gaudi3", "--speculative-config", other]
+    refused = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     assert refused.exit_code == 2
-    assert "the weights and stores of a model that drafts are not predicted" in refused.stderr
+    assert "planned without a model that drafts over stores of its own" in " ".join(refused.stderr.split())
 
 
 def test_drafts_of_the_model_itself_pay_where_keys_outweigh_weights(config_dir: Path) -> None:

@@ -13,6 +13,7 @@ import typer
 from hpu_duo.cli.options import changed, of_setting, option_in
 from hpu_duo.config.limits import GRAPH_MEMORY_SHARE, HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
 from hpu_duo.config.overrides import EngineOverrides
+from hpu_duo.config.speculation import SpeculativeConfig
 
 if TYPE_CHECKING:
     from graphs import BatchShape
@@ -81,7 +82,8 @@ def report_fields(model: ModelSize, serving: Serving, found: list[Capacity]) -> 
             "max_positions": model.max_positions,
         },
         "serving": {
-            **asdict(replace(serving, pattern=None, kept=None)),
+            **asdict(replace(serving, pattern=None, kept=None, draft=None)),
+            "draft": None if serving.draft is None else serving.draft.name,
             "kept": None if serving.kept is None else serving.kept.name,
             "hardware": hardware,
             "weights": serving.weights.value,
@@ -194,16 +196,11 @@ class HardwareOptions:
             kept: by heads with a KV budget or a plan.
 
         Raises:
-            ValueError: an unknown name, a value out of range, or drafts of another model.
+            ValueError: an unknown name, or a value out of range.
         """
         from hpu_duo.heads import HeadPattern
         from hpu_duo.planning import Format, Serving, find_hardware
 
-        if scheduler.speculation is not None and scheduler.speculation.model is not None:
-            raise ValueError(
-                "the weights and stores of a model that drafts are not predicted: expected "
-                f"speculative_config without model, got {scheduler.speculation.model!r}"
-            )
         self._formats()
         pattern = None if self.pattern is None else HeadPattern.load(self.pattern)
         own = (SINK, RECENT) if pattern is None else (pattern.sink, pattern.recent)
@@ -249,15 +246,22 @@ class HardwareOptions:
         ]
 
     def graph_memories(
-        self, model: Path, size: ModelSize, serving: Serving, drafts_itself: bool = False
+        self,
+        model: Path,
+        size: ModelSize,
+        serving: Serving,
+        drafts_itself: bool = False,
+        drafted_by: Path | None = None,
     ) -> list[TableMemory | None]:
         """Memory of the graphs of the default table of every choice of ``compare``; None where nothing fits.
 
         Args:
             model: directory with a config.json, or the file.
             drafts_itself: whether the model makes drafts, by graphs of their own.
+            drafted_by: as ``model``, of ``serving.draft``.
         """
         from graphs import BucketTable
+        from graphs.shape import row_len
         from hpu_duo.planning import Deployment, step_cost, step_limits
 
         longest = max(self.context or default_contexts(size.max_positions))
@@ -273,7 +277,19 @@ class HardwareOptions:
                 buckets = table.with_drafts(lens).buckets if lens else table.buckets
                 if drafts_itself:
                     buckets += chain_buckets(buckets, lens)
-                found.append(graph_memory(model, deployment, buckets, draft_lens=lens))
+                parts, num_graphs = (
+                    [graph_bytes_kept(model, deployment, buckets, draft_lens=lens)],
+                    len(buckets),
+                )
+                if drafted_by is not None:
+                    # Each step is computed by both; drafts of longer rows have a bucket each.
+                    longer = (each for each in buckets if row_len(each, 1, lens) > 1)
+                    chain = tuple({replace(each, query_len=each.num_logits) for each in longer})
+                    draft, num_graphs = deployment.of_draft(longest), 2 * num_graphs + len(chain)
+                    parts.append(graph_bytes_kept(drafted_by, draft, buckets, draft_lens=lens))
+                    parts.append(graph_bytes_kept(drafted_by, draft, chain))
+                portable, fused = (sum(each) for each in zip(*parts))
+                found.append(deployment.graph_memory(num_graphs, portable, fused))
         return found
 
     def break_evens(
@@ -298,13 +314,21 @@ class HardwareOptions:
                     bucket = deployment.shape_of(Step(rows, point.context - 1))
                     seconds = {}
                     for each in (plain, *longer):
-                        own = replace(deployment, serving=replace(serving, decode_len=each, draft_lens=()))
                         shape = replace(bucket, query_len=rows * each)
-                        seconds[each] = own.bucket_seconds(shape).value
+                        seconds[each] = _longer(deployment, each).bucket_seconds(shape).value
                     draft = 0.0
                     if window is not None:
                         short = deployment.shape_of(Step(rows, min(window, point.context - 1)))
                         draft = deployment.bucket_seconds(short).value
+                    if serving.draft is not None:
+                        other = deployment.of_draft(point.context)
+                        draft = other.bucket_seconds(bucket).value
+                        for each in longer:
+                            seconds[each] += (
+                                _longer(other, each)
+                                .bucket_seconds(replace(bucket, query_len=rows * each))
+                                .value
+                            )
                     tokens = {each: (seconds[each] + (each - 1) * draft) / seconds[plain] for each in longer}
                     evens.append(BreakEven(one.sparsity, one.kv_format, point.context, rows, tokens))
         return evens
@@ -365,6 +389,29 @@ class HardwareOptions:
         has_latents = size is not None and any(layer.latent is not None for layer in size.layers)
         default = DEFAULT_KV_FORMATS[:1] if has_latents else DEFAULT_KV_FORMATS
         return [parse_kv_format(text) for text in self.kv_cache_dtype or default]
+
+
+def _longer(deployment: Deployment, decode_len: int) -> Deployment:
+    """The same with rows of so many tokens."""
+    return replace(deployment, serving=replace(deployment.serving, decode_len=decode_len, draft_lens=()))
+
+
+def read_draft(speculation: SpeculativeConfig | None, model: Path) -> tuple[ModelSize, Path] | None:
+    """Return the sizes of what drafts over stores of its own, and where they are read; None without.
+
+    Args:
+        model: directory with the config.json of the model that is served, or the file.
+
+    Raises:
+        ValueError: it cannot be read, or the model has no layer that drafts.
+    """
+    if speculation is None or not speculation.has_own_stores:
+        return None
+    from hpu_duo.planning.read_model import read_model, read_mtp_layer
+
+    if speculation.model is None:
+        return read_mtp_layer(model), model
+    return read_model(speculation.model), Path(speculation.model)
 
 
 def graph_bytes(
@@ -454,6 +501,20 @@ def graph_memory(
     Args:
         decode_len, draft_lens: see ``StepLimits``.
     """
+
+    return deployment.graph_memory(
+        len(buckets), *graph_bytes_kept(model, deployment, buckets, decode_len, draft_lens)
+    )
+
+
+def graph_bytes_kept(
+    model: Path,
+    deployment: Deployment,
+    buckets: Sequence[BatchShape],
+    decode_len: int = 1,
+    draft_lens: tuple[int, ...] = (),
+) -> tuple[int, int]:
+    """Bytes that the graphs of buckets keep on one device, with portable and with fused kernels."""
     from graphs.shape import row_len
 
     by_len: dict[int, list[BatchShape]] = {}
@@ -468,4 +529,4 @@ def graph_memory(
         )
         for attention in ("reference", "hpu")
     )
-    return deployment.graph_memory(len(buckets), portable, fused)
+    return portable, fused

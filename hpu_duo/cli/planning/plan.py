@@ -28,6 +28,7 @@ from hpu_duo.cli.planning.hardware import (
     chain_buckets,
     graph_bytes,
     graph_memory,
+    read_draft,
     report_fields,
     served_graph_bytes,
 )
@@ -228,11 +229,15 @@ def capacity(
         from hpu_duo.planning.read_model import read_model
 
         size = read_model(model)
-        found = served.compare(size, serving)
         window, speculation = None, SchedulerConfig(speculative_config=speculative_config).speculation
+        draft = read_draft(speculation, model)
+        drafted_by = None
+        if draft is not None:
+            serving, drafted_by = replace(serving, draft=draft[0]), draft[1]
+        found = served.compare(size, serving)
         if speculation is not None and speculation.method == "duo":
             window = speculation.draft_sink + speculation.draft_recent
-        memories = served.graph_memories(model, size, serving, drafts_itself=window is not None)
+        memories = served.graph_memories(model, size, serving, window is not None, drafted_by)
         evens = served.break_evens(size, serving, found, window) if serving.draft_lens else []
         if png is not None:
             from hpu_duo.cli.planning.tables import draw

@@ -96,6 +96,12 @@ class Setting:
 
         size = read_model(model)
         config = EngineConfig.of(**asked)
+        speculation = config.scheduler.speculation
+        if speculation is not None and speculation.has_own_stores:
+            raise ValueError(
+                "tables are planned without a model that drafts over stores of its own: expected another "
+                f"method of speculative_config, got {speculation.method!r}"
+            )
         serving = served.on(hardware, config.scheduler, config.cache.block_size, kept)
         found = served.compare(size, serving, num_graphs)
         deployment = served.deployment(size, serving, config.scheduler.max_model_len or size.max_positions)
