@@ -200,7 +200,9 @@ class MatrixState(Recurrence, Generic[Inputs]):
     def _in_chunks(self, inputs: Inputs, found: ChunkStep) -> Inputs:
         """Inputs in chunks, ``[C, T, ...]``; zeros where a chunk has no token."""
         padded = (torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in inputs)
-        return self._made(inputs, (gather(x, found.token).unflatten(0, (-1, found.chunk_len)) for x in padded))
+        return self._made(
+            inputs, (gather(x, found.token).unflatten(0, (-1, found.chunk_len)) for x in padded)
+        )
 
     @staticmethod
     def _made(like: Inputs, tensors: Iterable[torch.Tensor]) -> Inputs:

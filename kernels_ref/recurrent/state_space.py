@@ -57,7 +57,8 @@ class StateSpace(MatrixState[ScanInputs]):
     def __post_init__(self) -> None:
         if self.num_groups < 1 or self.num_heads % self.num_groups:
             raise ValueError(
-                f"expected heads in groups of one size, got {self.num_heads} heads in {self.num_groups} groups"
+                "expected heads in groups of one size, got "
+                f"{self.num_heads} heads in {self.num_groups} groups"
             )
 
     @property
@@ -108,7 +109,9 @@ class StateSpace(MatrixState[ScanInputs]):
         x_NGKP1 = x.unflatten(-1, (self.num_groups, -1, self.head_dim))[..., None]
         b_NG11S = b.unflatten(-1, (self.num_groups, 1, 1, -1))
         decay_NGK11 = g.exp().unflatten(-1, (self.num_groups, -1))[..., None, None]
-        return torch.addcmul(memory.unflatten(1, (self.num_groups, -1)) * decay_NGK11, x_NGKP1, b_NG11S).flatten(1, 2)
+        return torch.addcmul(
+            memory.unflatten(1, (self.num_groups, -1)) * decay_NGK11, x_NGKP1, b_NG11S
+        ).flatten(1, 2)
 
     def read(self, memory: torch.Tensor, inputs: ScanInputs) -> torch.Tensor:
         """Return what c finds, ``[N, H, P]``."""
@@ -136,7 +139,9 @@ class StateSpace(MatrixState[ScanInputs]):
         carry, states, read = torch.zeros_like(memory[0]), [], []
         for number, row in enumerate(torch.where(found.row < 0, 0, found.row).split(1)):
             before = torch.where(found.begins[number], gather(memory, row)[0], carry)
-            read.append(torch.matmul(before.view(self.num_groups, -1, self.state_dim), c[number].transpose(-1, -2)))
+            read.append(
+                torch.matmul(before.view(self.num_groups, -1, self.state_dim), c[number].transpose(-1, -2))
+            )
             new = torch.matmul(kept[number], b[number]).view_as(before)
             carry = torch.addcmul(new, before, whole[number])
             states.append(carry)

@@ -6,12 +6,14 @@ from hypothesis import strategies as st
 
 from hpu_duo.modeling.recurrent import Cut, step_of
 from kernels_ref import Convolution, Recurrence, Step
-from kernels_ref.recurrent import DeltaRule, causal_convolution
+from kernels_ref.recurrent import DeltaRule, StateSpace, causal_convolution
+from tests.recurrent import test_state_space
 from tests.recurrent.test_delta_rule import inputs_of, token_by_token
 
 CPU = torch.device("cpu")
 SLACK = 3
 DELTA = DeltaRule(num_heads=2, key_dim=4, value_dim=3, slack=SLACK)
+SPACE = StateSpace(num_heads=2, num_groups=1, head_dim=4, state_dim=5, slack=SLACK)
 CONVOLUTION = Convolution(26, 4, torch.float32, slack=SLACK)
 WEIGHT = torch.linspace(-1, 1, 26 * 4).view(26, 4)
 STEPS = st.lists(st.tuples(st.integers(1, SLACK + 1), st.integers(1, SLACK + 1), st.booleans()), max_size=8)
@@ -28,12 +30,14 @@ def test_outputs_are_those_of_accepted_tokens_only(
     """Steps have up to four tokens of a row; prompts, and others beside it, are in steps without drafts."""
     generator = torch.Generator().manual_seed(1)
     text = torch.randn(50, 2, 13, generator=generator)
-    delta, inputs = states_of(DELTA), states_of(CONVOLUTION)
-    kinds: list[Recurrence] = [DELTA, CONVOLUTION]
+    delta, space, inputs = states_of(DELTA), states_of(SPACE), states_of(CONVOLUTION)
+    kinds: list[Recurrence] = [DELTA, SPACE, CONVOLUTION]
 
     def run(step: Step, x: torch.Tensor) -> list[torch.Tensor]:
         windows = CONVOLUTION.windows(x.flatten(1), *inputs, step)
-        return [DELTA.attend(inputs_of(x), delta, step).flatten(1), causal_convolution(windows, WEIGHT)]
+        scanned = SPACE.attend(test_state_space.inputs_of(SPACE, x.flatten(1)), space, step)
+        read = DELTA.attend(inputs_of(x), delta, step)
+        return [read.flatten(1), scanned.flatten(1), causal_convolution(windows, WEIGHT)]
 
     found, start = [], 0
     if prompt_len > 1:
@@ -53,7 +57,9 @@ def test_outputs_are_those_of_accepted_tokens_only(
         start += num_accepted
     if not start:
         return
-    of_delta, of_convolution = (torch.cat(pieces) for pieces in zip(*found))
+    of_delta, of_space, of_convolution = (torch.cat(pieces) for pieces in zip(*found))
     torch.testing.assert_close(of_delta, token_by_token(text[:start]).flatten(1), rtol=1e-4, atol=1e-4)
+    expected = test_state_space.token_by_token(SPACE, text[:start].flatten(1)).flatten(1)
+    torch.testing.assert_close(of_space.double(), expected, rtol=1e-4, atol=1e-4)
     alone = torch.nn.functional.pad(text[:start].flatten(1), (0, 0, 3, 0)).unfold(0, 4, 1)
     torch.testing.assert_close(of_convolution, (alone * WEIGHT).sum(dim=-1), rtol=1e-4, atol=1e-4)
