@@ -116,6 +116,7 @@ class CacheConfig:
         kv_offloading_size: GiB of all ranks together, as in vLLM; see ``hpu_duo.kv.tiers``.
         kv_offloading_backend: vLLM's name; "native" is the only one.
         kv_offloading_write_policy: a ``hpu_duo.kv.tiers.policy.WritePolicy``.
+        kv_offloading_eviction_policy: name in ``hpu_duo.kv.tiers.eviction.ORDERS``.
         preemption_mode: a ``hpu_duo.kv.tiers.swap.PreemptionMode``.
         swap_space: GiB of all ranks together for swapped requests, beside ``kv_offloading_size``.
         kv_offloading_disk: folder; what has reached host memory is written there too.
@@ -240,6 +241,13 @@ class CacheConfig:
         LIMITS,
         choices=("write_back", "write_through", "write_through_selective"),
     )
+    kv_offloading_eviction_policy: str = option(
+        "lru",
+        "Record of host memory that is evicted first: the least recently used (lru), the same but for what "
+        "was used again (arc), or what saves the fewest tokens a byte since its last use (value).",
+        LIMITS,
+        choices=("lru", "arc", "value"),
+    )
     preemption_mode: str = option(
         "recompute",
         "What brings a preempted request back: computing it again (recompute), host memory (swap), or "
@@ -342,6 +350,7 @@ class CacheConfig:
             default = type(self).__dataclass_fields__
             for name in (
                 "kv_offloading_write_policy",
+                "kv_offloading_eviction_policy",
                 "kv_offloading_blocks_per_step",
                 "kv_offloading_disk",
                 "kv_offloading_disk_size",

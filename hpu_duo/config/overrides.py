@@ -59,6 +59,7 @@ class EngineOverrides(TypedDict, total=False):
     kv_offloading_size: float | None
     kv_offloading_backend: str
     kv_offloading_write_policy: str
+    kv_offloading_eviction_policy: str
     preemption_mode: str
     swap_space: float | None
     kv_offloading_disk: str | Path | None

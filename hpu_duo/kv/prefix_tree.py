@@ -70,6 +70,14 @@ class PrefixNode:
         return len(self.key) // _TOKEN_BYTES
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the prefix."""
+        if self.parent is None:
+            return 0
+        before = self.parent.num_own_tokens if self.parent.parent is not None else 0
+        return (self.depth - 1) * before + self.num_own_tokens
+
+    @property
     def path(self) -> Iterator[PrefixNode]:
         """The node and its ancestors, without the root, the deepest first."""
         node = self

@@ -16,6 +16,7 @@ from hpu_duo.device.streams import CopiesAside
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore, block_units, row_units
 from hpu_duo.kv.tiers.disk import DiskTier, SegmentFolder
+from hpu_duo.kv.tiers.eviction import ORDERS
 from hpu_duo.kv.tiers.host import HostTier
 from hpu_duo.kv.tiers.host_link import HostLink, HostRecords
 from hpu_duo.kv.tiers.link import Link
@@ -211,7 +212,7 @@ def attach_tiers(
     # The executor has the link: allocations and their parts refer to each other.
     stage = Stage(weakref.proxy(link), allocations.staged_units, allocations.add_copy)
     tiers = PrefixTiers(
-        HostTier(slots.number, limits.block_size),
+        HostTier(slots.number, limits.block_size, ORDERS[cache.kv_offloading_eviction_policy](slots.number)),
         stage,
         RecordSizes(
             max(1, memory.block_bytes) if memory.uses_blocks else 0,

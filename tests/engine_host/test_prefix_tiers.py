@@ -16,6 +16,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from graphs import StepLimits
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.step_plan import StepPlan
+from hpu_duo.kv.tiers.eviction import ORDERS
 from hpu_duo.kv.tiers.host import HostTier
 from hpu_duo.kv.tiers.link import Landed, Transfer, Transfers
 from hpu_duo.kv.tiers.policy import WritePolicy
@@ -113,9 +114,16 @@ class TieredMachine(LoadMachine):
         num_slots=st.sampled_from([2, 10, 200, 200]),
         policy=st.sampled_from(WritePolicy),
         num_swap_slots=st.sampled_from([0, 3, 40]),
+        eviction=st.sampled_from(sorted(ORDERS)),
     )
     def create(
-        self, limits: StepLimits, staged: int, num_slots: int, policy: WritePolicy, num_swap_slots: int = 0
+        self,
+        limits: StepLimits,
+        staged: int,
+        num_slots: int,
+        policy: WritePolicy,
+        num_swap_slots: int = 0,
+        eviction: str = "lru",
     ) -> None:
         super().create(limits)
         blocks, rows = staged if limits.uses_blocks else 0, staged if limits.uses_rows else 0
@@ -138,7 +146,7 @@ class TieredMachine(LoadMachine):
         allocations = self.scheduler.allocations
         sizes = RecordSizes(8 * limits.uses_blocks, 12 * limits.uses_rows, 8, 2 if limits.uses_blocks else 1)
         self.tiers = PrefixTiers(
-            HostTier(num_slots, limits.block_size),
+            HostTier(num_slots, limits.block_size, ORDERS[eviction](num_slots)),
             Stage(link, allocations.staged_units, allocations.add_copy),
             sizes,
             policy,

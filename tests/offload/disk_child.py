@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpu_duo.kv.tiers.disk import DiskTier, SegmentFolder
+from hpu_duo.kv.tiers.eviction import LeastRecentlyUsed
 from hpu_duo.kv.tiers.host import HostTier, RecordKey
 
 SLOT_BYTES = 5000
@@ -21,7 +22,7 @@ def payload(number: int) -> npt.NDArray[np.uint8]:
 
 def tier(folder: Path, limit: int, model: int = 0) -> tuple[DiskTier, HostTier, npt.NDArray[np.uint8]]:
     """A tier with eight slots on the host."""
-    host, slots = HostTier(8, 4), np.zeros((8, SLOT_BYTES), np.uint8)
+    host, slots = HostTier(8, 4, LeastRecentlyUsed()), np.zeros((8, SLOT_BYTES), np.uint8)
     segments = SegmentFolder(folder, model.to_bytes(32, "little"), limit, SLOT_BYTES)
     return DiskTier(segments, host, slots, 4), host, slots
 
@@ -30,7 +31,7 @@ if __name__ == "__main__":
     disk, host, slots = tier(Path(sys.argv[1]), int(sys.argv[2]))
     number = 0
     while True:
-        record = host.reserve(RecordKey(number.to_bytes(32, "big"), is_row=False), bytes(32), 4, 1)
+        record = host.reserve(RecordKey(number.to_bytes(32, "big"), is_row=False), bytes(32), 4, 4, 1)
         if record is not None:
             slots[list(record.slots)] = payload(number)
             record.is_present = True

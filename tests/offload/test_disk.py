@@ -43,7 +43,7 @@ def write(disk: DiskTier, host: HostTier, slots: Any, numbers: range) -> None:
     """Offer records, whose payload is a function of their number."""
     for number in numbers:
         key = RecordKey(number.to_bytes(32, "big"), is_row=False)
-        record = host.reserve(key, bytes(32), 4, 1)
+        record = host.reserve(key, bytes(32), 4, 4, 1)
         assert record is not None
         slots[list(record.slots)] = payload(number)
         record.is_present = True
@@ -56,7 +56,7 @@ def read(disk: DiskTier, host: HostTier, slots: Any, number: int) -> bool:
     stored = disk.get(RecordKey(number.to_bytes(32, "big"), is_row=False))
     if stored is None:
         return False
-    record = Record(stored.key, stored.parent, stored.num_own_tokens, (host.num_slots - 1,))
+    record = Record(stored.key, stored.parent, stored.num_own_tokens, 4, (host.num_slots - 1,))
     slots[-1] = 0
     if not disk.read(stored, record):
         return False

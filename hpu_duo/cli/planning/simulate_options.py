@@ -72,6 +72,8 @@ class ServedLimits:
         _replacing("num_prefix_snapshots", "as many as requests run, in an eighth of the memory"),
     ] = None
     kv_offloading_size: Annotated[float | None, of_setting("kv_offloading_size")] = None
+    kv_offloading_write_policy: Annotated[str, of_setting("kv_offloading_write_policy")] = "write_back"
+    kv_offloading_eviction_policy: Annotated[str, of_setting("kv_offloading_eviction_policy")] = "lru"
     link: Annotated[
         str,
         option_in(LIMITS)("Bytes a second between each device and the host, each way.", metavar="RATE"),
@@ -158,14 +160,21 @@ class ServedLimits:
         lens = SchedulerConfig(speculative_config=self.speculative_config).draft_lens
         server = SimulatedServer.on(deployment, lens, self.acceptance_length or 1.0)
         server = server.with_limits(self._replaced(server.limits, "max_chunk_rows", "num_blocks"))
+        CacheConfig(
+            kv_offloading_size=self.kv_offloading_size,
+            kv_offloading_write_policy=self.kv_offloading_write_policy,
+            kv_offloading_eviction_policy=self.kv_offloading_eviction_policy,
+        )
         if self.kv_offloading_size is None:
             return server
+        from hpu_duo.kv.tiers.policy import WritePolicy
         from hpu_duo.lab.simulate.offload import SimulatedHost
 
         num_bytes, rate = int(self.kv_offloading_size * 2**30), parse_rate("--link", self.link)
         memory = deployment.plan(1, max(1, server.limits.num_blocks))
         host = SimulatedHost.of(num_bytes, memory, rate * deployment.serving.num_devices, server.limits)
-        return replace(server, host=host)
+        write, eviction = WritePolicy(self.kv_offloading_write_policy), self.kv_offloading_eviction_policy
+        return replace(server, host=replace(host, write=write, eviction=eviction))
 
     @property
     def _scheduler(self) -> SchedulerConfig:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from hpu_duo.kv.tiers.eviction import EvictionOrder
 
 
 class RecordKey(NamedTuple):
@@ -68,6 +69,7 @@ class Record:
         key: of the record.
         parent: digest of the prefix that is one block shorter.
         num_own_tokens: tokens of the last block.
+        num_tokens: of the prefix.
         slots: ids of its slots.
         is_present: whether its bytes have arrived.
         num_readers: loads that need it; it is not evicted meanwhile.
@@ -76,23 +78,25 @@ class Record:
     key: RecordKey
     parent: bytes
     num_own_tokens: int
+    num_tokens: int
     slots: tuple[int, ...]
     is_present: bool = False
     num_readers: int = 0
 
 
 class HostTier:
-    """Records by key, the least recently used first; all slots have the same size.
+    """Records by key; all slots have the same size.
 
     Args:
         num_slots: number of slots.
         block_size: tokens of a full block.
+        order: in which records are evicted.
     """
 
-    def __init__(self, num_slots: int, block_size: int) -> None:
-        self.num_slots, self._block_size = num_slots, block_size
+    def __init__(self, num_slots: int, block_size: int, order: EvictionOrder) -> None:
+        self.num_slots, self._block_size, self._order = num_slots, block_size, order
         self._free = list(reversed(range(num_slots)))
-        self._records: OrderedDict[RecordKey, Record] = OrderedDict()
+        self._records: dict[RecordKey, Record] = {}
         self._partial: PartialRecords[Record] = PartialRecords()
         self.num_evicted = 0
 
@@ -127,11 +131,13 @@ class HostTier:
     def use(self, keys: Iterable[RecordKey]) -> None:
         """Mark records as used now, the last one as the most recent."""
         for key in keys:
-            if key in self._records:
-                self._records.move_to_end(key)
+            if (record := self._records.get(key)) is not None:
+                self._order.use(record)
 
-    def reserve(self, key: RecordKey, parent: bytes, num_own_tokens: int, num_slots: int) -> Record | None:
-        """Allocate slots to a new record; the least recently used ones are evicted for it.
+    def reserve(
+        self, key: RecordKey, parent: bytes, num_own_tokens: int, num_tokens: int, num_slots: int
+    ) -> Record | None:
+        """Allocate slots to a new record; others are evicted for it. See ``Record`` for the arguments.
 
         Returns:
             None, and nothing has changed, if records on their way, or that loads need, have the slots.
@@ -140,14 +146,15 @@ class HostTier:
         if not self._make_room(num_slots):
             return None
         slots = tuple(self._free.pop() for _ in range(num_slots))
-        record = self._records[key] = Record(key, parent, num_own_tokens, slots)
+        record = self._records[key] = Record(key, parent, num_own_tokens, num_tokens, slots)
+        self._order.add(record)
         if num_own_tokens < self._block_size:
             self._partial.add(record)
         return record
 
     def _make_room(self, num_slots: int) -> bool:
         missing, going = num_slots - len(self._free), list[Record]()
-        for record in self._records.values():
+        for record in self._order if missing > 0 else ():
             if missing <= 0:
                 break
             if record.is_present and not record.num_readers:
@@ -157,11 +164,12 @@ class HostTier:
             return False
         for record in going:
             self.num_evicted += 1
-            self.drop(record)
+            self.drop(record, is_evicted=True)
         return True
 
-    def drop(self, record: Record) -> None:
+    def drop(self, record: Record, *, is_evicted: bool = False) -> None:
         """Remove a record."""
+        self._order.remove(record, is_evicted=is_evicted)
         del self._records[record.key]
         self._free += record.slots
         if record.num_own_tokens < self._block_size:

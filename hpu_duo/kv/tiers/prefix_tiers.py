@@ -241,7 +241,9 @@ class PrefixTiers:
         assert node.parent is not None, "expected a prefix with a block"
         record = None
         if self.stage.num_free(is_load=False, is_row=is_row):
-            record = self.host.reserve(key, node.parent.digest, node.num_own_tokens, self._num_slots[is_row])
+            record = self.host.reserve(
+                *(key, node.parent.digest, node.num_own_tokens, node.num_tokens, self._num_slots[is_row])
+            )
         if record is None:
             self.counters.num_busy += is_evicted
             return False
@@ -409,7 +411,7 @@ class PrefixTiers:
             if disk.num_reads >= MOST_READS or self.host.knows(source.key):
                 return False  # another load reads it, or it is on its way from the device
             num_slots = self._num_slots[source.key.is_row]
-            record = self.host.reserve(source.key, source.parent, source.num_own_tokens, num_slots)
+            record = self.host.reserve(source.key, source.parent, source.num_own_tokens, piece.end, num_slots)
             if record is None:
                 if not (self.stage.is_busy or disk.futures):
                     self._give_up(piece.load)

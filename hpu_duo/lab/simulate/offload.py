@@ -8,9 +8,10 @@ from graphs import StepLimits
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.kv.allocations import block_moves
 from hpu_duo.kv.plan import MemoryPlan
+from hpu_duo.kv.tiers.eviction import ORDERS
 from hpu_duo.kv.tiers.host import HostTier
 from hpu_duo.kv.tiers.link import SimulatedLink
-from hpu_duo.kv.tiers.policy import LoadPolicy
+from hpu_duo.kv.tiers.policy import LoadPolicy, WritePolicy
 from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers, RecordSizes
 from hpu_duo.kv.tiers.stage import Stage
 from hpu_duo.planning.simulation import VirtualTime
@@ -27,12 +28,16 @@ class SimulatedHost:
         num_slots: slots of a block each.
         block_bytes, row_bytes: of a block and of a row, all devices together; 0 where there are none.
         link: bytes a second of all devices together, each way.
+        eviction: name of the order in which records are evicted.
+        write: the moment at which records are stored.
     """
 
     num_slots: int
     block_bytes: int
     row_bytes: int
     link: float
+    eviction: str = "lru"
+    write: WritePolicy = WritePolicy.WRITE_BACK
 
     @classmethod
     def of(cls, num_bytes: int, memory: MemoryPlan, link: float, limits: StepLimits) -> SimulatedHost:
@@ -76,9 +81,10 @@ class SimulatedHost:
         per_row = -(-self.row_bytes // slot) if self.row_bytes else 1
         allocations.attach(
             PrefixTiers(
-                HostTier(self.num_slots, scheduler.limits.block_size),
+                HostTier(self.num_slots, scheduler.limits.block_size, ORDERS[self.eviction](self.num_slots)),
                 Stage(link, allocations.staged_units, allocations.add_copy),
                 RecordSizes(*sizes, slot, per_row),
+                self.write,
                 load_policy=LoadPolicy(byte_s=1.0 / self.link),
             )
         )
