@@ -233,7 +233,7 @@ def test_hardware_gives_the_blocks_and_a_picture_of_what_fits(
     png = tmp_path / "plan.png"
     result = hpu_duo(
         *("plan", "--model", config_dir, *HARDWARE, "--graphs-budget", 6, "--max-model-len", 1024),
-        *("--png", png),
+        *("--png", png, "--kv-offloading-size", 1, "--kv-offloading-disk-size", 2, "--disk-rate", "1GB/s"),
     )
     assert result.exit_code == 0, result.stderr
     assert png.read_bytes().startswith(b"\x89PNG\r\n")
@@ -241,6 +241,8 @@ def test_hardware_gives_the_blocks_and_a_picture_of_what_fits(
     for text in ("Gaudi 3", "Requests that fit at once", "50% bf16", "Table for", "query tokens", "planned"):
         assert text in words
     assert "this project has not measured any Gaudi" in words
+    for text in ("Tokens that fit on the host", "from the disk; binds: disk"):
+        assert text in words
 
 
 @pytest.mark.slow
@@ -293,6 +295,7 @@ def test_warm_up_is_that_of_the_table_where_one_is_planned(hpu_duo: Run, config_
     [
         ((), "expected --num-blocks, or --hardware"),
         (("--num-blocks", 8, "--sparsity", 0.5), "expected --hardware with --sparsity"),
+        (("--num-blocks", 8, "--kv-offloading-size", 1), "expected --hardware with --kv-offloading-size"),
         (("--hardware", "gaudi1"), "expected hardware gaudi2 or gaudi3"),
         (("--hardware", "gaudi3", "--png", "plan.jpg"), ".png"),
         (("--num-blocks", 8, "--max-seconds", 1), "does not hold the smallest table"),

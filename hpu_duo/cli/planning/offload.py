@@ -1,9 +1,9 @@
-"""Columns of ``hpu-duo capacity`` for requests on the host and on disk."""
+"""Columns of ``hpu-duo capacity`` and ``plan`` for requests on the host and on disk."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -70,6 +70,13 @@ class Tier(NamedTuple):
 
     def _time(self, point: CapacityPoint) -> str:
         return f"{self.seconds(point):,.3g}" + ("" if self.pays(point) else ", computed faster")
+
+
+def add_fields(fields: dict[str, Any], tiers: Sequence[Tier], found: Sequence[Capacity]) -> None:
+    """Add the columns of tiers to the JSON values of ``report_fields``."""
+    for tier in tiers:
+        for one, each in zip(fields["capacities"], found):
+            one[tier.name] = tier.fields(each)
 
 
 @dataclass(frozen=True)

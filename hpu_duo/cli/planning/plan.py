@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,7 +32,7 @@ from hpu_duo.cli.planning.hardware import (
     report_fields,
     served_graph_bytes,
 )
-from hpu_duo.cli.planning.offload import TierOptions
+from hpu_duo.cli.planning.offload import Tier, TierOptions, add_fields
 from hpu_duo.cli.terminal import Waiting, check_drawing, user_errors
 from hpu_duo.config.limits import CARD_LIMITS, CacheConfig, SchedulerConfig
 from hpu_duo.config.overrides import EngineOverrides
@@ -247,9 +247,7 @@ def capacity(
         fields = report_fields(size, serving, found)
         for one, memory in zip(fields["capacities"], memories):
             one["graph_memory"] = None if memory is None else memory._asdict()
-        for tier in tiers:
-            for one, each in zip(fields["capacities"], found):
-                one[tier.name] = tier.fields(each)
+        add_fields(fields, tiers, found)
         if evens:
             fields["drafts_pay_from"] = [each.fields() for each in evens]
         typer.echo(json.dumps(fields, indent=2))
@@ -278,6 +276,7 @@ def plan(
     ] = None,
     served: HardwareOptions,
     kept: Kept,
+    offloading: TierOptions,
     output: OutputOptions,
     table: TableOptions,
     as_json: Json = False,
@@ -292,7 +291,7 @@ def plan(
         output.check()
         _draft_lens(asked)
         if hardware is None:
-            _check_without_hardware(num_blocks, served, kept, output)
+            _check_without_hardware(num_blocks, served, kept, offloading, output)
         # torch is slow to import: everything that can be refused without it comes first.
         from graphs.planner import evaluate
         from graphs.table import BucketTable, PlannedPadding
@@ -301,9 +300,11 @@ def plan(
         most_graphs, recorded = within.in_time().most_graphs, table.recorded()
         if hardware is not None:
             setting = Setting.on(hardware, model, served, asked, kept, num_blocks, most_graphs)
+            assert setting.serving is not None, "expected hardware"
+            tiers = offloading.tiers(setting.serving.num_devices)
         else:
             assert num_blocks is not None, "checked above"
-            setting = Setting.anywhere(model, asked, num_blocks)
+            setting, tiers = Setting.anywhere(model, asked, num_blocks), ()
         if output.png is not None and setting.serving is not None:
             from hpu_duo.cli.planning.tables import draw
 
@@ -337,9 +338,9 @@ def plan(
                 captured = (*shapes, *drafted)
                 kept_memory = graph_memory(model, setting.deployment, captured, limits.decode_len, lens)
     if as_json:
-        typer.echo(json.dumps(_fields(setting, reports, shapes, kept_memory), indent=2))
+        typer.echo(json.dumps(_fields(setting, reports, shapes, kept_memory, tiers), indent=2))
     else:
-        _show(setting, reports, None if table.compare else shapes, recorded is not None, kept_memory)
+        _show(setting, reports, None if table.compare else shapes, recorded is not None, kept_memory, tiers)
 
 
 def _draft_lens(asked: EngineOverrides) -> tuple[int, ...]:
@@ -369,6 +370,7 @@ def _fields(
     reports: Mapping[str, PaddingReport],
     shapes: tuple[BatchShape, ...] | None,
     kept_memory: TableMemory | None,
+    tiers: Sequence[Tier],
 ) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "limits": asdict(setting.limits),
@@ -378,6 +380,7 @@ def _fields(
         fields["buckets"] = list(map(str, shapes))
     if setting.serving is not None:
         fields["hardware"] = report_fields(setting.size, setting.serving, list(setting.found))
+        add_fields(fields["hardware"], tiers, setting.found)
     if kept_memory is not None:
         fields["graph_memory"] = kept_memory._asdict()
     return fields
@@ -389,13 +392,14 @@ def _show(
     shapes: tuple[BatchShape, ...] | None,
     is_recorded: bool,
     kept_memory: TableMemory | None,
+    tiers: Sequence[Tier],
 ) -> None:
     from hpu_duo.cli.planning.setting import bucket_table, padding_table
     from hpu_duo.cli.planning.tables import print_report
 
     console = Console()
     if setting.serving is not None:
-        print_report(setting.size, setting.serving, setting.found, console)
+        print_report(setting.size, setting.serving, setting.found, console, tiers=tiers)
         planned_for = setting.found[0].describe()
         console.print(f"Table for {setting.limits.num_blocks:,} blocks and {planned_for}", style="bold")
     if shapes is not None:
@@ -406,7 +410,11 @@ def _show(
 
 
 def _check_without_hardware(
-    num_blocks: int | None, served: HardwareOptions, kept: EngineOverrides, output: OutputOptions
+    num_blocks: int | None,
+    served: HardwareOptions,
+    kept: EngineOverrides,
+    offloading: TierOptions,
+    output: OutputOptions,
 ) -> None:
     if num_blocks is None:
         raise ValueError("expected --num-blocks, or --hardware to find out how many fit, got neither")
@@ -415,6 +423,8 @@ def _check_without_hardware(
         "--sparsity": served.sparsity,
         "--kv-cache-dtype": served.kv_cache_dtype,
         "--png": output.png,
+        "--kv-offloading-size": offloading.kv_offloading_size,
+        "--kv-offloading-disk-size": offloading.kv_offloading_disk_size,
         **dict.fromkeys(changed(kept), True),
     }
     for name, value in compared.items():
