@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("simulated_hpu")
 def test_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_up(
     tiny: Tiny, rule: str, pattern: HeadPattern | None
 ) -> None:
-    work = Workload.random(40, seed=3)
+    work = Workload.random(20, seed=3)
     options = {**LIMITS, "attention_rule": rule, "pattern": pattern}
     served = tiny.load(device="hpu-sim", **options)
     runner = served.engine.runner

@@ -33,7 +33,9 @@ PLAN = KVPlan(
             {"kv_policy": "tova", "kv_budget": 10, "pattern": PATTERN}, marks=pytest.mark.exhaustive
         ),
         pytest.param({"kv_policy": "snapkv:window=4", "kv_budget": 10}, marks=pytest.mark.exhaustive),
-        {"kv_policy": "streaming-llm:positions=cache", "kv_budget": 10},
+        pytest.param(
+            {"kv_policy": "streaming-llm:positions=cache", "kv_budget": 10}, marks=pytest.mark.exhaustive
+        ),
         pytest.param({"kv_policy": "h2o:positions=cache", "kv_budget": 10}, marks=pytest.mark.exhaustive),
         {"kv_policy": "expected-attention", "kv_budget": 10},
         {"kv_plan": PLAN},
@@ -43,7 +45,7 @@ PLAN = KVPlan(
             {"kv_policy": "h2o", "kv_budget": 10, "kv_prompt": "whole"}, marks=pytest.mark.exhaustive
         ),
         {"kv_policy": "snapkv:window=4", "kv_budget": 10, "kv_prompt": "whole", "pattern": PATTERN},
-        {"kv_policy": "h2o", "kv_budget": 10, **DRAFTS},
+        pytest.param({"kv_policy": "h2o", "kv_budget": 10, **DRAFTS}, marks=pytest.mark.exhaustive),
         {"kv_policy": "tova:positions=cache", "kv_budget": 10, "pattern": PATTERN, **DRAFTS},
     ],
     ids=[
@@ -56,7 +58,7 @@ PLAN = KVPlan(
 def test_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_up(
     tiny: Tiny, options: dict[str, Any]
 ) -> None:
-    work = Workload.random(40, seed=3)
+    work = Workload.random(16, seed=3)
     options = {**LIMITS, "kv_chunk": 8, "enable_prefix_caching": False, **options}
     served = tiny.load(device="hpu-sim", **options)
     runner = served.engine.runner
