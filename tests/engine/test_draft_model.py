@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
+from graphs.backends.compile import CompileBackend
 from hpu_duo import HPUDuoModel
 from hpu_duo.lab import sim
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.startup.warm_up_estimate import configuration_of
 from tests.engine.tiny import PATTERN, Tiny, make_tiny, serve, tokens_of
 from tests.modeling.families import BASE, prompts_of, save_random
+from tests.tiers import EXHAUSTIVE
 
 PROMPTS = prompts_of([17, 1, 33, 8], seed=4)
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -48,7 +50,8 @@ def load_drafting(tiny: Tiny, model: Path, **options: Any) -> HPUDuoModel:
         (SEEDED, {"pattern": PATTERN}),
         (replace(SEEDED, logprobs=2, n=3), {"graphs": "replay", "attention": "sdpa"}),
         pytest.param(GREEDY, {"num_blocks": 14, "max_model_len": 64}, marks=pytest.mark.slow),
-        pytest.param(GREEDY, {"graphs": "compile", "pattern": PATTERN}, marks=pytest.mark.slow),
+        pytest.param(GREEDY, {"graphs": CompileBackend("eager"), "pattern": PATTERN}, marks=pytest.mark.slow),
+        pytest.param(GREEDY, {"graphs": "compile", "pattern": PATTERN}, marks=EXHAUSTIVE),
         pytest.param(SEEDED, {"tensor_parallel_size": 2, "graphs": "replay"}, marks=pytest.mark.slow),
         pytest.param(SEEDED, {"enable_prefix_caching": False}, marks=pytest.mark.slow),
         pytest.param(

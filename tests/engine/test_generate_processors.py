@@ -15,6 +15,7 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from graphs.backends.compile import CompileBackend
 from hpu_duo import HPUDuoModel
 from hpu_duo.generation.arguments import read_generation
 from hpu_duo.generation.call import GenerateCall, Questions
@@ -251,7 +252,8 @@ def test_transition_scores_are_those_of_transformers(tiny: Tiny, served: HPUDuoM
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"num_blocks": 9, "max_model_len": 60}, {"graphs": "compile"}, {"dtype": "bfloat16"}]
+    "options",
+    [{"num_blocks": 9, "max_model_len": 60}, {"graphs": CompileBackend("eager")}, {"dtype": "bfloat16"}],
 )
 def test_scores_do_not_depend_on_how_steps_run(tiny: Tiny, options: dict[str, Any]) -> None:
     """Preempted requests, compiled steps, and logits of another type."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from graphs.backends.compile import CompileBackend
 from hpu_duo import HPUDuoModel
 from hpu_duo.engine.step_input import with_sources
 from hpu_duo.lab import sim
@@ -18,6 +19,7 @@ from hpu_duo.startup.recorded_steps import options_of, read_log
 from hpu_duo.startup.warm_up_estimate import GraphCosts
 from tests.engine.tiny import PATTERN, Tiny, serve, text_of, tokens_of
 from tests.modeling.families import prompts_of
+from tests.tiers import EXHAUSTIVE
 
 PROMPTS = prompts_of([17, 1, 33, 8], seed=4)
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -43,7 +45,8 @@ def load_drafting(tiny: Tiny, **options: Any) -> HPUDuoModel:
         (SEEDED, {"pattern": PATTERN}),
         (replace(SEEDED, logprobs=2, min_p=0.02, n=3), {"graphs": "replay", "attention": "sdpa"}),
         (replace(SEEDED, logit_bias={3: 2.0}), {"num_blocks": 14, "max_model_len": 64, "pattern": PATTERN}),
-        pytest.param(GREEDY, {"graphs": "compile", "pattern": PATTERN}, marks=pytest.mark.slow),
+        pytest.param(GREEDY, {"graphs": CompileBackend("eager"), "pattern": PATTERN}, marks=pytest.mark.slow),
+        pytest.param(GREEDY, {"graphs": "compile", "pattern": PATTERN}, marks=EXHAUSTIVE),
         pytest.param(replace(SEEDED, n=3), {"enable_prefix_caching": False}, marks=pytest.mark.slow),
         pytest.param(SEEDED, {"tensor_parallel_size": 2, "pattern": PATTERN}, marks=pytest.mark.slow),
         pytest.param(GREEDY, {"tensor_parallel_size": 2, "graphs": "replay"}, marks=pytest.mark.slow),

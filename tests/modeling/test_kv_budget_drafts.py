@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 
+from graphs.backends.compile import CompileBackend
 from hpu_duo import HPUDuoModel
 from hpu_duo.drafting import Drafter
 from hpu_duo.drafting.draft_gain import DraftLengths
@@ -105,7 +106,7 @@ WHOLE: dict[str, Any] = {"kv_prompt": "whole", "max_num_batched_tokens": 40, "kv
                 ("tova", SEEDED, {}),
                 ("snapkv:window=3,kernel=3", SEEDED, {"attention": "sdpa", "graphs": "replay"}),
                 ("streaming-llm:sink=2", GREEDY, {}),
-                ("local", SEEDED, {"graphs": "compile"}),
+                ("local", SEEDED, {"graphs": CompileBackend("eager")}),
                 ("expected-attention:sink=2,future=4", SEEDED, {}),
                 ("fixed:stride=16,columns=1", GREEDY, {"kv_budget": 21}),
                 ("h2o:positions=cache", SEEDED, {}),

@@ -45,7 +45,7 @@ def test_what_another_process_compiles_is_found_in_the_cache(
     assert prepared.cache is not None
     assert {record.cache for record in records} == {prepared.cache.identifier}
     # A server captures all three, two of them from the cache.
-    command = [sys.executable, "-m", "tests.warmup.killed", str(tiny.path), str(path)]
+    command = [sys.executable, "-m", "tests.warmup.killed", str(tiny.path), str(path), "unserved"]
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     assert json.loads(found.splitlines()[-1])["misses"] == 1
     assert read_manifest(path).is_complete
