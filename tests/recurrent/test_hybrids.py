@@ -1,5 +1,6 @@
 """Models in which some layers have states instead of keys and values."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kernels_ref import PLAIN
 from tests.modeling.driving import greedy_logits
 from tests.modeling.families import BASE, BLOCK, greedy, make_config, prompts_of, save_random
 from tests.recurrent.hybrids import HYBRIDS, load, saved
+from tests.tiers import EXHAUSTIVE
 
 CAPTURE: dict[str, dict[str, Any]] = {
     "eager": {"attention": "reference"},
@@ -46,16 +48,35 @@ FAST = ("Lfm2Config", "Qwen3NextConfig")
 FAMILIES = pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
 )
-CASES = [
-    pytest.param(name, CAPTURE[capture], marks=() if name in FAST and is_fast else (pytest.mark.slow,))
-    for name in HYBRIDS
-    for capture, is_fast in {"eager": False, "replay": True, "compile": False, "hpu-sim": True}.items()
-    # Rotary positions of these are written to a part of a tensor, in transformers' code.
-    if not (capture == "hpu-sim" and name.startswith("Qwen3_5"))
-]
+STATES = pytest.mark.parametrize(
+    "name",
+    [
+        *FAST,
+        pytest.param("GraniteMoeHybridConfig", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, marks=EXHAUSTIVE)
+            for name in HYBRIDS
+            if name not in (*FAST, "GraniteMoeHybridConfig")
+        ),
+    ],
+)
+"""A family for each kind of states, for what does not depend on the other layers; all in the last tier."""
 
 
-@pytest.mark.parametrize(("name", "capture"), CASES)
+def _cases() -> Iterator[Any]:
+    """Families and ways to capture: two families in all, each other one in one of the ways."""
+    for number, name in enumerate(HYBRIDS):
+        # Rotary positions of these are written to a part of a tensor, in transformers' code.
+        ways = [each for each in CAPTURE if not (each == "hpu-sim" and name.startswith("Qwen3_5"))]
+        for way in ways:
+            if name in FAST:
+                marks: Any = () if way in ("replay", "hpu-sim") else pytest.mark.slow
+            else:
+                marks = pytest.mark.slow if way == ways[number % len(ways)] else EXHAUSTIVE
+            yield pytest.param(name, CAPTURE[way], marks=marks, id=f"{name}-{way}")
+
+
+@pytest.mark.parametrize(("name", "capture"), list(_cases()))
 def test_tokens_are_those_of_transformers(tmp_path: Path, name: str, capture: dict[str, Any]) -> None:
     """Chunks, mixed batches, moved rows, and a prefix that is taken up where its state was."""
     model = saved(tmp_path, name)
@@ -89,7 +110,7 @@ def test_logits_are_those_of_transformers_and_of_no_other_row(tmp_path: Path, na
     torch.testing.assert_close(*results, **({"rtol": 1e-4, "atol": 1e-3} if "Moe" in name else EQUAL))
 
 
-@FAMILIES
+@STATES
 @pytest.mark.parametrize("caches", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_preempted_requests_and_samples_of_one_prompt_are_right(
     tmp_path: Path, name: str, caches: bool
@@ -104,7 +125,7 @@ def test_preempted_requests_and_samples_of_one_prompt_are_right(
         assert [sample.token_ids for sample in samples] == [greedy(model, prompt, 20)] * 2
 
 
-@FAMILIES
+@STATES
 def test_what_states_do_not_serve_yet_is_refused(tmp_path: Path, name: str) -> None:
     saved(tmp_path, name)
     with pytest.raises(ValueError, match=r"not served by several ranks.*states that ranks do not share"):
@@ -114,7 +135,7 @@ def test_what_states_do_not_serve_yet_is_refused(tmp_path: Path, name: str) -> N
         load(tmp_path, speculative_config=duo)
 
 
-@FAMILIES
+@STATES
 @pytest.mark.parametrize("graphs", ["eager", pytest.param("replay", marks=pytest.mark.slow)])
 def test_drafts_change_no_token(tmp_path: Path, name: str, graphs: str) -> None:
     model = saved(tmp_path, name)
@@ -196,7 +217,7 @@ def test_settings_and_scales_name_layers_by_their_numbers_among_all(tmp_path: Pa
         load(tmp_path, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=[0])
 
 
-@FAMILIES
+@STATES
 def test_a_saved_context_has_the_states_at_its_end(tmp_path: Path, name: str) -> None:
     model = saved(tmp_path, name)
     document, question = prompts_of((3 * BLOCK + 3, 5))
