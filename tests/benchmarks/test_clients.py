@@ -8,13 +8,12 @@ import pytest
 
 from benchmarks.clients.__main__ import check
 from benchmarks.clients.client import CLIENTS
-from tests.tiers import every
+from tests.tiers import EXHAUSTIVE
 
 QUICK = ("langchain", "litellm")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", every(len(QUICK), QUICK))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=EXHAUSTIVE) for name in QUICK])
 def test_a_client_is_served(name: str, tmp_path: Path) -> None:
     [client] = (one for one in CLIENTS if one.name == name)
     found = check(client, tmp_path)

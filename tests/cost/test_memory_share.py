@@ -43,7 +43,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", every(2, SHARES))
+@pytest.mark.parametrize("share", every(len(SHARES), SHARES))
 def test_engine_audit_and_capacity_hold_the_same_blocks(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:

@@ -20,6 +20,7 @@ runner = CliRunner()
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_chosen_stages_on_the_simulated_device(tmp_path: Path) -> None:
     arguments = ["selftest", "--device", "hpu-sim", "--only", "machine,generation", "--output", str(tmp_path)]
     done = runner.invoke(app, arguments)
@@ -57,6 +58,8 @@ def test_all_stages_pass(device: str, tmp_path: Path, capsys: pytest.CaptureFixt
     arguments = ["selftest", "--device", device, "--hardware", "gaudi3", "--output", str(tmp_path)]
     done = runner.invoke(app, arguments)
     assert done.exit_code == 0, done.output
+    told = (tmp_path / "selftest.md").read_text(encoding="utf-8")
+    assert ("The device is simulated" in told) is (device == "hpu-sim")
     fit_main([str(tmp_path / "selftest.json")])
     assert f"was measured on {device}, which is no Gaudi" in capsys.readouterr().out
 
