@@ -16,6 +16,8 @@ BIN := $(VENV)/bin
 PINNED := $(VENV)/constraints.txt
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+# Workers and processes of tests would otherwise each compile all that they import.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run test suite slow exhaustive gpu lint format docs lock clean FORCE
 .DEFAULT_GOAL := help
@@ -81,9 +83,11 @@ $(VENV)/installed: pyproject.toml $(PINNED) $(if $(NEWEST),FORCE)
 	$(BIN)/python -m pip install -q $(UPGRADE) -c $(PINNED) -e .
 	@touch $@
 
+# pip compiles 350 MB of sources one file at a time; here all cores do, and tests of packages are left out.
 $(VENV)/installed-dev: pyproject.toml $(PINNED) $(if $(NEWEST),FORCE)
-	$(BIN)/python -m pip install -q -c $(PINNED) "$(TORCH)"
-	$(BIN)/python -m pip install -q $(UPGRADE) -c $(PINNED) -e '.[dev]'
+	$(BIN)/python -m pip install -q --no-compile -c $(PINNED) "$(TORCH)"
+	$(BIN)/python -m pip install -q --no-compile $(UPGRADE) -c $(PINNED) -e '.[dev]'
+	@$(BIN)/python -m compileall -q -j 0 -x '/tests/' $(VENV)/lib >/dev/null 2>&1 || true
 	@touch $@ $(VENV)/installed
 
 $(VENV)/installed-docs: pyproject.toml $(PINNED) $(if $(NEWEST),FORCE) | $(VENV)/installed
