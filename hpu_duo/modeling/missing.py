@@ -1,4 +1,4 @@
-"""Names of the modules that a refused model has and that are not served."""
+"""Texts about what a refused model has and that is not served."""
 
 from __future__ import annotations
 
@@ -24,6 +24,24 @@ def missing_parts(model: nn.Module) -> str:
     )
     texts = ((what, ", ".join(of)) for what, of in found)
     return "".join(f"; {what} are not supported: {of}" for what, of in texts if of)
+
+
+def count_text(num_calls: int, num_modules: int, num_layers: int | None) -> str:
+    """Return a text about a wrong number of attention calls."""
+    expected = f"expected one attention call in each of its {num_layers} layers, got"
+    if not num_calls:
+        return (
+            f"{expected} none: they attend by code of their own, beside transformers' attention interface, "
+            "or not at all"
+        )
+    if num_modules < num_calls:
+        return (
+            f"expected each attention module to be called once for a token, got {num_calls} calls of "
+            f"{num_modules} attention modules: each would write its cache several times"
+        )
+    if num_layers is not None and num_calls > num_layers:
+        return f"{expected} {num_calls} calls: some layers attend twice, to another text for example"
+    return f"{expected} {num_calls} calls; layers without attention are missing here"
 
 
 def _keeps_states(module: type[nn.Module]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -28,8 +28,15 @@ from hpu_duo.modeling.attention import (
     placeholder_mask,
 )
 from hpu_duo.modeling.latents import check_expansion, recording_expansions
-from hpu_duo.modeling.missing import missing_parts
-from hpu_duo.modeling.recurrent import RecurrentLayer, recurrent_layers, recurring, try_recurrences
+from hpu_duo.modeling.missing import count_text, missing_parts
+from hpu_duo.modeling.recurrent import (
+    RecurrentLayer,
+    layers_besides,
+    lists_of,
+    recurrent_layers,
+    recurring,
+    try_recurrences,
+)
 from kernels_ref import RowKind
 from kernels_ref.groups.budget_chunks import turned, turns
 
@@ -137,7 +144,7 @@ def _representatives(
         if each.module not in layers:
             layers.append(each.module)
             specs.append(each.kinds)
-    if not any(_lists_of(model, layers)):
+    if not any(lists_of(model, layers)):
         return layers
     besides = layers_besides(model, layers)
     layers += besides
@@ -150,17 +157,6 @@ def _representatives(
         if seen[kind] <= _LAYERS_OF_A_KIND:
             chosen.append(layer)
     return chosen
-
-
-def _lists_of(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.ModuleList]:
-    """Lists of modules that have all these layers."""
-    lists = (each for each in model.modules() if isinstance(each, nn.ModuleList))
-    return [each for each in lists if set(layers) <= set(each)]
-
-
-def layers_besides(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the decoder layers other than these, such as those without attention and states."""
-    return [layer for members in _lists_of(model, layers) for layer in members if layer not in layers]
 
 
 @contextmanager
@@ -423,13 +419,20 @@ def read_layers(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
     num_modules = len({id(call.module) for call in calls})
     missing = missing_parts(model)
     recurrent = () if missing else recurrent_layers(model)
+    if recurrent and not calls:
+        mixers = ", ".join(sorted({type(layer.mixer).__name__ for layer in recurrent}))
+        raise ValueError(
+            f"{name} cannot be served: expected a layer that attends, got states only ({mixers})"
+        )
     is_hybrid = bool(recurrent) and 0 < len(calls) == num_modules < (num_layers or 0)
     if not is_hybrid and (len(calls) != num_layers or num_modules != num_layers):
-        count = _count_text(len(calls), num_modules, num_layers)
+        count = count_text(len(calls), num_modules, num_layers)
         raise ValueError(f"{name} cannot be served: {count}{missing}")
     paths = {id(module): path for path, module in model.named_modules()}
     parents = [model.get_submodule(paths[id(call.module)].rpartition(".")[0]) for call in calls]
-    numbers = [_number_of(paths[id(parent)]) for parent in parents] if is_hybrid else list(range(len(calls)))
+    numbers = list(range(len(calls)))
+    if is_hybrid:
+        numbers = [_number_of(name, paths[id(parent)]) for parent in parents]
     for index, call in zip(numbers, calls):
         _check_call(f"{name}, layer {index}", call, model)
     _check_shared(model, calls)
@@ -441,30 +444,15 @@ def read_layers(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
     )
 
 
-def _number_of(path: str) -> int:
+def _number_of(name: str, path: str) -> int:
     """Return the number of a decoder layer among all layers, from its path in the model."""
     number = path.rpartition(".")[2]
     if not number.isdigit():
-        raise ValueError(f"expected decoder layers in one list, got one at {path!r}")
+        raise ValueError(
+            f"{name} cannot be served: expected attention in layers of one list, got some in {path!r}, "
+            "a part of a layer, whose weights other layers may share"
+        )
     return int(number)
-
-
-def _count_text(num_calls: int, num_modules: int, num_layers: int | None) -> str:
-    """Describe a wrong number of calls."""
-    expected = f"expected one attention call in each of its {num_layers} layers, got"
-    if not num_calls:
-        return (
-            f"{expected} none: they attend by code of their own, beside transformers' attention interface, "
-            "or not at all"
-        )
-    if num_modules < num_calls:
-        return (
-            f"expected each attention module to be called once for a token, got {num_calls} calls of "
-            f"{num_modules} attention modules: each would write its cache several times"
-        )
-    if num_layers is not None and num_calls > num_layers:
-        return f"{expected} {num_calls} calls: some layers attend twice, to another text for example"
-    return f"{expected} {num_calls} calls; layers without attention are missing here"
 
 
 @torch.inference_mode()

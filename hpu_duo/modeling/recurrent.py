@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FunctionType
@@ -93,7 +93,7 @@ def _scan(
     z: None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, RecurrentStates]:
-    """transformers' ``mamba2_chunk_scan``, of the states that ``get_recurrent_state`` returned, in float32."""
+    """transformers' ``mamba2_chunk_scan``, in float32, of the states of ``get_recurrent_state``."""
     if not dt_softplus or z is not None:
         raise ValueError("expected a state space whose steps are a softplus, without a gate")
     limits = (float(dt_limit[0]), float(dt_limit[1]))
@@ -389,6 +389,17 @@ def recurrent_layers(model: PreTrainedModel) -> tuple[RecurrentLayer, ...]:
             raise ValueError(f"{name} cannot be served: it fails on two tokens: {error}") from error
         layers.append(RecurrentLayer(parent, mixer, tuple(recorder.kinds)))
     return tuple(layers)
+
+
+def lists_of(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.ModuleList]:
+    """Return the lists of modules that have all these layers."""
+    lists = (each for each in model.modules() if isinstance(each, nn.ModuleList))
+    return [each for each in lists if set(layers) <= set(each)]
+
+
+def layers_besides(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:
+    """Return the decoder layers other than these, such as those without attention and states."""
+    return [layer for members in lists_of(model, layers) for layer in members if layer not in layers]
 
 
 @contextmanager

@@ -24,8 +24,8 @@ from hpu_duo.modeling.attention import (
     placeholder_mask,
 )
 from hpu_duo.modeling.latents import keep_latents
-from hpu_duo.modeling.probe import DecoderLayer, layers_besides
-from hpu_duo.modeling.recurrent import RecurrentLayer
+from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.modeling.recurrent import RecurrentLayer, layers_besides
 from hpu_duo.modeling.weight_stream import WeightStream
 from hpu_duo.not_picklable import NotPicklable
 from kernels_ref import LayerCache, LayerSpec, Recurrence, Step, prepare_step, stores_of

@@ -235,7 +235,7 @@ def _sized(name: str, file: Path, text: Any) -> ModelSize:
 def _needs_calls(config: Any) -> bool:
     """Whether sizes of layers are read from calls of a model."""
     names = ("kv_lora_rank", "num_kv_shared_layers", "v_head_dim")
-    has_states = {"conv", "linear_attention"} & set(getattr(config, "layer_types", None) or ())
+    has_states = {"conv", "hybrid", "linear_attention"} & set(getattr(config, "layer_types", None) or ())
     return bool(has_states) or any(getattr(config, name, None) for name in names)
 
 

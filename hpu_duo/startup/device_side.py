@@ -44,11 +44,12 @@ from hpu_duo.modeling.packed_linear import (
     return_memory,
 )
 from hpu_duo.modeling.precision import Precision, name_of, widen
-from hpu_duo.modeling.probe import DecoderLayer, layers_besides
+from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.quantised.checkpoint import quantisation_of
 from hpu_duo.modeling.quantised.execution import PUBLISHED, separate_rounded_inputs
 from hpu_duo.modeling.quantised.hpu import use_operators
 from hpu_duo.modeling.quantised.state import quantised_layers
+from hpu_duo.modeling.recurrent import layers_besides
 from hpu_duo.modeling.row_fusion import arrange
 from hpu_duo.modeling.scatters import without_scatters
 from hpu_duo.modeling.step_model import StepModel

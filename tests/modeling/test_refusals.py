@@ -35,16 +35,22 @@ FROM_5 = pytest.mark.skipif(not IS_5, reason="refused with transformers before 5
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "state_space": ("MambaConfig", {}, "Mamba.*cannot be served"),
-    "state_space_falcon": ("FalconMambaConfig", {}, "FalconMamba.*cannot be served"),
+    "state_space_falcon": (
+        "FalconMambaConfig",
+        {},
+        r"FalconMambaMixer \(mamba_selective_scan, mamba_selective_state_update\)"
+        if IS_5
+        else "FalconMamba.*cannot be served",
+    ),
+    "states_only": (
+        "Mamba2Config",
+        {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8},
+        r"a layer that attends, got states only \(Mamba2Mixer\)" if IS_5 else "cannot be served",
+    ),
     "state_space_and_attention": (
         "JambaConfig",
         {**EXPERTS, "use_mamba_kernels": False},
         "one attention call in each",
-    ),
-    "state_space_of_two_kinds": (
-        "BambaConfig",
-        {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8},
-        r"one attention call in each.*states of .* are not supported: BambaMixer",
     ),
     "recurrence_and_attention": ("RecurrentGemmaConfig", {}, "one attention call in each"),
     "recurrence": ("RwkvConfig", {}, "cannot be served"),
@@ -56,7 +62,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
             "n_mamba_heads": 8,
             "mamba_ngroups": 1,
         },
-        r"states of .* are not supported: Zamba2MambaMixer",
+        "attention in layers of one list, got some in 'model.layers.1.shared_transformer'"
+        if IS_5
+        else "states of .* are not supported: Zamba2MambaMixer",
     ),
     "chosen_keys_beside_recurrences": (
         "Qwen4ExpTextConfig",

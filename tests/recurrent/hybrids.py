@@ -58,6 +58,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 6,
         "n_groups": 2,
         "chunk_size": 16,
+        # transformers limits steps from below in texts, and not in decodes.
+        "time_step_min": 1e-12,
     },
     "BambaConfig": {**_MAMBA, "attn_layer_indices": [2]},
     "FalconH1Config": {**_MAMBA, "mamba_d_ssm": 48, "ssm_multipliers": [1.5, 0.5, 0.7, 1.3, 0.9]},
