@@ -183,7 +183,7 @@ class WeightStream(NotPicklable):
         """Return a note on what lies where."""
         return (
             f"weights of {len(self._on_host)} layers, {self.num_bytes / _GIB:,.3g} GiB, lie on the host and "
-            f"pass through {len(self._on_device)} buffers of {self.buffer_bytes / _GIB:,.3g} GiB on the device"
+            f"pass through {len(self._on_device)} buffers, {self.buffer_bytes / _GIB:,.3g} GiB of the device"
         )
 
     def arrival_of(self, layer: nn.Module) -> Callable[[], None] | None:

@@ -76,7 +76,7 @@ class StreamLink(HostRecords):
         # One for each direction.
         self._staging = torch.empty((2, size), dtype=torch.uint8, device=self._device)
         self._staged = {
-            (is_load, is_row): self._buffers(is_load=is_load, is_row=is_row)
+            (is_load, is_row): self._stages(is_load=is_load, is_row=is_row)
             for is_load in (False, True)
             for is_row, views in self._stores.items()
             if views
@@ -103,7 +103,7 @@ class StreamLink(HostRecords):
                         self._flying[transfer, is_load] = _Flight(began, ended, len(batch), error)
                     began = ended
 
-    def _buffers(self, *, is_load: bool, is_row: bool) -> _Buffers:
+    def _stages(self, *, is_load: bool, is_row: bool) -> _Buffers:
         width = self._record_bytes[is_row]
         number = self._staging.shape[1] // width
         records = self._staging[int(is_load), : number * width].view(number, width)
