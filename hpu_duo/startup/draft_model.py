@@ -29,6 +29,10 @@ from hpu_duo.modeling.quantised.state import quantised_layers
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.startup.blueprint import Blueprint, choose_kernels, fix_served_len
 from kernels_ref import Blocks, Softmax
+from kernels_ref.groups.latents import LatentBlocks
+
+_KNOWN = (Blocks, LatentBlocks)
+"""Kinds of heads that a model that drafts may have: they store all tokens."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class DraftModel:
             model, layers, config, device, kernels, memory_bytes=memory_bytes, precision=precision
         )
         kinds = {group.kind for spec in blueprint.specs for group in spec.groups}
-        others = sorted({kind.describe() or kind.name for kind in kinds if kind != Blocks()})
+        others = sorted({kind.describe() or kind.name for kind in kinds if type(kind) not in _KNOWN})
         states = {kind.name for spec in blueprint.specs for kind in spec.rows}
         others += sorted(states | {kind.name for each in blueprint.recurrent for kind in each.kinds})
         if others:
