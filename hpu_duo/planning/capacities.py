@@ -217,7 +217,7 @@ class Deployment:
         return self.of_draft(self.max_len).kv_layers * num_times
 
     def of_draft(self, max_len: int) -> Deployment:
-        """What drafts for requests of ``max_len`` tokens, on one device.
+        """Deployment of the model that drafts, for requests of ``max_len`` tokens, on one device.
 
         Raises:
             ValueError: it has layers with a window or states, or fewer positions.

@@ -129,7 +129,7 @@ class Serving:
 
     @property
     def of_draft(self) -> Serving:
-        """What drafts, as each device serves it."""
+        """Serving of the model that drafts, all of it on each device."""
         assert self.draft is not None, "something drafts"
         return replace(
             self,
