@@ -95,6 +95,8 @@ class Step(NamedTuple):
         keeps_rows: whether groups return the results of decode rows in the order of their tokens,
             ``[N * M, K, G, D]``, in a step that has no others; the layer places them once. Only where kernels
             read masks.
+        is_draft: whether the tokens of rows are drafts, which change no state that a later step begins with.
+        wanted: flat index of each token that layers behind the last store compute; None = all tokens.
     """
 
     parts: StepParts
@@ -104,6 +106,8 @@ class Step(NamedTuple):
     decode_slot: torch.Tensor
     plans: dict[PlanKey, Any]
     keeps_rows: bool = False
+    wanted: torch.Tensor | None = None
+    is_draft: bool = False
 
 
 SEES_ALL = Window(0, 1 << 30)

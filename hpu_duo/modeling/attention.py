@@ -34,6 +34,7 @@ from kernels_ref import (
     unified_attention,
 )
 from kernels_ref.formats.fp8 import Fp8
+from kernels_ref.units import index_dtype
 
 RowTensors: TypeAlias = tuple[tuple[torch.Tensor, ...], ...]
 """Tensors of the row states of a layer, in the order of ``LayerSpec.rows``."""
@@ -282,6 +283,10 @@ class AttentionLayer(nn.Module):
         step = self.running.step
         if step is None:
             raise ValueError(_NO_STEP)
+        wanted = None
+        if step.wanted is not None and len(q) < len(k):
+            wanted = step.wanted.to(index_dtype(q.device))
+            q = q.new_zeros(len(k), *q.shape[1:]).index_copy(0, wanted, q)
         # One after the other: a graph that writes a store must not use a view of it from before a cut.
         cache = (self._units(part) for part in self.parts)
         if self.has_scales:
@@ -295,7 +300,7 @@ class AttentionLayer(nn.Module):
             output = output * v_scale
         for kind, names in self._rows:
             kind.advance(tuple(getattr(self, name) for name in names), step)
-        return output
+        return output if wanted is None else output.index_select(0, wanted)
 
     def _count_clipped(self, k: torch.Tensor, v: torch.Tensor, step: Step) -> None:
         is_prompt = step.tensors.causal_row < step.tensors.row_start.shape[0]

@@ -74,6 +74,30 @@ class ServedLayer(NotPicklable):
         return self._runners.get(self._kind, run_layer)(self._layer(), *args, **kwargs)
 
 
+class TrailingLayer(NotPicklable):
+    """The same for a layer behind the last store, of which a step with prompts needs some tokens only."""
+
+    def __init__(self, served: ServedLayer, running: RunningStep) -> None:
+        self._served, self._running = served, running
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        step = self._running.step
+        if step is None or step.wanted is None:
+            return self._served(*args, **kwargs)
+        some = partial(_of_tokens, num_tokens=len(step.tensors.positions), wanted=step.wanted)
+        return self._served(*map(some, args), **{name: some(value) for name, value in kwargs.items()})
+
+
+def _of_tokens(value: Any, num_tokens: int, wanted: torch.Tensor) -> Any:
+    """Some tokens of an argument of a layer: ``[Q]``, ``[1, Q]`` or ``[..., Q, X]``, or a tuple of them."""
+    if isinstance(value, tuple):
+        return tuple(_of_tokens(each, num_tokens, wanted) for each in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    dim = value.ndim - (1 if value.ndim < 3 else 2)
+    return value.index_select(dim, wanted) if value.shape[dim] == num_tokens else value
+
+
 class StepModel(NotPicklable):
     """The captured part of a step: tokens in, wanted logits out.
 
@@ -136,8 +160,14 @@ class StepModel(NotPicklable):
         for each, states, tensors in recurrent:
             each.attach(states, tensors, self._running)
             served[each.module] = (*served.get(each.module, ()), *states)
-        for module in (*served, *layers_besides(model, served)):
-            self._serve(module, served.get(module, ()), kinds)
+        besides = layers_besides(model, served)
+        # Layers that write nothing, behind all that do.
+        writing = [number for number, spec in enumerate(specs) if spec.writes or spec.rows]
+        num_writing = len(specs) if recurrent or besides else 1 + max(writing)
+        trailing = {layer.module for layer in layers[num_writing:]}
+        self._has_trailing = bool(trailing)
+        for module in (*served, *besides):
+            self._serve(module, served.get(module, ()), kinds, is_trailing=module in trailing)
         self.kinds = tuple(kinds)
         self.stores = stores_of(specs, caches)
         self.mask_dtype = caches[0][0].encoding.dtype if specs[0].impl.reads_masks else None
@@ -149,13 +179,21 @@ class StepModel(NotPicklable):
         )
         self._copies = tuple(_copies(self._caches))
 
-    def _serve(self, layer: nn.Module, spec: Hashable, kinds: dict[LayerKind, LayerKind]) -> None:
+    def _serve(
+        self,
+        layer: nn.Module,
+        spec: Hashable,
+        kinds: dict[LayerKind, LayerKind],
+        *,
+        is_trailing: bool = False,
+    ) -> None:
         """Let a layer run as one of its kind."""
-        kind = LayerKind(layer, spec)
+        kind = LayerKind(layer, (spec, is_trailing) if is_trailing else spec)
         # Equal kinds become one object, which dictionaries find without comparing.
         kind = kinds.setdefault(kind, kind)
         arrive = None if self.stream is None else self.stream.arrival_of(layer)
-        layer.forward = ServedLayer(self._runners, kind, layer, arrive)
+        served = ServedLayer(self._runners, kind, layer, arrive)
+        layer.forward = TrailingLayer(served, self._running) if is_trailing else served
 
     def num_clipped(self) -> int:
         """Count elements of keys and values of prompts that constant scales have clipped.
@@ -215,7 +253,10 @@ class StepModel(NotPicklable):
         """
         self._runners.clear()
         self._runners.update(runners)
-        positions = step.tensors.positions
+        positions, keeps = step.tensors.positions, logit_index
+        if self._has_trailing and step.parts.causal and len(keeps) < len(positions):
+            step = step._replace(wanted=logit_index)
+            keeps = torch.arange(len(logit_index), dtype=logit_index.dtype, device=logit_index.device)
         self._running.step = step
         try:
             output = self.model(
@@ -224,7 +265,7 @@ class StepModel(NotPicklable):
                 **({"cache_position": positions} if self._takes_cache_position else {}),
                 attention_mask=self._mask,
                 use_cache=False,
-                logits_to_keep=logit_index,
+                logits_to_keep=keeps,
             )
         finally:
             self._running.step = None

@@ -109,6 +109,23 @@ def test_layers_that_share_keys_and_values_have_one_store(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_one_token_of_each_row_passes_the_layers_behind_the_last_store(tmp_path: Path, name: str) -> None:
+    model = shared(tmp_path, name)
+    options: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 3, "block_size": BLOCK}
+    served = HPUDuoModel.from_pretrained(tmp_path, max_num_batched_tokens=13, graphs="eager", **options)
+    writing, reading = list[int](), list[int]()
+    for seen, layer in zip(
+        (writing, reading), list(served.engine.runner.model.model.get_decoder().layers)[1:3]
+    ):
+        layer.mlp.register_forward_hook(lambda _, __, output, seen=seen: seen.append(output.shape[-2]))
+    prompts = prompts_of([20, 1, 40])
+    done = served.engine.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    assert [sample.token_ids for [sample] in done] == [greedy(model, each, 4) for each in prompts]
+    assert max(writing) == 13
+    assert max(reading) <= 3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_budget_is_kept_by_each_layer(tmp_path: Path, name: str) -> None:
     shared(tmp_path, name)
     served = HPUDuoModel.from_pretrained(
