@@ -116,15 +116,18 @@ def count_decode_step(graphs: str) -> StepCount:
     previous = sys.getprofile()
     sys.setprofile(count)
     try:
-        for _ in range(3):
+        for _ in range(6):
             engine.step()
     finally:
         sys.setprofile(previous)
         gc.enable()
     while engine.has_unfinished:
         engine.step()
-    assert steps[0] == steps[1], "expected two decode steps to make the same calls"
-    return StepCount(steps[0])
+    # A token that ends no character takes fewer calls; which ones are sampled depends on the CPU's rounding.
+    whole = steps[:-1]
+    alike = [step for step, after in zip(whole, whole[1:]) if step == after]
+    assert alike, "expected two decode steps in turn to make the same calls"
+    return StepCount(max(alike, key=lambda step: step.total()))
 
 
 def python_files() -> list[Path]:
