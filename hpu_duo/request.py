@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from hpu_duo.sampling.params import SamplingParams
 
+_now = time.monotonic
+
 
 class PrefixHold:
     """A pinned prefix, which stays cached as long as it has references.
@@ -30,6 +32,8 @@ class PrefixHold:
         refusal: the reason why it did not get there, None without one.
         num_holders: references, of its owner and of the requests that begin with it; the last one releases
             it.
+        num_requests: unfinished requests that begin with it.
+        last_used: when one ended, or its owner asked for it, in seconds of ``time.monotonic``.
     """
 
     def __init__(self, tokens: npt.NDArray[np.int32], block_size: int, namespace: Hashable) -> None:
@@ -37,7 +41,17 @@ class PrefixHold:
         self.tokens, self.namespace = tokens[: self.num_blocks * block_size].copy(), namespace
         self.node: Any = None
         self.refusal: str | None = None
-        self.num_holders = 1
+        self.num_holders, self.num_requests = 1, 0
+        self.touch()
+
+    def touch(self) -> None:
+        """Note a use."""
+        self.last_used = _now()
+
+    @property
+    def idle_for(self) -> float:
+        """Seconds since its last use."""
+        return _now() - self.last_used
 
     @property
     def is_there(self) -> bool:
@@ -46,7 +60,7 @@ class PrefixHold:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is lost: neither released nor cached, since the cache was cleared."""
+        """Whether it is neither released nor cached: the cache was cleared, or nobody used it for a while."""
         return self.num_blocks > 0 and self.num_holders > 0 and self.node is None
 
     def check(self, name: str, prompt: npt.NDArray[np.int32], namespace: Hashable) -> None:

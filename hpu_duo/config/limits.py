@@ -117,6 +117,8 @@ class CacheConfig:
         kv_offloading_backend: vLLM's name; "native" is the only one.
         kv_offloading_write_policy: a ``hpu_duo.kv.tiers.policy.WritePolicy``.
         kv_offloading_eviction_policy: name in ``hpu_duo.kv.tiers.eviction.ORDERS``.
+        context_idle_seconds: that a ``PrefixContext`` stays pinned without a question; None = until it is
+            closed.
         preemption_mode: a ``hpu_duo.kv.tiers.swap.PreemptionMode``.
         swap_space: GiB of all ranks together for swapped requests, beside ``kv_offloading_size``.
         kv_offloading_disk: folder; what has reached host memory is written there too.
@@ -248,6 +250,14 @@ class CacheConfig:
         LIMITS,
         choices=("lru", "arc", "value"),
     )
+    context_idle_seconds: float | None = option(
+        None,
+        "Seconds without a question after which a context need not stay on the device: requests may evict it "
+        "to the host, and its next question brings it back.",
+        LIMITS,
+        metavar="S",
+        unset="it stays",
+    )
     preemption_mode: str = option(
         "recompute",
         "What brings a preempted request back: computing it again (recompute), host memory (swap), or "
@@ -351,6 +361,7 @@ class CacheConfig:
             for name in (
                 "kv_offloading_write_policy",
                 "kv_offloading_eviction_policy",
+                "context_idle_seconds",
                 "kv_offloading_blocks_per_step",
                 "kv_offloading_disk",
                 "kv_offloading_disk_size",
@@ -379,6 +390,9 @@ class CacheConfig:
             size = getattr(self, name)
             if size is not None and (isinstance(size, bool) or not 0 < size < math.inf):
                 raise ValueError(f"expected {name} to be GiB above 0 or None, got {size!r}")
+        idle = self.context_idle_seconds
+        if idle is not None and (isinstance(idle, bool) or not 0 <= idle < math.inf):
+            raise ValueError(f"expected context_idle_seconds to be 0 or more or None, got {idle!r}")
         if not self.enable_prefix_caching:
             raise ValueError(
                 f"kv_offloading_size={self.kv_offloading_size} needs enable_prefix_caching=True: what the "

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PrefixContext(NotPicklable):
-    """A text pinned in the prefix cache of a model until ``close``.
+    """A text pinned in the prefix cache of a model until ``close``, or while it is used.
 
     Created by ``HPUDuoModel.prefill``, used by ``generate(questions, context=...)``. Full blocks of the text
     are cached, and the rings at their end; the few tokens after the last full block are computed with each
@@ -91,7 +91,8 @@ class PrefixContext(NotPicklable):
     def hold(self) -> PrefixHold:
         """Return the hold of the text.
 
-        A step that fails leaves nothing in the cache. The text is then computed again.
+        A step that fails leaves nothing in the cache, and ``context_idle_seconds`` without a question release
+        the text. It is then loaded from a tier, or computed again.
 
         Raises:
             ValueError: the context is closed, or there is no room to compute it again.
@@ -105,6 +106,7 @@ class PrefixContext(NotPicklable):
                 self._let_go.detach()
                 contexts.close(lost)
                 self._keep(hold)
+            self._hold.touch()
             return self._hold
 
     def fork(self, more: str | Sequence[int]) -> PrefixContext:

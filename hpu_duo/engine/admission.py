@@ -50,7 +50,7 @@ class Admission:
             )
         if request.context is not None:
             request.context.check(request.name, request.prompt_token_ids, request.namespace)
-        own, held = allocations.most_blocks(request), allocations.num_held_blocks
+        own, held = allocations.most_blocks(request), allocations.num_needed_blocks
         if own + held > num_blocks:
             raise ValueError(
                 f"{request.name} may need {own} blocks of its own, and contexts leave {num_blocks - held} of "

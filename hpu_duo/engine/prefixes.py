@@ -35,6 +35,7 @@ class PrefixHolding:
         """Add a reference of a request to its context, until the request ends."""
         if request.context is not None:
             request.context.num_holders += 1
+            request.context.num_requests += 1
 
     def let_go(self, hold: PrefixHold) -> None:
         """Release one reference of a hold."""
@@ -49,14 +50,17 @@ class PrefixHolding:
     def leave(self, request: Request) -> None:
         """Release the hold of an ended request."""
         if request.context is not None:
+            request.context.num_requests -= 1
+            request.context.touch()
             self.let_go(request.context)
 
     def sweep(self) -> None:
-        """Release holds whose owners were garbage-collected."""
+        """Release holds whose owners were garbage-collected, or have not used them for a while."""
         if self._cache is not None:
             left = self._cache.holds.left
             for _ in range(len(left)):
                 self._cache.let_go(left.popleft())
+            self._cache.release_idle()
 
     def open(self, request: Request) -> None:
         """Pin the computed prompt of a running request, if it opens a context."""

@@ -112,6 +112,7 @@ class Scheduler:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request")
         if request.arrival >= 0:
             raise ValueError(f"{request} has been added before")
+        self.holding.sweep()
         self.check_fits(request)
         self.holding.enter(request)
         request.arrival = self._num_arrived

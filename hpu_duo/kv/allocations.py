@@ -167,6 +167,11 @@ class KVAllocations:
             return 0
         return self.prefixes.holds.num_nodes
 
+    @property
+    def num_needed_blocks(self) -> int:
+        """Number of blocks of pinned prefixes that are in use, or were a moment ago."""
+        return self.num_held_blocks and self.prefixes.holds.num_needed  # type: ignore[union-attr]
+
     def most_blocks(self, request: Request) -> int:
         """Return the most blocks that a request ever needs beside those of its pinned prefix."""
         needed = self.num_blocks_for(request.max_cached_tokens)

@@ -467,6 +467,11 @@ class PrefixCache:
         if not hold.num_holders and hold.is_there:
             self._remove_hold(hold)
 
+    def release_idle(self) -> None:
+        """Release pinned prefixes that nobody uses; their owners pin them again."""
+        for hold in self.holds.idle:
+            self._remove_hold(hold)
+
     def adopt(self, hold: PrefixHold, path: list[PrefixNode], blocks: list[int]) -> Adoption:
         """Cache the rest of a prefix, whose content the caller writes, and pin all of it.
 

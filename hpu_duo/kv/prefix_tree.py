@@ -284,6 +284,7 @@ class PrefixHolds:
     Attributes:
         left: holds with a reference to be released before the next step; any thread appends to it at any
             moment.
+        idle_s: seconds without use after which a prefix need not stay; None = it stays.
     """
 
     def __init__(self) -> None:
@@ -291,6 +292,7 @@ class PrefixHolds:
         self._held: Counter[PrefixNode] = Counter()
         self._ends: Counter[PrefixNode] = Counter()
         self.left: deque[PrefixHold] = deque()
+        self.idle_s: float | None = None
 
     def __iter__(self) -> Iterator[PrefixHold]:
         return iter(tuple(self._holds))
@@ -299,6 +301,21 @@ class PrefixHolds:
     def num_nodes(self) -> int:
         """Number of pinned nodes, hence of pinned blocks, each counted once."""
         return len(self._held)
+
+    @property
+    def idle(self) -> set[PrefixHold]:
+        """Pinned prefixes without requests, unused for ``idle_s`` seconds; any thread may ask."""
+        if self.idle_s is None:
+            return set()
+        return {each for each in self if not each.num_requests and each.idle_for >= self.idle_s}
+
+    @property
+    def num_needed(self) -> int:
+        """Number of nodes that the others pin; any thread may ask."""
+        if not (idle := self.idle):
+            return self.num_nodes
+        ends = [hold.node for hold in self if hold not in idle]
+        return len({node for end in ends if end is not None for node in end.path})
 
     @property
     def num_ends(self) -> int:
@@ -321,6 +338,7 @@ class PrefixHolds:
         """Pin the prefix that ends at a node, with one reference."""
         assert hold.node is None, "expected a hold without a prefix"
         hold.node = node
+        hold.touch()
         self._holds.add(hold)
         self._held.update(node.path)
         self._ends[node] += 1

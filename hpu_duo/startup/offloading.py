@@ -223,6 +223,8 @@ def attach_tiers(
         WritePolicy(cache.kv_offloading_write_policy),
     )
     allocations.attach(tiers)
+    if allocations.prefixes is not None:
+        allocations.prefixes.holds.idle_s = cache.context_idle_seconds
     if slots.num_swap:
         room = range(slots.number, slots.number + slots.num_swap)
         tiers.swap = SwapSpace(stage, room, slots.per_row if memory.uses_rows else 0, slots.num_bytes)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from bias_builders import Window
-from hpu_duo import HPUDuoModel, SamplingParams
+from hpu_duo import HPUDuoModel, SamplingParams, request
+from hpu_duo.context import PrefixContext
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
 from hpu_duo.kv.tiers.host_link import HostLink
 from hpu_duo.kv.tiers.link import SimulatedLink, Transfer, Transfers
@@ -112,6 +113,44 @@ def test_preempted_requests_come_back_from_the_host(tiny: Tiny, kind: str) -> No
     assert offload is not None
     assert stats.num_preemptions > 0
     assert offload.num_hit_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["full", "duo"])
+def test_an_idle_context_leaves_for_a_request_and_comes_back_with_its_question(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(request, "_now", lambda: now[0])
+    document, question = prompts_of((8 * BLOCK + 1, 5), seed=9)
+    large = [*TEXTS[2], *TEXTS[0][:14]]
+
+    def ask(served: HPUDuoModel, context: PrefixContext) -> list[list[int]]:
+        return tokens_of(served.engine.generate([context.prompt(question)], GREEDY, context=context.hold()))
+
+    limits = {
+        "max_model_len": 80,
+        "num_blocks": 18,
+        "max_num_seqs": 1,
+        "num_prefix_snapshots": 8,
+        **KINDS[kind],
+    }
+    plain = tiny.load(**limits)
+    served = tiny.load(**limits, kv_offloading_size=0.05, context_idle_seconds=10.0)
+    with plain.prefill(document) as context:
+        expected = ask(plain, context)
+    with served.prefill(document) as context:
+        assert ask(served, context) == expected
+        with pytest.raises(ValueError, match="contexts leave 6 of 14"):
+            served.engine.generate([large], GREEDY)
+        now[0] = 11.0
+        assert tokens_of(served.engine.generate([large], GREEDY)) == tokens_of(serve(plain, [large], GREEDY))
+        before = served.stats().num_prompt_tokens
+        assert ask(served, context) == expected
+        # Its opening computes its end, with rings from the snapshot before it, and the question its tokens.
+        assert served.stats().num_prompt_tokens - before <= 2 * BLOCK + 1 + len(question)
+        offload = served.stats().offload
+        assert offload is not None
+        assert offload.num_hit_tokens >= 2 * BLOCK
 
 
 def test_a_slow_link_delays_no_step_and_changes_no_token(tiny: Tiny) -> None:
