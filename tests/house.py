@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from types import FrameType
@@ -125,7 +126,7 @@ def count_decode_step(graphs: str) -> StepCount:
         engine.step()
     # A token that ends no character takes fewer calls; which ones are sampled depends on the CPU's rounding.
     whole = steps[:-1]
-    alike = [step for step, after in zip(whole, whole[1:]) if step == after]
+    alike = [step for step, after in pairwise(whole) if step == after]
     assert alike, "expected two decode steps in turn to make the same calls"
     return StepCount(max(alike, key=lambda step: step.total()))
 
