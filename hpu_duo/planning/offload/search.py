@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import ceil, floor
+from typing import Any
 
 import numpy as np
 
@@ -249,7 +250,7 @@ def _highest(value: Callable[[int], float], low: int, high: int) -> int:
     return max(range(low, high + 1), key=value)
 
 
-def _solver() -> Callable[..., object]:
+def _solver() -> Callable[..., Any]:
     try:
         from scipy.optimize import linprog
     except ImportError:

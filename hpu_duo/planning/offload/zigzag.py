@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -54,18 +53,16 @@ class ZigZag:
         """Run all output tokens."""
         formula, num_outputs = self._formula, self._formula.work.output_len
         prefill = sum(self._layers(True, None).values())
-        waited: Counter[str] = Counter()
         # Between two of these positions the time is taken as linear in the context.
         positions = np.unique(np.linspace(1, max(1, num_outputs - 1), _NUM_POSITIONS).round())
         passes = [self._layers(False, float(position)) for position in positions]
-        for each in passes:
-            waited.update(each)
+        waited = {name: sum(each[name] for each in passes) for name in passes[0]}
         times = [sum(each.values()) for each in passes]
         decode = float(np.interp(np.arange(1, num_outputs), positions, times).sum())
         tokens_per_s = formula.num_rows * num_outputs / (prefill + decode)
-        return Result(prefill, decode, tokens_per_s, waited.most_common(1)[0][0])
+        return Result(prefill, decode, tokens_per_s, max(waited, key=lambda name: waited[name]))
 
-    def _layers(self, is_prefill: bool, position: float | None) -> Counter[str]:
+    def _layers(self, is_prefill: bool, position: float | None) -> dict[str, float]:
         """Seconds of a pass through all layers, in its steady state, by what bound each layer."""
         formula = self._formula
         rounds = formula.rounds(is_prefill, position)
@@ -83,10 +80,10 @@ class ZigZag:
         # The disk rests while a decode that loads first does so, and while prompts wait for the link.
         in_turn = is_prefill or formula.machine.loads_first
         rest = {home: busy + in_turn * float(resources[UP] @ shares) for home, shares in homes.items()}
-        seconds: Counter[str] = Counter()
+        seconds: dict[str, float] = dict.fromkeys((READ, *rounds), 0.0)
         pending = [read] * _NUM_BUFFERS
         for _ in range(1 if is_prefill or 2 not in homes else 3):
-            seconds.clear()
+            seconds = dict.fromkeys(seconds, 0.0)
             for home in self.homes:
                 lasted, name = lasts[home]
                 if home == 2:
