@@ -212,9 +212,9 @@ class WeightStream(NotPicklable):
                 size = self._on_host[number].nbytes
                 move = self.mover.move(self._on_host[number], self._on_device[buffer][:size])
                 self._moves[buffer] = number, move
-        held, move = self._moves[self._buffer_of[layer]]
-        if move is not None:
-            move.hold()
+        held, coming = self._moves[self._buffer_of[layer]]
+        if coming is not None:
+            coming.hold()
             self._moves[self._buffer_of[layer]] = held, None
 
 

@@ -22,7 +22,8 @@ from kernels_ref.formats import INC
 from tests.modeling.families import make_config, save_random
 from tests.quantised.inc_files import nodes_of, write_inc
 from tests.quantised.test_checkpoints import PROMPTS, SIZES, load, tokens
-from tests.quantised.test_refused import COUNTS, damaged
+from tests.quantised.test_refused import damaged
+from tests.tiers import EXHAUSTIVE
 
 FP8 = torch.float8_e4m3fn
 K_CACHE = "model.layers.1.self_attn.attn.impl.k_cache"
@@ -247,7 +248,7 @@ def fuzz(directory: Path, nodes: Mapping[str, Any], seed: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=EXHAUSTIVE)])
 def test_damaged_files_end_in_a_sentence(count: int, nodes: dict[str, Any], tmp_path: Path) -> None:
     small = {name: node for name, node in nodes.items() if "gate_up" in name or "cache" in name}
     errors = [fuzz(tmp_path, small, seed) for seed in range(count)]

@@ -21,6 +21,7 @@ from hpu_duo.modeling.quantised.config import find_quantisation, stored_weight_b
 from hpu_duo.modeling.quantised.format import Header
 from tests.modeling.families import make_config, save_random
 from tests.quantised.writers import KINDS, Tensors, headers_of, mxfp4, set_config, write_twins
+from tests.tiers import EXHAUSTIVE
 
 Edit = Callable[[dict[str, Any], Tensors], Any]
 """Changes a configuration, and the tensors of a weight ``[32, 48]``, in place."""
@@ -416,10 +417,10 @@ def assert_a_sentence(error: str, seed: int) -> None:
     assert not error or (error.startswith("expected ") and "\n" not in error), (seed, error)
 
 
-COUNTS = [60, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.exhaustive])]
+MANY = pytest.param(10_000, marks=EXHAUSTIVE)
 
 
-@pytest.mark.parametrize("count", [400, *COUNTS[1:]])
+@pytest.mark.parametrize("count", [400, MANY])
 def test_damaged_configurations_end_in_a_sentence(count: int) -> None:
     errors = [fuzz_config(seed) for seed in range(count)]
     for seed, error in enumerate(errors):
@@ -427,7 +428,7 @@ def test_damaged_configurations_end_in_a_sentence(count: int) -> None:
     assert "" in errors
 
 
-@pytest.mark.parametrize("count", [150, *COUNTS[1:]])
+@pytest.mark.parametrize("count", [150, MANY])
 def test_damaged_headers_end_in_a_sentence(count: int, quantised: Path) -> None:
     data = (quantised / "model.safetensors").read_bytes()
     for seed in range(count):
