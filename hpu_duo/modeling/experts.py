@@ -6,7 +6,8 @@ Shapes: T tokens, k experts of each, E experts, X of them (or of their copies) a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,31 @@ class PanelExperts(nn.Module):
         operator = torch.ops.hpu_duo_x86_v3.linear.default
         packed = self.packed[some.start]
         return partial(operator, packed=packed, bias=None, out_features=self.out_features, live=None)
+
+
+@contextmanager
+def experts_skipped(model: nn.Module) -> Iterator[None]:
+    """Let experts of families with loops of their own over the chosen ones return zeros on ``meta``.
+
+    There is no choice without weights.
+    """
+    looping = [
+        module
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == "experts" and not hasattr(module, "is_transposed")
+    ]
+    on_meta = [each for each in looping if all(weight.is_meta for weight in each.parameters())]
+    for module in on_meta:
+        vars(module)["forward"] = _as_zeros
+    try:
+        yield
+    finally:
+        for module in on_meta:
+            del vars(module)["forward"]
+
+
+def _as_zeros(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return torch.zeros_like(hidden_states)
 
 
 def stacked_weights(module: nn.Module) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from hpu_duo.modeling.attention import (
     attending,
     placeholder_mask,
 )
+from hpu_duo.modeling.experts import experts_skipped
 from hpu_duo.modeling.latents import check_expansion, recording_expansions
 from hpu_duo.modeling.missing import count_text, missing_parts
 from hpu_duo.modeling.recurrent import (
@@ -461,7 +462,12 @@ def _record_calls(model: PreTrainedModel) -> list[AttentionCall]:
     recorder = Probe()
     device = next(model.parameters()).device
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
-    with refusing(model), attending(model, recorder), recording_expansions(model) as recorder.expansions:
+    with (
+        refusing(model),
+        attending(model, recorder),
+        experts_skipped(model),
+        recording_expansions(model) as recorder.expansions,
+    ):
         model(
             input_ids=token,
             position_ids=token,

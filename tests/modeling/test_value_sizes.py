@@ -14,8 +14,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from graphs.backends.compile import CompileBackend
 from hpu_duo import HPUDuoModel
 from hpu_duo.heads import HeadPattern
+from hpu_duo.planning.read_model import read_model
 from hpu_duo.sampling import SamplingParams
-from kernels_ref import LatentBlocks
+from kernels_ref import LatentBlocks, LatentSize
 from tests.modeling.driving import greedy_logits, teacher_forced
 from tests.modeling.families import BASE, BLOCK, LENGTHS, WINDOW, greedy, prompts_of, save_random
 
@@ -99,6 +100,15 @@ def test_logits_of_chunked_prompts_are_those_of_transformers(tmp_path: Path, nam
                 assert sum(each.nbytes for each in units[0].tensors) == 4 * (16 + 8) * BLOCK * (
                     store.plan.num_blocks + 1
                 )
+
+
+def test_sizes_are_read_without_weights_where_experts_loop_over_those_that_are_chosen(
+    tmp_path: Path,
+) -> None:
+    AutoConfig.for_model("longcat_flash", **{**BASE, **FAMILIES["longcat_flash"]}).save_pretrained(tmp_path)
+    size = read_model(tmp_path)
+    assert [layer.latent for layer in size.layers] == [LatentSize(16, KEY - 16)] * 4
+    assert (size.experts.num_experts, size.experts.num_per_token) == (4, 2)
 
 
 @pytest.mark.parametrize("name", FAST)
