@@ -100,6 +100,7 @@ class StepGeometry:
         num_tails: blocks of each row that are gathered and masked (T); None = as many as its new tokens need.
         has_next: steps have the token that follows each of theirs, for a layer that reads both: its id, or
             ``-1 - i`` for the token of row ``i`` of the step's logits.
+        is_draft: whether steps are drafts by a model, see ``Step``.
     """
 
     block_size: int
@@ -116,6 +117,7 @@ class StepGeometry:
     num_tails: int | None = None
     num_staged: int = 0
     has_next: bool = False
+    is_draft: bool = False
 
     @classmethod
     def of(cls, limits: StepLimits) -> StepGeometry:

@@ -79,7 +79,8 @@ def staged_step(
         token_ids, logit_index, tensors, token, slot, plans = prepare(inputs[STAGED])
         if parts.causal and parts.shared:
             model.copy_to_scratch(tensors.chunk_row, region_of)
-        prepared = Step(parts, tensors, decode_len, token, slot, dict(zip(keys, plans)), keeps_rows)
+        of_layers, of_drafts = dict(zip(keys, plans)), geometry.is_draft
+        prepared = Step(parts, tensors, decode_len, token, slot, of_layers, keeps_rows, is_draft=of_drafts)
         with in_regions(region_of):
             return model.logits(token_ids, prepared, logit_index, runners)
 
@@ -482,6 +483,8 @@ def bucket_step(
         if parts.causal and parts.shared:
             model.copy_to_scratch(tensors.chunk_row)
         prepared = model.prepare(parts, tensors, decode_len=decode_len)
+        if geometry.is_draft:
+            prepared = prepared._replace(is_draft=True)
         with nullcontext() if region_of is None else in_regions(region_of):
             return model.logits(inputs["token_ids"], prepared, inputs["logit_index"], runners)
 

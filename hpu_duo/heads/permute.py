@@ -88,6 +88,12 @@ class _Orders:
     head_dim: int
     value_dim: int
 
+    def query_rows(self, module: nn.Module, name: str) -> Tensor:
+        """The rows of a projection to queries; some families have a gate behind each head's."""
+        rows: int = vars(module.get_submodule(name))["out_features"]
+        is_gated = rows == 2 * self.query_channels.numel()
+        return _channels(self.query_heads, 2 * self.head_dim) if is_gated else self.query_channels
+
     @property
     def query_channels(self) -> Tensor:
         return _channels(self.query_heads, self.head_dim)
@@ -244,7 +250,8 @@ def _row_orders(module: nn.Module, orders: _Orders, fused_rows: FusedRows | None
     if getattr(module, "is_kv_shared_layer", False) and separate == {"q_proj"} and not fused:
         return {"q_proj": orders.query_channels}
     if separate == set(SEPARATE) and not fused:
-        return dict(zip(SEPARATE, (orders.query_channels, orders.key_channels, orders.value_channels)))
+        query_rows = orders.query_rows(module, SEPARATE[0])
+        return dict(zip(SEPARATE, (query_rows, orders.key_channels, orders.value_channels)))
     if len(fused) != 1 or separate:
         raise ValueError(
             f"expected {', '.join(SEPARATE)} or one fused projection in {_name(module)}, "

@@ -34,6 +34,7 @@ from hpu_duo.modeling.recurrent import (
     RecurrentLayer,
     layers_besides,
     lists_of,
+    number_of,
     recurrent_layers,
     recurring,
     try_recurrences,
@@ -433,7 +434,7 @@ def read_layers(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
     parents = [model.get_submodule(paths[id(call.module)].rpartition(".")[0]) for call in calls]
     numbers = list(range(len(calls)))
     if is_hybrid:
-        numbers = [_number_of(name, paths[id(parent)]) for parent in parents]
+        numbers = [number_of(name, paths[id(parent)]) for parent in parents]
     for index, call in zip(numbers, calls):
         _check_call(f"{name}, layer {index}", call, model)
     _check_shared(model, calls)
@@ -445,15 +446,6 @@ def read_layers(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
     )
 
 
-def _number_of(name: str, path: str) -> int:
-    """Return the number of a decoder layer among all layers, from its path in the model."""
-    number = path.rpartition(".")[2]
-    if not number.isdigit():
-        raise ValueError(
-            f"{name} cannot be served: expected attention in layers of one list, got some in {path!r}, "
-            "a part of a layer, whose weights other layers may share"
-        )
-    return int(number)
 
 
 @torch.inference_mode()

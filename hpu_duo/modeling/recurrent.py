@@ -347,13 +347,16 @@ class RecurrentLayer:
     mixer: nn.Module
     kinds: tuple[Recurrence, ...]
 
-    def states_in(self, dtype: torch.dtype, slack: int = 0) -> tuple[Recurrence, ...]:
+    def states_in(
+        self, dtype: torch.dtype, slack: int = 0, *, drafts: bool = False
+    ) -> tuple[Recurrence, ...]:
         """Return the kinds of states of a model that computes in ``dtype``.
 
         Args:
             slack: tokens of a decode that can be taken back.
+            drafts: whether the model drafts over its states.
         """
-        kinds = (replace(kind, slack=slack) for kind in self.kinds)
+        kinds = (replace(kind, slack=slack, drafts=drafts) for kind in self.kinds)
         return tuple(replace(kind, dtype=dtype) if isinstance(kind, Convolution) else kind for kind in kinds)
 
     def attach(
@@ -365,6 +368,25 @@ class RecurrentLayer:
         """Let the module read and write the states of rows, for good."""
         setattr(self.mixer, _STATES, RecurrentStates(kinds, tensors, running))
         self.mixer.__class__ = _with_states(type(self.mixer))
+
+
+def number_of(name: str, path: str) -> int:
+    """Return the number of a decoder layer among all layers.
+
+    Args:
+        name: of the model's class.
+        path: of the layer in the model.
+
+    Raises:
+        ValueError: it is a part of a layer.
+    """
+    number = path.rpartition(".")[2]
+    if not number.isdigit():
+        raise ValueError(
+            f"{name} cannot be served: expected attention in layers of one list, got some in {path!r}, "
+            "a part of a layer, whose weights other layers may share"
+        )
+    return int(number)
 
 
 @torch.inference_mode()

@@ -120,14 +120,14 @@ _WIDTHS = (
     "shared_intermediate_size",
 )
 """Names of the widths of MLPs and experts."""
-_HEADS = ("num_attention_heads", "num_attention_heads_per_layer")
-"""Names of numbers of query heads: one, or one for each layer."""
-_KV_HEADS = "num_key_value_heads"
+_HEADS = ("num_attention_heads", "num_attention_heads_per_layer", "linear_num_value_heads")
+"""Names of numbers of query heads, one or one for each layer, and of heads of recurrences."""
+_KV_HEADS = ("num_key_value_heads", "linear_num_key_heads")
 _VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
 """Names of numbers of tokens, of which tables have a row each."""
 _BY_LAYER = "per_layer_config"
 """Name of what single layers have instead of a value of all layers."""
-NARROWED = (*_WIDTHS, *_HEADS, _KV_HEADS, *_VOCABULARIES, _BY_LAYER, "head_dim", "pad_token_id")
+NARROWED = (*_WIDTHS, *_HEADS, *_KV_HEADS, *_VOCABULARIES, _BY_LAYER, "head_dim", "pad_token_id")
 """Names of what a share has another value of than the whole model."""
 
 
@@ -168,7 +168,7 @@ def narrowed_config(config: Any, head_dim: int, size: int, experts: ExpertShare 
     text = narrow.get_text_config()
     values = text.to_dict()
     differing = values.get(_BY_LAYER)
-    for name in (*_WIDTHS, *_HEADS, _KV_HEADS, *_VOCABULARIES):
+    for name in (*_WIDTHS, *_HEADS, *_KV_HEADS, *_VOCABULARIES):
         # Where layers differ, only the dictionary has what those have that are not named.
         value = values.get(name) if differing else getattr(text, name, None)
         if value:
@@ -194,7 +194,7 @@ def _narrowed(name: str, value: Any, size: int) -> Any:
         return [_narrowed(name, each, size) for each in value] if name in _HEADS else value
     if name in (*_WIDTHS, *_HEADS):
         return _share(name, value, size)
-    if name == _KV_HEADS:
+    if name in _KV_HEADS:
         return _share(name, value, min(size, value))
     return padded_vocab(value, size) if name in _VOCABULARIES else value
 

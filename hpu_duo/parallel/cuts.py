@@ -28,7 +28,7 @@ _EXPERTS = frozenset(("experts", "shared_experts", "shared_expert", "shared_mlp"
 """Modules of routed experts, and of shared ones."""
 _EXPANDED = "kv_b_proj"
 """Projection from a latent to the keys without position and the values of each head, side by side."""
-_MLP = frozenset(("gate_proj", "up_proj", "down_proj"))
+_MLP = frozenset(("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"))
 _EXPERT_ROWS = ("w1", "w3", "gate_proj", "up_proj")
 """Projections of experts, which a plan for experts in one tensor does not name, as the next ones."""
 _EXPERT_COLUMNS = ("w2", "down_proj", "output_linear", "fc2")
@@ -61,11 +61,11 @@ class HeadSizes(NamedTuple):
 
     def channels(self, heads: Sequence[int]) -> list[Span]:
         """Return the channels of heads of queries or keys, one head after the other."""
-        return [(head * self.head_dim, (head + 1) * self.head_dim) for head in heads]
+        return _of_size(heads, self.head_dim)
 
     def value_channels(self, heads: Sequence[int]) -> list[Span]:
         """Return the channels of heads of values or results, one head after the other."""
-        return [(head * self.value_dim, (head + 1) * self.value_dim) for head in heads]
+        return _of_size(heads, self.value_dim)
 
     def fused(self, own: RankHeads) -> list[Span]:
         """Return the rows of a rank's heads in the fused projection."""
@@ -145,14 +145,33 @@ def merged(spans: Sequence[Span]) -> tuple[Span, ...]:
     return tuple(joined)
 
 
+class MixerCuts(NamedTuple):
+    """Cuts of a module with states.
+
+    Attributes:
+        name: of the module in its layer.
+        cuts: of its parameters, by their names in it; ranks have all of others.
+        bias: name of the bias of its sum over ranks.
+    """
+
+    name: str
+    cuts: Mapping[str, Cut]
+    bias: str
+
+    def within(self, key: str) -> str | None:
+        """Return the name of a tensor in the module; None for tensors outside of it."""
+        _, is_inside, name = key.partition(f".{self.name}.")
+        return name if is_inside else None
+
+
 class Cutter:
     """Cuts the tensors of a checkpoint by their names.
 
     Args:
         plan: transformers' styles by the names of parameters; see ``check_plan``.
         attention: name of the attention module in a decoder layer.
-        heads: the rank's heads of each layer.
-        sizes: of the checkpoint's heads of each layer.
+        heads: the rank's heads of each layer that attends.
+        sizes: of the checkpoint's heads of each of them.
         vocabulary: names of the modules whose rows are tokens, such as ``lm_head``.
         table: shape of the table of tokens. Files may have a head by another name than the model.
         ranks: this rank among all.
@@ -162,6 +181,8 @@ class Cutter:
         is_transposed: whether experts in one tensor are ``[experts, in, out]``, not ``[experts, out, in]``.
         is_interleaved: whether gate and up projection of experts in one tensor take turns, row by row, not
             one after the other.
+        numbers: of the layers that attend, among all; None = all layers do.
+        mixers: cuts of the modules with states, by the numbers of their layers.
     """
 
     def __init__(
@@ -178,9 +199,15 @@ class Cutter:
         experts: ExpertShare | None = None,
         is_transposed: bool = False,
         is_interleaved: bool = False,
+        numbers: Sequence[int] | None = None,
+        mixers: Mapping[int, MixerCuts] | None = None,
     ) -> None:
         self.experts = experts
-        self._attention, self._heads, self._sizes, self._ranks = attention, heads, sizes, ranks
+        self._attention, self._ranks = attention, ranks
+        places = range(len(heads)) if numbers is None else numbers
+        self._heads = {number: (own, of) for number, own, of in zip(places, heads, sizes, strict=True)}
+        self.mixers = {} if mixers is None else dict(mixers)
+        self._num_layers = 1 + max((*self._heads, *self.mixers))
         self._vocabulary, self._table = vocabulary, tuple(table)
         self._style = {name.rsplit(".", 1)[-1]: style for name, style in plan.items()}
         self._others, self._is_transposed = frozenset(others), is_transposed
@@ -200,11 +227,13 @@ class Cutter:
         leaf, layer = path[-1], _LAYER.search(key)
         if self._is_beside(key, layer):
             return None
-        if layer is None or int(layer[1]) >= len(self._heads):
+        if layer is None or int(layer[1]) >= self._num_layers:
             return self._of_tokens(leaf, shape)
+        mixer, inner = self._mixer(key, layer)
+        if mixer is not None:
+            return mixer.cuts.get(inner)
         if self._attention in path:
-            number = int(layer[1])
-            return self._of_heads(leaf, is_bias, shape, self._heads[number], self._sizes[number])
+            return self._of_heads(leaf, is_bias, shape, *self._heads[int(layer[1])])
         if self.experts is not None and self.experts.are_in(path, shape):
             span = self.experts.span(path, shape)
             return None if span is None else Cut(0, (span,))
@@ -229,11 +258,25 @@ class Cutter:
         (path, is_bias), layer = _path_of(key), _LAYER.search(key)
         if not is_bias or layer is None or self._is_beside(key, layer):
             return False
+        mixer, inner = self._mixer(key, layer)
+        if mixer is not None:
+            return inner == mixer.bias
         if self._attention in path:
             return path[-1] in OUTPUTS
         if self.experts is not None and self.experts.are_in(path, ()):
             return False
         return self._is_columns(path[-1], _is_expert(path))
+
+    def is_of_states(self, key: str) -> bool:
+        """Whether a tensor is of a module with states."""
+        layer = _LAYER.search(key)
+        return layer is not None and self._mixer(key, layer)[0] is not None
+
+    def _mixer(self, key: str, layer: re.Match[str]) -> tuple[MixerCuts | None, str]:
+        """The module with states that has a tensor, and the name of the tensor in it."""
+        mixer = self.mixers.get(int(layer[1]))
+        inner = None if mixer is None else mixer.within(key)
+        return (None, "") if inner is None else (mixer, inner)
 
     def _is_beside(self, key: str, layer: re.Match[str] | None) -> bool:
         before = key if layer is None else key[: layer.start()]
@@ -255,15 +298,17 @@ class Cutter:
         if leaf == "v_proj":
             return Cut(0, merged(sizes.value_channels(heads.kv)))
         if leaf == _EXPANDED:
-            each = shape[0] // sizes.num_kv_heads
-            return Cut(0, merged([(head * each, (head + 1) * each) for head in heads.kv]))
+            return Cut(0, merged(_of_size(heads.kv, shape[0] // sizes.num_kv_heads)))
         if leaf in (FUSED_KNOWN, *FUSED_UNKNOWN):
             return Cut(0, merged(sizes.fused(heads)))
         if leaf in (*QUERY_NORMS, *KV_NORMS):
             return _of_norm(shape, heads.query if leaf in QUERY_NORMS else heads.kv, sizes)
         # Queries, gates, and sink logits or biases of gates: a row for each channel or head.
         match shape[0] if shape else 0:
-            case rows if leaf == "q_proj" or rows == sizes.num_heads * sizes.head_dim:
+            case rows if leaf == "q_proj":
+                # Some families have a gate behind each head's queries.
+                return Cut(0, merged(_of_size(heads.query, rows // sizes.num_heads)))
+            case rows if rows == sizes.num_heads * sizes.head_dim:
                 return Cut(0, merged(sizes.channels(heads.query)))
             case rows if rows == sizes.num_heads * sizes.value_dim:
                 return Cut(0, merged(sizes.value_channels(heads.query)))
@@ -326,7 +371,12 @@ def _of_norm(shape: Sequence[int], heads: Sequence[int], sizes: HeadSizes) -> Cu
 
 
 def _single(heads: Sequence[int]) -> list[Span]:
-    return [(head, head + 1) for head in heads]
+    return _of_size(heads, 1)
+
+
+def _of_size(heads: Sequence[int], size: int) -> list[Span]:
+    """The rows of heads of a size, one head after the other."""
+    return [(head * size, (head + 1) * size) for head in heads]
 
 
 def head_sizes(layer: DecoderLayer) -> HeadSizes:
@@ -423,6 +473,22 @@ _OF_ONE_HEAD = ("head_dim", "head_size", "rotary_ndims", "scaling")
 """Attributes of attention modules that are of one head; families may derive them from the number of heads."""
 
 
+def _shapes_with_states(
+    cutter: Cutter, whole: PreTrainedModel, narrow: nn.Module
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Shapes of parameters of layers in models with states where those of a narrowed model are others."""
+    if not cutter.mixers:
+        return []
+    expected = {name: tuple(parameter.shape) for name, parameter in narrow.named_parameters()}
+    found = ((name, cutter.cut(name, each.shape), each) for name, each in whole.named_parameters())
+    shapes = {
+        name: cutter.cut_shape(name, each.shape)
+        for name, cut, each in found
+        if _LAYER.search(name) and (cut is not None or cutter.is_of_states(name))
+    }
+    return [(name, shape) for name, shape in shapes.items() if shape != expected.get(name, shape)]
+
+
 @dataclass(frozen=True)
 class Fit:
     """Sizes of modules of a shard that a narrowed configuration does not determine.
@@ -454,7 +520,7 @@ class Fit:
             layers: of the whole model.
         """
         paths = {id(module): path for path, module in whole.named_modules()}
-        shapes: list[tuple[str, tuple[int, ...]]] = []
+        shapes = _shapes_with_states(cutter, whole, narrow)
         numbers: list[tuple[str, str, Any]] = []
         for layer in layers:
             path = paths[id(layer.attention)]

@@ -16,8 +16,10 @@ from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.quantised.checkpoint import StoredTensor, stored_tensors
 from hpu_duo.modeling.quantised.linear import DEQUANTISED, WeightExecution
 from hpu_duo.modeling.quantised.state import StoredCodes
+from hpu_duo.modeling.recurrent import number_of, recurrent_layers
 from hpu_duo.parallel.config import ExpertShare, RankHeads, check_plan, narrowed_config
 from hpu_duo.parallel.cuts import Cut, Cutter, Fit, head_sizes
+from hpu_duo.parallel.mixers import mixer_cuts
 from hpu_duo.parallel.modules import token_tables
 
 if TYPE_CHECKING:
@@ -88,8 +90,14 @@ def make_cutter(
     vocabulary = [path.rsplit(".", 1)[-1] for path in token_tables(whole)]
     if head is not None:
         vocabulary.append(names[id(head)])
+    text = config.get_text_config()
+    recurrent = recurrent_layers(whole)
+    cuts = mixer_cuts(recurrent, text.hidden_size, ranks)
+    paths = {id(module): path for path, module in whole.named_modules()}
+    name = type(whole).__name__
+    mixers = {number_of(name, paths[id(each.module)]): cut for each, cut in zip(recurrent, cuts)}
     return Cutter(
-        config.get_text_config().base_model_tp_plan,
+        text.base_model_tp_plan,
         names[id(layers[0].attention)],
         heads,
         [head_sizes(layer) for layer in layers],
@@ -100,6 +108,8 @@ def make_cutter(
         experts=experts,
         is_transposed=any(getattr(module, "is_transposed", False) for module in whole.modules()),
         is_interleaved=not all(getattr(module, "is_concatenated", True) for module in whole.modules()),
+        numbers=[layer.number for layer in layers],
+        mixers=mixers,
     )
 
 

@@ -22,7 +22,8 @@ from torch import nn
 from hpu_duo.device.collectives import sum_over_ranks
 from hpu_duo.device.ranks import Ranks
 from hpu_duo.heads.permute import KV_NORMS, QUERY_NORMS
-from hpu_duo.modeling.probe import DecoderLayer, refusing
+from hpu_duo.modeling.probe import DecoderLayer, layers_besides, refusing
+from hpu_duo.modeling.recurrent import recurrent_layers
 from hpu_duo.parallel.cuts import Cutter
 from kernels_ref import FutureQueries, KVPolicy, SlotView
 
@@ -122,12 +123,17 @@ class LayerSums(NamedTuple):
     """Names in one decoder layer.
 
     Attributes:
-        norms: norms in its attention over all heads together, and their formulas.
-        children: its modules that add a partial sum on each rank: attention, MLP and experts.
+        path: of the layer.
+        norms: norms in its attention over all heads together, by their names there, and their formulas.
+        children: its modules that add a partial sum on each rank: attention, modules with states, MLP and
+            experts.
+        attention: which of them attends; empty if none does.
     """
 
+    path: str
     norms: dict[str, NormFormula]
     children: tuple[str, ...]
+    attention: str = ""
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,7 @@ class Sums:
     """Names of the modules of a model at which ranks sum.
 
     Attributes:
-        layers: of each layer.
+        layers: of each layer that attends, then of the others.
         tables: paths of tables of tokens.
     """
 
@@ -150,10 +156,18 @@ class Sums:
             ValueError: a norm over all heads has an unknown formula, see ``NormFormula``.
         """
         names = {id(parameter): name for name, parameter in whole.named_parameters()}
-        return cls(
-            tuple(LayerSums(wide_norms(layer), _shared_children(cutter, layer, names)) for layer in layers),
-            token_tables(whole),
-        )
+        paths = {id(module): path for path, module in whole.named_modules()}
+        attending = {id(layer.module): layer for layer in layers}
+        modules = [layer.module for layer in layers]
+        modules += [each.module for each in recurrent_layers(whole) if id(each.module) not in attending]
+        modules += layers_besides(whole, modules)
+        found = []
+        for module in modules:
+            layer, children = attending.get(id(module)), _shared_children(cutter, module, names)
+            norms = {} if layer is None else wide_norms(layer)
+            attention = "" if layer is None else paths[id(layer.attention)].rpartition(".")[2]
+            found.append(LayerSums(paths[id(module)], norms, children, attention))
+        return cls(tuple(found), token_tables(whole))
 
 
 def token_tables(model: PreTrainedModel) -> tuple[str, ...]:
@@ -184,11 +198,11 @@ def wide_norms(layer: DecoderLayer) -> dict[str, NormFormula]:
     return wide
 
 
-def _shared_children(cutter: Cutter, layer: DecoderLayer, names: dict[int, str]) -> tuple[str, ...]:
+def _shared_children(cutter: Cutter, layer: nn.Module, names: dict[int, str]) -> tuple[str, ...]:
     """The children that are sharded; others are replicated."""
     return tuple(
         name
-        for name, child in layer.module.named_children()
+        for name, child in layer.named_children()
         if any(cutter.cut(names[id(each)], each.shape) is not None for each in child.parameters())
     )
 
@@ -254,9 +268,7 @@ class RMSNormOverRanks(nn.Module):
         return self.formula.apply(x, self.weight, mean)
 
 
-def connect(
-    model: PreTrainedModel, layers: Sequence[DecoderLayer], sums: Sums, ranks: Ranks, group: str
-) -> None:
+def connect(model: PreTrainedModel, sums: Sums, ranks: Ranks, group: str) -> None:
     """Insert the exchanges between ranks into a rank's shard of a model, in place.
 
     Two all-reduces per layer, after the attention and after the MLP or its experts, and one for each
@@ -267,12 +279,14 @@ def connect(
         sums: where ranks sum.
         group: name of the ranks' process group.
     """
-    for layer, own in zip(layers, sums.layers):
+    for own in sums.layers:
+        layer = model.get_submodule(own.path)
         for name, formula in own.norms.items():
-            weight = getattr(layer.attention, name).weight
-            setattr(layer.attention, name, RMSNormOverRanks(weight, formula, ranks.size, group))
+            attention = layer.get_submodule(own.attention)
+            weight = attention.get_submodule(name).get_parameter("weight")
+            setattr(attention, name, RMSNormOverRanks(weight, formula, ranks.size, group))
         for name in own.children:
-            setattr(layer.module, name, SummedOverRanks(getattr(layer.module, name), group))
+            setattr(layer, name, SummedOverRanks(layer.get_submodule(name), group))
     for path in sums.tables:
         table = model.get_submodule(path)
         assert isinstance(table, nn.Embedding), "tokens are embedded by a table"

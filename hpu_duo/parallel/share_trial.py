@@ -16,9 +16,11 @@ from hpu_duo.device.ranks import Ranks
 from hpu_duo.modeling.attention import AttentionCall, LayerKind, Trial, attending
 from hpu_duo.modeling.loading import build_without_weights
 from hpu_duo.modeling.probe import DecoderLayer, read_layers, refusing
+from hpu_duo.modeling.recurrent import recurrent_layers
 from hpu_duo.parallel.config import ExpertShare, RankHeads, narrowed_config
 from hpu_duo.parallel.cuts import Cutter, Fit
 from hpu_duo.parallel.loading import make_cutter
+from hpu_duo.parallel.mixers import NUM_TOKENS
 from hpu_duo.parallel.modules import NormFormula, Sums
 
 if TYPE_CHECKING:
@@ -48,13 +50,19 @@ def check_partial_sums(
     Raises:
         ValueError: they add up to something else; the message names family and module.
     """
-    paths = {id(module): path for path, module in whole.named_modules()}
-    modules = [
-        _Module(paths[id(child)], child, number, layer, own.norms if child is layer.attention else {})
-        for number, (layer, own) in enumerate(zip(layers, sums.layers))
-        for child in (layer.module.get_submodule(name) for name in own.children)
-    ]
-    calls = _calls(whole, [each.module for each in modules])
+    mixers = {id(each.mixer) for each in recurrent_layers(whole)}
+    modules = []
+    for number, own in enumerate(sums.layers):
+        layer = layers[number] if number < len(layers) else None
+        for name in own.children:
+            child = whole.get_submodule(f"{own.path}.{name}")
+            norms = own.norms if name == own.attention else {}
+            has_states = id(child) in mixers
+            modules.append(_Module(f"{own.path}.{name}", child, number, layer, norms, has_states))
+    calls = _calls(whole, [each.module for each in modules if not each.has_states])
+    width = whole.config.get_text_config().hidden_size
+    text = _Call((torch.empty(1, NUM_TOKENS, width, device="meta"),), {})
+    calls |= {id(each.module): text for each in modules if each.has_states}
     tried: set[LayerKind] = set()
     for each in modules:
         # A module that no step calls adds nothing.
@@ -218,26 +226,29 @@ class _Module:
     Attributes:
         path: its name.
         module: on ``meta``.
-        number: of its layer.
-        layer: that has it.
+        number: of its layer, by which shares have heads.
+        layer: that has it, if it attends.
         norms: over all heads together in it.
+        has_states: whether it mixes tokens by states of rows.
     """
 
     path: str
     module: nn.Module
     number: int
-    layer: DecoderLayer
+    layer: DecoderLayer | None
     norms: Mapping[str, NormFormula]
+    has_states: bool
 
     @property
     def kind(self) -> LayerKind:
         """The kind: modules of one kind run the same code."""
-        return LayerKind(self.module, (self.layer.call.num_heads, self.layer.call.num_kv_heads))
+        call = None if self.layer is None else self.layer.call
+        return LayerKind(self.module, None if call is None else (call.num_heads, call.num_kv_heads))
 
     @property
     def can_be_tried(self) -> bool:
         """Whether all its matrices are of linear layers, and none of experts that are chosen."""
-        if self.module is self.layer.attention:
+        if self.has_states or (self.layer is not None and self.module is self.layer.attention):
             return True
         matrices = sum(each.ndim > 1 for each in self.module.parameters())
         parts = list(self.module.modules())
@@ -286,8 +297,9 @@ class _Module:
         for name, formula in self.norms.items():
             [weight] = own[f"{name}.weight"]
             setattr(module, name, _NormAsOfAll(weight, formula, means[name]))
-        heads = share.heads[self.number].kv
-        return call.of_heads(heads, self.layer.call.num_kv_heads).run(module)
+        if self.layer is not None:
+            call = call.of_heads(share.heads[self.number].kv, self.layer.call.num_kv_heads)
+        return call.run(module)
 
     def _cut(self, share: Share, name: str, value: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         key = f"{self.path}.{name}"
@@ -422,12 +434,14 @@ def _check_sums(
 ) -> None:
     """Raise ValueError for sums of replicated modules, and for sharded modules without a sum."""
     names = {id(parameter): name for name, parameter in whole.named_parameters()}
-    _check_all_are_summed(config.model_type, cutter, whole, layers, sums)
+    _check_all_are_summed(config.model_type, cutter, whole, sums)
     paths = {id(module): path for path, module in whole.named_modules()}
-    for layer, own in zip(layers, sums.layers):
-        for child in (layer.module.get_submodule(name) for name in own.children):
+    # Norms of each head.
+    may_norm = {id(each.mixer) for each in recurrent_layers(whole)} | {id(each.attention) for each in layers}
+    for own in sums.layers:
+        for child in (whole.get_submodule(f"{own.path}.{name}") for name in own.children):
             found = [paths[id(part)] for part in child.modules() if "norm" in type(part).__name__.lower()]
-            if found and child is not layer.attention:
+            if found and id(child) not in may_norm:
                 raise ValueError(
                     f"{config.model_type!r} cannot be served by several ranks: expected {paths[id(child)]}, "
                     f"whose outputs are summed, to have no norms, got {found[0]}"
@@ -442,13 +456,9 @@ def _check_sums(
                     )
 
 
-def _check_all_are_summed(
-    family: str, cutter: Cutter, whole: PreTrainedModel, layers: Sequence[DecoderLayer], sums: Sums
-) -> None:
+def _check_all_are_summed(family: str, cutter: Cutter, whole: PreTrainedModel, sums: Sums) -> None:
     """Raise ValueError for sharded tensors outside of all modules that are summed or gathered."""
-    modules = [
-        layer.module.get_submodule(name) for layer, own in zip(layers, sums.layers) for name in own.children
-    ]
+    modules = [whole.get_submodule(f"{own.path}.{name}") for own in sums.layers for name in own.children]
     modules += [whole.get_submodule(path) for path in sums.tables]
     if (head := whole.get_output_embeddings()) is not None:
         modules.append(head)

@@ -29,7 +29,15 @@ from hpu_duo.startup.heads import ChosenHeads, HeadAssignment, choose_heads, kv_
 from hpu_duo.startup.kv_budget import resolve_kv_budget
 from hpu_duo.startup.kv_formats import scales_of, stored_cache, with_formats
 from hpu_duo.startup.tables import StepTables
-from kernels_ref import Budget, FusedOperators, HeadGroup, Implementation, LayerSpec, Softmax
+from kernels_ref import (
+    Budget,
+    FusedOperators,
+    HeadGroup,
+    Implementation,
+    LayerSpec,
+    Recurrence,
+    Softmax,
+)
 from kernels_ref.chunks import MOST_INLINE, ChunkBounds
 from kernels_ref.hpu.attention import LINE_BYTES, NO_OPERATORS
 from kernels_ref.hpu.trial import Trial, try_operators
@@ -427,8 +435,12 @@ class Blueprint:
     @property
     def _states(self) -> tuple[LayerKV, ...]:
         """States of layers without attention."""
-        slack = ring_slack(self.config.scheduler.decode_len)
-        return tuple(LayerKV((), 0, rows=each.states_in(self.dtype, slack)) for each in self.recurrent)
+        return tuple(LayerKV((), 0, rows=self._kinds_of(each)) for each in self.recurrent)
+
+    def _kinds_of(self, layer: RecurrentLayer) -> tuple[Recurrence, ...]:
+        scheduler = self.config.scheduler
+        drafts = scheduler.speculation is not None and scheduler.speculation.method == "duo"
+        return layer.states_in(self.dtype, ring_slack(scheduler.decode_len), drafts=drafts)
 
     def memory(
         self, budget: DeviceBudget, cache: CacheConfig | None = None, graph_bytes: int = 0
@@ -479,8 +491,7 @@ class Blueprint:
         numbers = [layer.number for layer in self.layers]
         scales = scales_of(self.config.model.path, self.specs, memory.layers, numbers, self.config.cache)
         num = len(self.layers)
-        slack = ring_slack(self.config.scheduler.decode_len)
-        states = [each.states_in(self.dtype, slack) for each in self.recurrent]
+        states = [self._kinds_of(each) for each in self.recurrent]
         recurrent = tuple(zip(self.recurrent, states, store.row_tensors[num:], strict=True))
         parts = (store.layers[:num], live, store.row_tensors[:num], scales, recurrent, stream)
         return store, StepModel(model, self.layers, self.specs, *parts)

@@ -61,6 +61,7 @@ from hpu_duo.modeling.weight_stream import (
     weight_bytes,
 )
 from hpu_duo.parallel import ContextParallelBlocks, SpreadLogits, StepExchanges, Sums, connect
+from hpu_duo.parallel.mixers import check_gates
 from hpu_duo.startup.blueprint import Blueprint, ChosenKernels, choose_kernels
 from hpu_duo.startup.draft_model import DraftModel, within
 from hpu_duo.startup.heads import ChosenHeads
@@ -246,9 +247,11 @@ class DeviceSide:
         if shared is not None:
             memory = _agreed(memory, blueprint, tables, shared)
         if chosen is None:
+            layouts = [each.layout for each in blueprint.heads]
+            check_gates([layer for layer, each in zip(layers, layouts) if not each.is_identity])
             permute_heads(
                 [layer.attention for layer in layers],
-                [each.layout for each in blueprint.heads],
+                layouts,
                 [layer.call.head_dim for layer in layers],
                 [layer.call.value_head_dim for layer in layers],
             )
@@ -256,7 +259,7 @@ class DeviceSide:
         live = LiveRows()
         if shared is not None:
             # Before packing: packed linears are no linears, by which the modules to sum over ranks are found.
-            connect(model, layers, shared.sums, shared.membership.ranks, shared.membership.group)
+            connect(model, shared.sums, shared.membership.ranks, shared.membership.group)
         _pack(config, model, layers, place, live, precision)
         stream = None
         if streamed:
@@ -541,7 +544,6 @@ def _check_stores(model: StepModel) -> None:
     kinds = [group.kind for spec in model.specs for group in spec.groups]
     others = {kind.describe() or kind.name for kind in kinds if not isinstance(kind, served)}
     others |= {kind.name for spec in model.specs for kind in spec.rows}
-    others |= {kind.name for kind in model.recurrences}
     if others:
         raise ValueError(
             "speculative_config with method 'duo' drafts over the stores of the model: expected heads that "

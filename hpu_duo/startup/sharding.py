@@ -36,7 +36,6 @@ from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import DecoderLayer, probe, read_layers
 from hpu_duo.modeling.quantised.execution import choose_execution, kernel_for
 from hpu_duo.modeling.quantised.linear import DEQUANTISED, WeightExecution
-from hpu_duo.modeling.recurrent import recurrent_layers
 from hpu_duo.parallel import ExpertShare, RankHeads, Sums, narrowed_config
 from hpu_duo.parallel.config import check_plan
 from hpu_duo.parallel.loading import load_share, make_cutter
@@ -311,12 +310,6 @@ def _check_shared(config: EngineConfig) -> None:
     check_plan(hf_config)
     whole = build_without_weights(path, hf_config, torch.float32)
     layers = read_layers(whole)
-    if recurrent := recurrent_layers(whole):
-        names = sorted({type(layer.mixer).__name__ for layer in recurrent})
-        raise ValueError(
-            f"{type(whole).__name__} is not served by several ranks: expected layers that attend, got states "
-            f"that ranks do not share, of {', '.join(names)}"
-        )
     call = layers[0].call
     # Before heads are counted: it names the number that ranks cannot share.
     experts = _experts(config, hf_config, ranks)

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kernels_ref.rows import RowKind
 from kernels_ref.step import PlanKey, Step, StepParts, StepTensors
+
+OPERATIONS_PER_ELEMENT = 7
+"""Of a token on each element of a state: decay, product with the key, sum of a product, and its reading."""
+
+
+class RecurrenceCounts(NamedTuple):
+    """Work of a recurrence in a step.
+
+    Attributes:
+        updates: how many times a row's state is read and written.
+        vector_ops: operations element by element.
+        products: operations of matrix products.
+        launches: operators.
+    """
+
+    updates: Any
+    vector_ops: Any
+    products: Any = 0.0
+    launches: Any = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +39,11 @@ class Recurrence(RowKind):
 
     Attributes:
         slack: tokens of a decode that can be taken back.
+        drafts: whether the model drafts as many tokens over its states before a decode.
     """
 
     slack: int = 0
+    drafts: bool = False
 
     @property
     def decode_slack(self) -> int:
@@ -32,6 +54,16 @@ class Recurrence(RowKind):
     @abstractmethod
     def key(self) -> PlanKey:
         """Equal for states that need the same tensors of a step."""
+
+    def count(self, num_tokens: Any, num_rows: Any, *, has_prompts: bool) -> RecurrenceCounts:
+        """Return the work of a step in a layer: all elements of a row are updated token by token.
+
+        Args:
+            num_tokens, num_rows: of the step, numbers or arrays.
+            has_prompts: whether rows may have more tokens than a decode.
+        """
+        elements = sum(math.prod(each.shape) for each in self.tensors)
+        return RecurrenceCounts(num_rows, OPERATIONS_PER_ELEMENT * elements * num_tokens)
 
     def advance(self, state: tuple[torch.Tensor, ...], step: Step) -> None:
         """Do nothing: the layer updates its state."""

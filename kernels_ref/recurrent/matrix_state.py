@@ -8,19 +8,22 @@ Shapes: Q query tokens, N rows, C chunks of T tokens, H heads; a matrix is ``[A,
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 
-from kernels_ref.recurrent.kind import Recurrence
+from kernels_ref.recurrent.kind import OPERATIONS_PER_ELEMENT, Recurrence, RecurrenceCounts
 from kernels_ref.rows import RowTensor
 from kernels_ref.step import PlanKey, Step, StepParts, StepTensors
 from kernels_ref.units import gather, index_dtype
 
 _CHUNKS = (64, 32, 16)
+_DECODE_LAUNCHES, _REPLAY_LAUNCHES, _CHUNK_LAUNCHES = 32.0, 12.0, (160.0, 12.0)
+"""Operators of a layer: of a decode, of each token that is applied again, and of prompts and each chunk."""
 
 Inputs = TypeVar("Inputs", bound=tuple[torch.Tensor, ...])
 """A named tuple of tensors ``[Q, ...]``."""
@@ -74,12 +77,17 @@ class MatrixState(Recurrence, Generic[Inputs]):
 
     @property
     def tensors(self) -> tuple[RowTensor, ...]:
-        """The matrices; with slack the tokens in them, and what is kept of ``slack + 1`` tokens."""
+        """The matrices; with slack the tokens in them, and what is kept of ``num_kept`` tokens."""
         memory = RowTensor("memory", (self.num_heads, *self.matrix), torch.float32)
         if not self.slack:
             return (memory,)
-        inputs = RowTensor("inputs", (self.slack + 1, *self.kept), torch.float32)
+        inputs = RowTensor("inputs", (self.num_kept, *self.kept), torch.float32)
         return memory, RowTensor("length", (), torch.int32), inputs
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens of a row behind its matrices: those of a decode, and drafts of the next one."""
+        return self.slack + 1 + (self.slack if self.drafts else 0)
 
     @property
     def key(self) -> PlanKey:
@@ -103,6 +111,23 @@ class MatrixState(Recurrence, Generic[Inputs]):
         self, inputs: Inputs, state: tuple[torch.Tensor, ...], step: Step, found: ChunkStep
     ) -> torch.Tensor:
         """Return what all tokens read, ``[C * T, H, ...]``, and update the matrices of rows."""
+
+    def count(self, num_tokens: Any, num_rows: Any, *, has_prompts: bool) -> RecurrenceCounts:
+        """Count chunks of the length on an HPU in steps with prompts.
+
+        With slack the tokens of the last decode are applied again.
+        """
+        elements = self.num_heads * math.prod(self.matrix)
+        again = self.slack + 1 if self.slack else 0
+        of_token, replayed = OPERATIONS_PER_ELEMENT * elements, _REPLAY_LAUNCHES * again
+        if not has_prompts:
+            operations = of_token * (num_tokens + again * num_rows)
+            return RecurrenceCounts(num_rows, operations, launches=_DECODE_LAUNCHES + replayed)
+        num_chunks = num_tokens / self.device_chunk + num_rows
+        # A state is read twice, and changed.
+        products = 2.0 * 3 * elements * num_tokens
+        launches = _CHUNK_LAUNCHES[0] + _CHUNK_LAUNCHES[1] * num_chunks + replayed
+        return RecurrenceCounts(num_chunks, of_token * again * num_rows, products, launches)
 
     def prepare(self, parts: StepParts, tensors: StepTensors) -> ChunkStep:
         """Derive places of tokens; see ``ChunkStep``."""
@@ -170,7 +195,7 @@ class MatrixState(Recurrence, Generic[Inputs]):
         if self.slack:
             length, kept = state[1][:num_rows], state[2][:num_rows]
             count = torch.where(start > 0, start - length, 0)
-            for number in range(self.slack + 1):
+            for number in range(self.num_kept if step.is_draft else self.slack + 1):
                 after = self.apply(memory, kept[:, number])
                 memory = torch.where(count[:, None, None, None] > number, after, memory)
         return memory
@@ -187,15 +212,27 @@ class MatrixState(Recurrence, Generic[Inputs]):
         for number in range(step.decode_len):
             memory = self.apply(memory, kept[:, number])
             outputs.append(self.read(memory, self._made(given, (x[:, number] for x in given))))
-        if not self.slack:
+        if step.is_draft:
+            self._keep_draft(kept, state, step, rows)
+        elif not self.slack:
             self._write(memory, state[0], rows)
         else:
             self._write(before, state[0], rows)
             self._write(step.tensors.row_start, state[1], rows)
-            missing = self.slack + 1 - step.decode_len
+            missing = self.num_kept - step.decode_len
             kept = torch.cat([kept, kept.new_zeros(len(kept), missing, *kept.shape[2:])], dim=1)
             self._write(kept, state[2], rows)
         return torch.stack(outputs, dim=1).flatten(0, 1)
+
+    def _keep_draft(
+        self, kept: torch.Tensor, state: tuple[torch.Tensor, ...], step: Step, rows: torch.Tensor
+    ) -> None:
+        """Keep one token of each row behind those that its matrices lack; the matrices stay."""
+        num_rows = len(rows)
+        place = step.tensors.row_start - state[1][:num_rows]
+        number = torch.arange(self.num_kept, dtype=place.dtype, device=place.device)
+        is_here = (number == place[:, None]).view(num_rows, -1, *(1,) * len(self.kept))
+        self._write(torch.where(is_here, kept, state[2][:num_rows]), state[2], rows)
 
     def _in_chunks(self, inputs: Inputs, found: ChunkStep) -> Inputs:
         """Inputs in chunks, ``[C, T, ...]``; zeros where a chunk has no token."""

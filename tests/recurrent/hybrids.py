@@ -65,6 +65,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "FalconH1Config": {**_MAMBA, "mamba_d_ssm": 48, "ssm_multipliers": [1.5, 0.5, 0.7, 1.3, 0.9]},
     "Qwen3_5MoeTextConfig": {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 24},
 }
+STATE_SPACES = ("GraniteMoeHybridConfig", "NemotronHConfig", "BambaConfig", "FalconH1Config")
+"""Those of them that several ranks refuse."""
 
 
 def saved(tmp_path: Path, name: str) -> Any:

@@ -1,5 +1,7 @@
 """Drafts that are not accepted leave no trace in states."""
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,3 +65,22 @@ def test_outputs_are_those_of_accepted_tokens_only(
     torch.testing.assert_close(of_space.double(), expected, rtol=1e-4, atol=1e-4)
     alone = torch.nn.functional.pad(text[:start].flatten(1), (0, 0, 3, 0)).unfold(0, 4, 1)
     torch.testing.assert_close(of_convolution, (alone * WEIGHT).sum(dim=-1), rtol=1e-4, atol=1e-4)
+
+
+def test_drafts_over_states_change_nothing_that_a_decode_begins_with() -> None:
+    """A chain of drafts, of which the next decode accepts some, and a decode without any."""
+    kind = replace(DELTA, drafts=True)
+    generator = torch.Generator().manual_seed(2)
+    text, state = torch.randn(30, 2, 13, generator=generator), states_of(kind)
+    expected, start = token_by_token(text), 4
+    kind.attend(inputs_of(text[:4]), state, step_of([Cut(0, 4)], [kind], CPU))
+    for num_drafts, num_accepted in ((3, 4), (3, 1), (0, 1), (2, 3), (3, 2)):
+        for number in range(num_drafts):
+            step = step_of([Cut(start + number, 1)], [kind], CPU)._replace(is_draft=True)
+            drafted = kind.attend(inputs_of(text[start + number, None]), state, step)
+            torch.testing.assert_close(drafted[0], expected[start + number], rtol=1e-4, atol=1e-4)
+        tokens = text[start : start + num_drafts + 1]
+        step = step_of([Cut(start, len(tokens))], [kind], CPU, decode_len=SLACK + 1 if num_drafts else 1)
+        found = kind.attend(inputs_of(tokens), state, step)
+        torch.testing.assert_close(found, expected[start : start + len(tokens)], rtol=1e-4, atol=1e-4)
+        start += num_accepted

@@ -64,7 +64,9 @@ class DraftTables:
         num_tails = tails_per_row(geometry.decode_len)
         if window is not None:
             num_tails = window.num_tails(geometry.block_size) if uses_blocks else 1
-        self.geometry = replace(geometry, decode_len=1, draft_lens=(), num_tails=num_tails, has_next=False)
+        self.geometry = replace(
+            geometry, decode_len=1, draft_lens=(), num_tails=num_tails, has_next=False, is_draft=True
+        )
         self.layout_of = lru_cache(1024)(self._layout)
 
     def bucket(self, step: BatchShape) -> BatchShape:

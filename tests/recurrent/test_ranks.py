@@ -1,0 +1,49 @@
+"""Models with states by several ranks, which split them by heads, or by channels of convolutions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpu_duo.device import run_processes
+from hpu_duo.sampling import SamplingParams
+from tests.modeling.families import prompts_of
+from tests.ranks.work import Case, serve, serve_here
+from tests.recurrent.hybrids import HYBRIDS, STATE_SPACES, saved
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
+FAST = ("Lfm2Config", "Qwen3NextConfig")
+SMALL = {"max_num_batched_tokens": 13, "max_num_seqs": 3}
+DRAFTING = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+OTHERS = tuple(name for name in HYBRIDS if name not in (*FAST, *STATE_SPACES))
+
+
+@pytest.mark.parametrize("names", [FAST, pytest.param(OTHERS, marks=pytest.mark.slow)])
+def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """Chunks, moved and preempted rows, prefixes that are taken up, and drafts that are right in part."""
+    prompts = prompts_of([20, 1, 40, 9])
+    prompts.append([*prompts[2][:35], 5, 6])
+    greedy = [SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)] * len(prompts)
+    cases, ones = {}, {}
+    for name in names:
+        saved(tmp_path / name, name)
+        case = Case(tmp_path / name, prompts, greedy, scheduler=SMALL, cache={"num_blocks": 14})
+        ones[name] = serve_here(case)
+        guesses = [
+            [token if place % 5 else 3 for place, token in enumerate(each)] for each in ones[name].tokens
+        ]
+        params = [replace(greedy[0], prediction_token_ids=guess) for guess in guesses]
+        cases[name] = replace(case, params=params, scheduler={**SMALL, "speculative_config": DRAFTING})
+    for name, found in run_processes(serve, (cases,), [{}] * 2, 600)[0].items():
+        assert found.error == ""
+        assert found.tokens == ones[name].tokens
+        assert found.seen["steps"] < ones[name].seen["steps"], "drafts are accepted"
+        assert found.seen["preemptions"] > 0
+        assert found.seen["cached"] > 0
+        own, other = found.of_ranks
+        assert own.kv_bytes == other.kv_bytes == own.planned_bytes
