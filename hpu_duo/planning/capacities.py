@@ -160,8 +160,7 @@ class Deployment:
     @property
     def not_served(self) -> tuple[str, ...]:
         """Names of what is priced and cannot be run by the engine of this version."""
-        shares_states = self.model.states and self.serving.num_devices > 1
-        return (*self.serving.not_served, *(("states on several devices",) if shares_states else ()))
+        return self.serving.not_served
 
     @property
     def num_promoted(self) -> int:
@@ -174,9 +173,13 @@ class Deployment:
         pattern = self.serving.pattern
         if pattern is None:
             return self.model.spread(self.sparsity)
+        stored, numbers = sorted(set(self.model.sources)), self.model.numbers
+        if numbers and pattern.num_layers == self.model.num_all:
+            # Rows of layers with states only say nothing.
+            pattern = pattern.of_layers([numbers[place] for place in stored])
         for layer in self.model.layers:
-            pattern.check_shape(len(set(self.model.sources)), layer.num_kv_heads)
-        row_of = {number: row for row, number in enumerate(sorted(set(self.model.sources)))}
+            pattern.check_shape(len(stored), layer.num_kv_heads)
+        row_of = {number: row for row, number in enumerate(stored)}
         counts = pattern.binarise(sparsity=self.sparsity).head_counts
         return tuple(counts[row_of[number]][0] for number in self.model.sources)
 

@@ -38,10 +38,14 @@ class LayerSizes(NamedTuple):
     Attributes:
         attention: of each layer that attends.
         states: kinds of states, in bfloat16, of each layer that has these instead.
+        numbers: of the layers that attend, among all; empty if all do.
+        num_all: number of all layers.
     """
 
     attention: tuple[AttentionSize, ...]
     states: tuple[tuple[Recurrence, ...], ...]
+    numbers: tuple[int, ...]
+    num_all: int
 
 
 def layer_sizes(file: Path, config: Any) -> LayerSizes:
@@ -58,7 +62,8 @@ def layer_sizes(file: Path, config: Any) -> LayerSizes:
         ValueError: the model cannot be served.
     """
     model = build_without_weights(file, config, torch.float32)
-    calls = [layer.call for layer in read_layers(model)]
+    layers = read_layers(model)
+    numbers, num_all = tuple(layer.number for layer in layers), layers[0].num_layers
     states = tuple(each.states_in(torch.bfloat16) for each in recurrent_layers(model))
     attention = tuple(
         AttentionSize(
@@ -67,9 +72,9 @@ def layer_sizes(file: Path, config: Any) -> LayerSizes:
             source=call.source,
             latent=call.latent,
         )
-        for call in calls
+        for call in (layer.call for layer in layers)
     )
-    return LayerSizes(attention, states)
+    return LayerSizes(attention, states, numbers if num_all > len(layers) else (), num_all)
 
 
 def counted_model(name: str, config: Any, layers: tuple[AttentionSize, ...], max_positions: int) -> ModelSize:

@@ -17,7 +17,7 @@ import numpy as np
 
 from graphs import BatchShape, Phase, StepLimits
 from hpu_duo.config.limits import CacheConfig, SchedulerConfig
-from hpu_duo.kv.plan import LayerKV
+from hpu_duo.kv.plan import LayerKV, ring_slack
 from hpu_duo.modeling.experts import copies_weights, elements_per_token, experts_at_a_time, weighs_inner
 from hpu_duo.parallel import HeadExchanges, head_exchanges, summed_score_bytes
 from hpu_duo.planning.attention_counts import (
@@ -167,7 +167,7 @@ class EngineWork:
 
     def of(self, bucket: Bucket) -> Work:
         """Return the work of a step in ``bucket``, padding included; that of each of many is in arrays."""
-        total = self._linear(bucket)
+        total = self._linear(bucket) + self._states(bucket)
         for layer in self._attending:
             total = total + self._attention(layer, bucket) * layer.number
         return replace(
@@ -350,8 +350,23 @@ class EngineWork:
         )
         return np.vectorize(summed)(*sizes) if isinstance(bucket, Shapes) else summed(*sizes)
 
+    def _states(self, bucket: Bucket) -> Work:
+        """Updates of the states of rows: those of all devices, which split heads and channels."""
+        total, slack = Work(), ring_slack(self.decode_len)
+        for kinds, number in Counter(self.model.states).items():
+            for kind in (replace(each, slack=slack) for each in kinds):
+                counts = kind.count(bucket.query_len, bucket.num_logits, has_prompts=bucket.phase.causal)
+                of_layer = Work(
+                    bf16_ops=counts.products,
+                    vector_ops=counts.vector_ops,
+                    kv_bytes=2.0 * kind.row_bytes * counts.updates,
+                    num_launches=counts.launches,
+                )
+                total = total + of_layer * number
+        return total
+
     def _linear(self, bucket: Bucket) -> Work:
-        model, tokens, num_layers = self.model, bucket.query_len, len(self.model.layers)
+        model, tokens, num_layers = self.model, bucket.query_len, self.model.num_layers
         logits = bucket.num_logits * self.decode_len
         experts = model.experts
         num_chosen = tokens * experts.num_per_token
@@ -384,7 +399,7 @@ class EngineWork:
         model, inner = self.model, self._expert_inner
         if not inner:
             return 0.0
-        num_experts = len(model.layers) * model.experts.num_experts
+        num_experts = model.num_layers * model.experts.num_experts
         of_inner, of_hidden = _MOVED_WEIGHED if weighs_inner(inner, model.hidden_size) else _MOVED
         return ACTIVATION_BYTES * num_experts * (of_inner * inner + of_hidden * model.hidden_size)
 
@@ -392,7 +407,7 @@ class EngineWork:
     def _expert_inner(self) -> int:
         """Inner size of an expert, 0 without experts."""
         model, experts = self.model, self.model.experts
-        num_rows = len(model.layers) * experts.num_experts * _EXPERT_MATRICES * model.hidden_size
+        num_rows = model.num_layers * experts.num_experts * _EXPERT_MATRICES * model.hidden_size
         return round(experts.num_params / num_rows) if experts.num_params else 0
 
     def _expert_launches(self, tokens: Size, copies: Any) -> Any:

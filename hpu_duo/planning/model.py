@@ -239,6 +239,8 @@ class ModelSize:
         stored_bytes: of all weights of a quantised checkpoint, as its files store them; None for plain ones,
             or without files.
         states: kinds of states of a request in each layer that has these instead of keys and values.
+        numbers: of ``layers`` among all layers; empty if all attend.
+        num_all: number of all layers, where ``numbers`` has some.
     """
 
     name: str
@@ -253,6 +255,8 @@ class ModelSize:
     matrix_outputs: int = 0
     stored_bytes: int | None = None
     states: tuple[tuple[Recurrence, ...], ...] = ()
+    numbers: tuple[int, ...] = ()
+    num_all: int = 0
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -262,6 +266,11 @@ class ModelSize:
         for name in ("hidden_size", "vocab_size", "matrix_params", "max_positions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
+
+    @property
+    def num_layers(self) -> int:
+        """All layers, those with states only among them."""
+        return len(self.layers) + len(self.states)
 
     @property
     def head_params(self) -> int:

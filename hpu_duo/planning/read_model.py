@@ -215,11 +215,13 @@ def _sized(name: str, file: Path, text: Any) -> ModelSize:
     from hpu_duo.modeling.config_file import FILE_ERRORS
 
     try:
-        states: tuple[Any, ...] = ()
+        more: dict[str, Any] = {}
         if _needs_calls(text):
             from hpu_duo.planning.counted_model import layer_sizes
 
-            layers, states = layer_sizes(file, text)
+            sizes = layer_sizes(file, text)
+            layers = sizes.attention
+            more = {"states": sizes.states, "numbers": sizes.numbers, "num_all": sizes.num_all}
         else:
             layers = _layers(text)
         max_positions = positions_served(text)
@@ -227,7 +229,7 @@ def _sized(name: str, file: Path, text: Any) -> ModelSize:
             return plain
         from hpu_duo.planning.counted_model import counted_model
 
-        return replace(counted_model(name, text, layers, max_positions), states=states)
+        return replace(counted_model(name, text, layers, max_positions), **more)
     except (*FILE_ERRORS, RuntimeError) as error:
         raise refusal(f"cannot size the model of {file}", error) from error
 

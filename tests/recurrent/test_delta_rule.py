@@ -1,9 +1,16 @@
 """The gated delta rule over rows in chunks."""
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphs import BatchShape
+from hpu_duo.kv.plan import LayerKV
+from hpu_duo.planning.engine_work import EngineWork
+from hpu_duo.planning.model import AttentionSize, ModelSize
+from kernels_ref import Blocks, HeadGroup
 from kernels_ref.recurrent import DeltaInputs, DeltaRule
 from tests.recurrent.steps import run_in_chunks
 
@@ -42,3 +49,18 @@ def test_any_chunks_give_what_a_row_gets_token_by_token(chunks: list[list[int]])
         if len(text):
             torch.testing.assert_close(got, token_by_token(text), rtol=1e-4, atol=1e-4)
     assert torch.equal(state[3], untouched)
+
+
+def test_the_cost_model_reads_and_writes_the_states_of_rows() -> None:
+    layers = (AttentionSize(4, 2, 8, None),)
+    plain = ModelSize("plain", layers, 32, 64, 1000, 10, 128)
+    stateful = replace(plain, states=((KIND,),) * 3)
+    kv = (LayerKV((HeadGroup(2, Blocks()),), 8),)
+    one, both = (EngineWork(size, kv, block_size=16) for size in (plain, stateful))
+    decodes, prompts = (BatchShape.parse(text) for text in ("--u/q8/s0/u8/l8", "c--/q64/s0/u0/l1"))
+    assert both.of(decodes).kv_bytes - one.of(decodes).kv_bytes == 3 * 8 * 2 * KIND.row_bytes
+    assert both.of(decodes).vector_ops - one.of(decodes).vector_ops == 3 * 8 * 7 * 2 * 4 * 3
+    # Chunks of 16 tokens of each row.
+    assert both.of(prompts).kv_bytes - one.of(prompts).kv_bytes == 3 * 5 * 2 * KIND.row_bytes
+    slower = replace(both, decode_len=2)
+    assert slower.of(decodes).vector_ops > both.of(decodes).vector_ops, "accepted tokens are applied again"
