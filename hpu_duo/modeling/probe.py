@@ -446,8 +446,6 @@ def read_layers(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
     )
 
 
-
-
 @torch.inference_mode()
 def _record_calls(model: PreTrainedModel) -> list[AttentionCall]:
     """Run one token through the model, which creates its own mask, and return its attention calls."""

@@ -20,6 +20,7 @@ from hpu_duo.modeling.attention import LayerKind, Trial, attending
 from hpu_duo.modeling.probe import DecoderLayer, refusing
 from hpu_duo.modeling.recurrent import RecurrentLayer
 from hpu_duo.parallel.cuts import Cut, MixerCuts, Span, merged
+from kernels_ref.recurrent import StateSpace
 
 _QUERIES = "q_proj"
 NUM_TOKENS = 5
@@ -74,6 +75,8 @@ def mixer_cuts(layers: Sequence[RecurrentLayer], width: int, ranks: Ranks) -> li
 
 def _cuts(layer: RecurrentLayer, width: int, ranks: Ranks) -> MixerCuts:
     mixer, name = layer.mixer, type(layer.mixer).__name__
+    if any(isinstance(kind, StateSpace) for kind in layer.kinds):
+        raise ValueError(f"{name} cannot be served by several ranks: state spaces (Mamba 2) are not split")
     children = {id(module): child for child, module in layer.module.named_children()}
     outputs = [child for child, _ in mixer.named_children() if child in OUTPUTS]
     if len(outputs) != 1 or id(mixer) not in children:

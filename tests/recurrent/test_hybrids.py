@@ -133,7 +133,7 @@ def test_preempted_requests_and_samples_of_one_prompt_are_right(
 @pytest.mark.parametrize("name", STATE_SPACES)
 def test_state_spaces_on_several_ranks_are_refused(tmp_path: Path, name: str) -> None:
     saved(tmp_path, name)
-    with pytest.raises(ValueError, match="served by several ranks"):
+    with pytest.raises(ValueError, match="served by several ranks: state spaces"):
         load(tmp_path, tensor_parallel_size=2)
 
 

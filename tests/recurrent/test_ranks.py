@@ -30,9 +30,17 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, names: tuple[str, ...]
     prompts.append([*prompts[2][:35], 5, 6])
     greedy = [SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)] * len(prompts)
     cases, ones = {}, {}
+    # Blocks are too few for all requests at once, or enough for cached prefixes.
+    blocks = {name: (11, 40)[number % 2] for number, name in enumerate(names)}
     for name in names:
         saved(tmp_path / name, name)
-        case = Case(tmp_path / name, prompts, greedy, scheduler=SMALL, cache={"num_blocks": 14})
+        case = Case(
+            tmp_path / name,
+            prompts,
+            greedy,
+            scheduler=SMALL,
+            cache={"num_blocks": blocks[name], "num_prefix_snapshots": 8},
+        )
         ones[name] = serve_here(case)
         guesses = [
             [token if place % 5 else 3 for place, token in enumerate(each)] for each in ones[name].tokens
@@ -43,7 +51,6 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, names: tuple[str, ...]
         assert found.error == ""
         assert found.tokens == ones[name].tokens
         assert found.seen["steps"] < ones[name].seen["steps"], "drafts are accepted"
-        assert found.seen["preemptions"] > 0
-        assert found.seen["cached"] > 0
+        assert found.seen["preemptions" if blocks[name] == 11 else "cached"] > 0
         own, other = found.of_ranks
         assert own.kv_bytes == other.kv_bytes == own.planned_bytes
