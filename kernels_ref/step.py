@@ -97,6 +97,7 @@ class Step(NamedTuple):
             read masks.
         is_draft: whether the tokens of rows are drafts, which change no state that a later step begins with.
         wanted: flat index of each token that layers behind the last store compute; None = all tokens.
+        wanted_place: place of each token in ``wanted``, behind them for a token that is not there, ``[Q]``.
     """
 
     parts: StepParts
@@ -107,6 +108,7 @@ class Step(NamedTuple):
     plans: dict[PlanKey, Any]
     keeps_rows: bool = False
     wanted: torch.Tensor | None = None
+    wanted_place: torch.Tensor | None = None
     is_draft: bool = False
 
 

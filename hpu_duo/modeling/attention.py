@@ -34,7 +34,7 @@ from kernels_ref import (
     unified_attention,
 )
 from kernels_ref.formats.fp8 import Fp8
-from kernels_ref.units import index_dtype
+from kernels_ref.units import gather
 
 RowTensors: TypeAlias = tuple[tuple[torch.Tensor, ...], ...]
 """Tensors of the row states of a layer, in the order of ``LayerSpec.rows``."""
@@ -284,9 +284,9 @@ class AttentionLayer(nn.Module):
         if step is None:
             raise ValueError(_NO_STEP)
         wanted = None
-        if step.wanted is not None and len(q) < len(k):
-            wanted = step.wanted.to(index_dtype(q.device))
-            q = q.new_zeros(len(k), *q.shape[1:]).index_copy(0, wanted, q)
+        if step.wanted is not None and step.wanted_place is not None and len(q) < len(k):
+            wanted = step.wanted
+            q = gather(torch.cat([q, q.new_zeros(1, *q.shape[1:])]), step.wanted_place)
         # One after the other: a graph that writes a store must not use a view of it from before a cut.
         cache = (self._units(part) for part in self.parts)
         if self.has_scales:
@@ -300,7 +300,7 @@ class AttentionLayer(nn.Module):
             output = output * v_scale
         for kind, names in self._rows:
             kind.advance(tuple(getattr(self, name) for name in names), step)
-        return output if wanted is None else output.index_select(0, wanted)
+        return output if wanted is None else gather(output, wanted)
 
     def _count_clipped(self, k: torch.Tensor, v: torch.Tensor, step: Step) -> None:
         is_prompt = step.tensors.causal_row < step.tensors.row_start.shape[0]

@@ -89,7 +89,7 @@ def write_rows(target: torch.Tensor, rows: torch.Tensor) -> None:
 def _mtp_class() -> Any:
     from transformers.modeling_layers import MtpModel
 
-    class NextTokens(MtpModel):  # type: ignore[misc]
+    class NextTokens(MtpModel):
         """Runs the layer over flattened steps.
 
         Its calls return hidden states at ``logits_to_keep`` in place of logits: see ``head``.
@@ -118,7 +118,7 @@ def _mtp_class() -> Any:
             masks: dict[str, Any] = super().create_masks_for_mtp_layer(*args, **kwargs)
             return masks
 
-        def forward(
+        def forward(  # type: ignore[override]
             self,
             input_ids: torch.Tensor,
             position_ids: torch.Tensor | None = None,

@@ -77,8 +77,9 @@ def refusing(model: nn.Module) -> Iterator[None]:
         yield
     except _FORWARD_ERRORS as error:
         name = type(model).__name__
+        text = repr(error) if isinstance(error, LookupError) else str(error)
         raise ValueError(
-            f"{name} cannot be served: it fails on flattened tokens: {error}{missing_parts(model)}"
+            f"{name} cannot be served: it fails on flattened tokens: {text}{missing_parts(model)}"
         ) from error
 
 

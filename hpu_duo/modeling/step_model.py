@@ -255,8 +255,14 @@ class StepModel(NotPicklable):
         self._runners.update(runners)
         positions, keeps = step.tensors.positions, logit_index
         if self._has_trailing and step.parts.causal and len(keeps) < len(positions):
-            step = step._replace(wanted=logit_index)
-            keeps = torch.arange(len(logit_index), dtype=logit_index.dtype, device=logit_index.device)
+            number, token = (
+                torch.arange(len(each), dtype=logit_index.dtype, device=logit_index.device)
+                for each in (logit_index, positions)
+            )
+            # Padding is wanted several times, so the places are no scatter.
+            is_wanted = logit_index[:, None] == token[None]
+            place = torch.where(is_wanted, number[:, None], len(logit_index)).amin(dim=0)
+            step, keeps = step._replace(wanted=logit_index, wanted_place=place), number
         self._running.step = step
         try:
             output = self.model(

@@ -110,7 +110,8 @@ class Place:
         if isinstance(backend, WholeStepBackend) or runtime.own_backend() is not None:
             raise ValueError(
                 f"weights on the host are copied between layers, and {backend.name!r} records whole steps on "
-                "the device: expected graphs='compile', 'hpu-compile' or 'eager' with cpu_offload_gb"
+                "the device: expected another device than hpu-sim, and graphs='compile', 'hpu-compile' or "
+                "'eager' with cpu_offload_gb"
             )
         return cls(device, runtime, backend, loads_on_host=True)
 

@@ -92,7 +92,7 @@ class DraftModel:
         else:
             hf_config = read_config(path)
             check_vocabulary(
-                served.config.model.path, vocab_size, path, hf_config.get_text_config().vocab_size
+                served.config.model.path, vocab_size, Path(path), hf_config.get_text_config().vocab_size
             )
             model = load_model(path, hf_config, precision.weights, place.first_device)
             try:

@@ -21,7 +21,10 @@ STEPS = {
 """
 
 MOST, LEAST = 1.02, 0.85
-"""Tolerated shares of these numbers. Below the second one, write the new number down."""
+"""Tolerated shares of these numbers. Below the second one, write the new number down.
+
+Torch's path has up to 13 % fewer calls on CPUs without AVX512.
+"""
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the numbers were counted on Python 3.11")

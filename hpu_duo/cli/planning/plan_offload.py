@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _machine_option, _work_option = option_in("Machine"), option_in("Requests")
 _GIB = 1 << 30
+_LINK, _DISK_RATE = "32GB/s", "3GB/s"
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,11 @@ class MachineOptions:
         "32GB/s"
     )
     disk_rate: Annotated[
-        str, _machine_option("Bytes a second that the disk is read and written with.", metavar="RATE")
-    ] = "3GB/s"
+        str | None,
+        _machine_option(
+            "Bytes a second that the disk is read and written with.", metavar="RATE", show_default=_DISK_RATE
+        ),
+    ] = None
     host_attention: Annotated[
         float | None,
         _machine_option(
@@ -66,39 +70,63 @@ class MachineOptions:
             ValueError: an unknown name, or a value out of range.
         """
         from hpu_duo.planning import find_hardware
+        from hpu_duo.planning.model import HARDWARE_NAMES
         from hpu_duo.planning.offload import T4, on_hardware
 
         for name in ("device_memory", "host_memory", "disk_size", "host_attention"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise ValueError(f"expected --{name.replace('_', '-')} of 0 or more, got {value}")
-        memories = {
-            "device_memory": self.device_memory,
-            "host_memory": self.host_memory,
-            "disk": self.disk_size,
-        }
-        given = {name: size * _GIB for name, size in memories.items() if size is not None}
+        if self.hardware not in (*HARDWARE_NAMES, "t4"):
+            raise ValueError(f"expected --hardware {', '.join(HARDWARE_NAMES)} or t4, got {self.hardware!r}")
+        self._check_rates()
+        device, host, disk = (
+            None if size is None else size * _GIB
+            for size in (self.device_memory, self.host_memory, self.disk_size)
+        )
         if self.measure is not None:
             from hpu_duo.lab.selftest.rates import offload_machine
 
-            if self.device_memory is None:
+            if device is None:
                 raise ValueError("expected --device-memory with --measure, got none")
             with Waiting("measuring rates"):
                 return offload_machine(
-                    self.device, self.measure, **{"host_memory": 0.0, "disk": 0.0, **given}
+                    self.device,
+                    self.measure,
+                    device_memory=device,
+                    host_memory=host or 0.0,
+                    disk=disk or 0.0,
                 )
         if self.hardware == "t4":
-            return replace(T4, **given)
-        disk_rate = parse_rate("--disk-rate", self.disk_rate)
+            return replace(
+                T4,
+                device_memory=T4.device_memory if device is None else device,
+                host_memory=T4.host_memory if host is None else host,
+                disk=T4.disk if disk is None else disk,
+            )
+        disk_rate = parse_rate("--disk-rate", self.disk_rate or _DISK_RATE)
         return on_hardware(
             find_hardware(self.hardware),
             weights,
-            link=parse_rate("--link", self.link),
+            device_memory=device,
+            host_memory=host or 0.0,
+            disk=disk or 0.0,
+            link=parse_rate("--link", self.link or _LINK),
             disk_read=disk_rate,
             disk_write=disk_rate,
             host_attention=1e9 * (self.host_attention or 1.0),
-            **{"host_memory": 0.0, "disk": 0.0, **given},
         )
+
+    def _check_rates(self) -> None:
+        """Raise ValueError for rates beside those that --measure or a T4 has."""
+        if self.measure is None and self.hardware != "t4":
+            return
+        for name in ("link", "disk_rate", "host_attention"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"expected --{name.replace('_', '-')} only without --measure and --hardware t4, which "
+                    f"have rates of their own, got {getattr(self, name)!r}"
+                )
 
     @property
     def ways(self) -> bool | None:
@@ -238,7 +266,7 @@ def _show(found: Found, gains: dict[str, float] | None, machine: OffloadMachine)
     typer.echo(f"placement        {policy.placement}   (device / host / disk)")
     typer.echo(f"decodes attend   on {where} to what does not lie on the device")
     typer.echo(
-        f"predicted        {found.tokens_per_s:,.2f} tokens/s, {found.bound:,.2f} with parts of layers"
+        f"predicted        {found.tokens_per_s:,.2f} tokens/s ({found.bound:,.2f} if layers could be split)"
     )
     full = f"; full: {', '.join(found.full)}" if found.full else ""
     typer.echo(f"binds            {found.binds}{full}")
@@ -249,4 +277,4 @@ def _show(found: Found, gains: dict[str, float] | None, machine: OffloadMachine)
     typer.echo(f"memory           {used}")
     if gains is not None:
         more = ", ".join(f"{name} {gain:+,.2f}" for name, gain in gains.items())
-        typer.echo(f"one GiB more     {more} tokens/s")
+        typer.echo(f"tokens/s gained by one GiB more: {more}")

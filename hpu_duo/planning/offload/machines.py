@@ -49,7 +49,7 @@ def _kv_bytes(layer: AttentionSize, kv_format: KVFormat) -> float:
         return 0.0
     if layer.latent is not None:
         return Format.BF16.num_bytes * sum(layer.latent)
-    token_bytes = kv_format.token_bytes(layer.head_dim, layer.value_dim, Format.BF16.num_bytes)
+    token_bytes = kv_format.token_bytes(layer.head_dim, layer.value_dim, int(Format.BF16.num_bytes))
     return layer.num_kv_heads * token_bytes
 
 
