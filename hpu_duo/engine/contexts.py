@@ -78,6 +78,7 @@ class PrefixCopies:
         self._settle()
         if hold.node is None:
             raise ValueError("the context was closed or lost while it was read")
+        hold.touch()
         return hold.node
 
     def write(self, hold: PrefixHold, source: Source) -> None:

@@ -442,7 +442,6 @@ _ANSWERS = {
     "download_dir": "set cache_dir",
     "tokenizer": _ONE_FILE,
     "enforce_eager": "set graphs='eager'",
-    "cpu_offload_gb": _FREED,
     "pipeline_parallel_size": "set tensor_parallel_size",
     "data_parallel_size": "start several servers: hpu-duo serve --replicas",
     "enable_expert_parallel": "set expert_parallel",

@@ -100,23 +100,17 @@ class _StreamMove:
         self._mark.hold_computation()
 
 
-class InOrderMover:
-    """Copies in the order of the computation, on devices without a queue of copies."""
-
-    def move(self, source: torch.Tensor, target: torch.Tensor) -> Move:
-        """Queue a copy."""
-        target.copy_(source, non_blocking=True)
-        return self
-
-    def hold(self) -> None:
-        """Do nothing: what is launched later runs later."""
-
-
 def mover_for(runtime: DeviceRuntime, device: torch.device) -> Mover:
-    """Return what copies to a device."""
+    """Return what copies to a device.
+
+    Raises:
+        ValueError: it has no queue of copies beside its computation.
+    """
     if device.type == "cpu":
         return ThreadMover()
-    return StreamMover(runtime.copy_stream()) if isinstance(runtime, CopiesAside) else InOrderMover()
+    if not isinstance(runtime, CopiesAside):
+        raise ValueError(f"cpu_offload_gb needs a CPU or CUDA, whose copies run beside steps, got {device}")
+    return StreamMover(runtime.copy_stream())
 
 
 def buffer_numbers(num_layers: int, num_ahead: int) -> list[int]:
@@ -152,7 +146,8 @@ class WeightStream(NotPicklable):
         buffer_bytes: of the buffers on the device.
 
     Raises:
-        ValueError: a weight is in a layout of another library, which cannot be copied as bytes.
+        ValueError: a weight is in a layout of another library, which cannot be copied as bytes, or belongs to
+            several layers.
     """
 
     def __init__(
@@ -160,6 +155,9 @@ class WeightStream(NotPicklable):
     ) -> None:
         self.mover, self._num_ahead = mover, num_ahead
         weights = [list(streamed_weights(layer)) for layer in layers]
+        every = [id(weight) for each in weights for weight in each]
+        if len({*every}) < len(every):
+            raise ValueError("expected layers with weights of their own with cpu_offload_gb, got shared ones")
         sizes = [sum(_room(weight) for weight in each) for each in weights]
         self.num_bytes = sum(sizes)
         self._buffer_of = buffer_numbers(len(layers), num_ahead)

@@ -107,11 +107,11 @@ class Place:
         backend = _backend(config, device, runtime)
         if not config.model.cpu_offload_gb:
             return cls(device, runtime, backend)
-        if isinstance(backend, WholeStepBackend) or runtime.own_backend() is not None:
+        mover_for(runtime, device)  # refused before weights are read
+        if isinstance(backend, WholeStepBackend):
             raise ValueError(
-                f"weights on the host are copied between layers, and {backend.name!r} records whole steps on "
-                "the device: expected another device than hpu-sim, and graphs='compile', 'hpu-compile' or "
-                "'eager' with cpu_offload_gb"
+                f"weights on the host are copied between layers, and graphs={backend.name!r} records whole "
+                "steps on the device: expected graphs='compile' or 'eager' with cpu_offload_gb"
             )
         return cls(device, runtime, backend, loads_on_host=True)
 

@@ -154,6 +154,15 @@ def test_tokens_are_those_without_drafts(
     assert (stats.num_preemptions > 0) is ("num_blocks" in options)
 
 
+def test_a_request_with_the_id_of_an_ended_one_has_drafts_of_its_own(mellum: Predicting) -> None:
+    engine, ends = mellum.drafting().engine, []
+    for prompt in (PROMPTS[2], [5]):
+        engine.add_request(prompt, GREEDY, "a")
+        while engine.has_unfinished:
+            ends += [output.finish_reason for output in engine.step() if output.finish_reason]
+    assert ends == ["length", "length"]
+
+
 def test_stores_of_the_layer_are_within_the_planned_memory(mellum: Predicting) -> None:
     """A block of one layer takes half of what a block of two layers takes."""
     alone, beside = mellum.load(kv_cache_bytes=60_000), mellum.drafting(kv_cache_bytes=60_000)

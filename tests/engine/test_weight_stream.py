@@ -105,9 +105,25 @@ def test_a_layer_waits_for_its_weights_and_later_ones_are_on_their_way() -> None
     assert stream.arrival_of(nn.Linear(8, 8)) is None
 
 
-def test_devices_that_record_whole_steps_are_refused(deep: Tiny, simulated_hpu: object) -> None:
-    with pytest.raises(ValueError, match="records whole steps"):
+def test_devices_without_copies_beside_steps_are_refused(deep: Tiny, simulated_hpu: object) -> None:
+    with pytest.raises(ValueError, match="needs a CPU or CUDA"):
         deep.load(device="hpu-sim", cpu_offload_gb=1e-5)
+
+
+@pytest.mark.gpu
+def test_tokens_are_those_of_resident_weights_on_cuda(deep: Tiny, expected: list[list[list[int]]]) -> None:
+    gib = 3.5 * weight_bytes(deep.model.model.layers[0]) / 2**30
+    model = deep.load(device="cuda", graphs="eager", cpu_offload_gb=gib)
+    assert tokens_of(serve(model, PROMPTS, GREEDY)) == expected
+    with pytest.raises(ValueError, match="records whole steps"):
+        deep.load(device="cuda", graphs="cuda", cpu_offload_gb=gib)
+
+
+def test_weights_of_several_layers_are_refused() -> None:
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    layers[1].weight = layers[0].weight
+    with pytest.raises(ValueError, match="weights of their own"):
+        WeightStream(layers, torch.device("cpu"), ThreadMover())
 
 
 def test_bad_sizes_are_refused(deep: Tiny) -> None:

@@ -125,6 +125,20 @@ def test_numbers_that_are_not_aligned_in_a_record_come_back() -> None:
     assert all(torch.equal(store, wanted) for store, wanted in zip(stores, expected))
 
 
+def test_an_error_of_a_transfer_is_raised_where_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of blocks of 2-byte numbers beside rows of 21 bytes, whose buffers are apart by whole numbers."""
+    blocks, rows = torch.zeros(4, 3, dtype=torch.bfloat16), torch.zeros(4, 21, dtype=torch.uint8)
+    link = StreamLink([Units(blocks)], [Units(rows)], 8, 8, FakeStreams(looks=0), 3)
+
+    def broken(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(link, "_load", broken)
+    link.begin(Transfers(loads=(block := Transfer(is_row=False, unit=0, slots=(1,)),)))
+    with pytest.raises(MemoryError, match="no room"):
+        link.wait([block])
+
+
 def test_a_link_that_is_gone_leaves_no_memory_pinned(tiny: Tiny) -> None:
     store, streams = tiny.load(**SMALL, **DUO, device="cpu").engine.runner.store, FakeStreams(looks=0)
     link = StreamLink(block_units(store), row_units(store), 2, 512, streams)

@@ -66,8 +66,8 @@ class MtpTables(DraftTables):
 
     def __init__(self, geometry: StepGeometry) -> None:
         super().__init__(geometry, None)
-        # Where the last step has sampled: first position of a request, and its row of logits.
-        self._sampled: dict[str, tuple[int, int]] = {}
+        # Where the last step has sampled: first position of a request, its row of logits, number of samples.
+        self._sampled: dict[Request, tuple[int, int, int]] = {}
         self._slot_of = lru_cache(1024)(lambda step: pack(message_fields(geometry, step)).slots["next_token"])
 
     def _layout(self, bucket: BatchShape) -> Layout:
@@ -83,13 +83,14 @@ class MtpTables(DraftTables):
         kept = message.ints[begin + slot.offset : begin + slot.stop]
         for row in plan.rows:
             if drafts_of(row):
-                first, place = self._sampled.get(row.request.request_id, (row.start - 1, 0))
+                first, place, _ = self._sampled[row.request]
                 kept[row.ring_row] = place + row.start - 1 - first
         return message
 
     def can_begin(self, request: Request) -> bool:
         """Whether the last step has sampled a token of the request, behind which a chain begins."""
-        return request.request_id in self._sampled
+        found = self._sampled.get(request)
+        return found is not None and 0 < request.num_computed_tokens - found[0] <= found[2]
 
     def note(self, message: StepInput, plan: StepPlan, token_ids: npt.NDArray[np.int32]) -> None:
         """Write the tokens that follow those of a step, and remember where it samples."""
@@ -103,7 +104,7 @@ class MtpTables(DraftTables):
             if row.num_samples:
                 place = row.ring_row * row_len
                 following[end - row.num_samples : end] = -1 - np.arange(place, place + row.num_samples)
-                sampled[row.request.request_id] = (row.end - row.num_samples, place)
+                sampled[row.request] = (row.end - row.num_samples, place, row.num_samples)
             else:
                 following[end - 1] = row.request.tokens[row.end]
         self._sampled = sampled

@@ -211,7 +211,8 @@ class PrefixTiers:
         )
         if node.snapshot is not None:
             is_stored &= self._store(node, is_row=True, unit=node.snapshot, is_evicted=is_evicted)
-        if not is_stored and not is_evicted:
+        fits = node.snapshot is None or self._num_slots[True] <= self.host.num_slots
+        if not is_stored and not is_evicted and fits:
             self._unwritten[node] = None
 
     def write_through(self, nodes: Iterable[PrefixNode], policy: WritePolicy) -> None:
@@ -221,9 +222,14 @@ class PrefixTiers:
                 self.leave(node, is_evicted=False)
 
     def _write_more(self) -> None:
-        """Store what is still to be written through, and is still cached, while units are free."""
+        """Store what is still to be written through, and is still cached, while units are free.
+
+        Waiting loads may have to evict, so some units are left for what they evict.
+        """
+        is_row = not self._record_bytes[False]
+        least = self.stage.num_units(is_row=is_row) // _LEFT + 1 if self._loads else 0
         for node in tuple(self._unwritten) if self._unwritten else ():
-            if not self.stage.num_free(is_load=False, is_row=not self._record_bytes[False]):
+            if self.stage.num_free(is_load=False, is_row=is_row) <= least:
                 return
             del self._unwritten[node]
             if node.parent is not None and node.parent.children.get(node.key) is node:

@@ -19,6 +19,7 @@ from hpu_duo.kv.tiers.link import Landed, Transfer, Transfers
 
 STAGING_BYTES = 128 << 20
 """Most bytes that are gathered, or spread, by one set of operators; a record may have more."""
+_ALIGNMENT = 64
 _POLL_S = 5e-5
 """Seconds between looks at marks where a thread has nothing else to do."""
 
@@ -72,7 +73,7 @@ class StreamLink(HostRecords):
         self._stores = {is_row: list(map(_view, tensors)) for is_row, tensors in self._tensors.items()}
         self._record_bytes = {is_row: sum(map(_unit_bytes, views)) for is_row, views in self._stores.items()}
         largest = max(self._record_bytes.values())
-        size = max(largest, min(STAGING_BYTES, most_units * largest))
+        size = -(-max(largest, min(STAGING_BYTES, most_units * largest)) // _ALIGNMENT) * _ALIGNMENT
         # One for each direction.
         self._staging = torch.empty((2, size), dtype=torch.uint8, device=self._device)
         self._staged = {
@@ -135,14 +136,14 @@ class StreamLink(HostRecords):
                 torch.index_select(view, 0, units, out=part[:number])
             else:
                 part[:number].copy_(view.index_select(0, units).view(number, -1).view(torch.uint8))
-        for record, transfer in zip(staged.records, batch):
+        for record, transfer in zip(staged.records[: len(batch)], batch):
             for slot, part in zip(transfer.slots, record.split(self.slots.shape[1])):
                 self._host[slot, : len(part)].copy_(part, non_blocking=True)
 
     def _load(self, batch: Sequence[Transfer]) -> None:
         if (staged := self._staged.get((True, batch[0].is_row))) is None:
             return
-        for record, transfer in zip(staged.records, batch):
+        for record, transfer in zip(staged.records[: len(batch)], batch):
             for slot, part in zip(transfer.slots, record.split(self.slots.shape[1])):
                 part.copy_(self._host[slot, : len(part)], non_blocking=True)
         units, number = self._streams[True].send(_ids(batch)).long(), len(batch)
@@ -170,9 +171,16 @@ class StreamLink(HostRecords):
         ]
 
     def wait(self, transfers: Sequence[Transfer]) -> None:
-        """Let the computation wait until transfers have ended, and forget them."""
+        """Let the computation wait until transfers have ended, and forget them.
+
+        Raises:
+            Exception: of a transfer.
+        """
         for key in [key for key in self._flying if key[0] in transfers]:
-            self._flying.pop(key).ended.hold_computation()
+            flight = self._flying.pop(key)
+            if flight.error is not None:
+                raise flight.error
+            flight.ended.hold_computation()
 
     def wait_any(self, others: Sequence[Future[Any]] = ()) -> None:
         """Wait until one more has ended, or another thread's work."""

@@ -112,6 +112,8 @@ class ExpertsByPart:
         return list(self.stored.shape)
 
     def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> torch.Tensor:
-        if not isinstance(index, tuple):
+        if index is Ellipsis:
             return self.stored.dequantised(self.dtype)
+        if not isinstance(index, tuple) or any(each != slice(None) for each in index[:-1]):
+            raise TypeError(f"expected all weights, or a slice of one dimension, got {index}")
         return self.stored.part(len(index) - 1, index[-1], self.dtype)
