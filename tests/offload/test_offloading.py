@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -207,3 +208,13 @@ def test_a_rank_without_blocks_has_as_many_slots_as_the_others() -> None:
 def test_what_cannot_be_offloaded_is_one_sentence(tiny: Tiny, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tiny.load(**options)
+
+
+def test_a_server_rests_where_snapshots_are_larger_than_the_tier(tiny: Tiny) -> None:
+    wide = replace(PATTERN, recent=40)
+    options = {**SMALL, "pattern": wide, "kv_offloading_write_policy": "write_through"}
+    memory = tiny.load(**SMALL, pattern=wide).engine.runner.store.plan
+    assert memory.row_bytes > memory.block_bytes
+    served = tiny.load(**options, kv_offloading_size=1.5 * memory.block_bytes / 2**30)
+    serve(served, TEXTS[:2], SamplingParams(temperature=0, max_tokens=2))
+    assert any(not served.engine.settle_idle() for _ in range(200))
