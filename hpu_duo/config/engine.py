@@ -101,7 +101,9 @@ class ModelConfig:
         metavar="GIB",
     )
     offload_prefetch_step: int = option(
-        1, "Layers on the host that are copied before they are needed; each has a buffer.", ENGINE
+        1,
+        "How many offloaded layers ahead weights are copied; each takes one more buffer on the device.",
+        ENGINE,
     )
     attention: str = option("auto", "Attention kernels: auto, reference, sdpa, triton or hpu.", ENGINE)
     softmax: str = option(

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class PrefixContext(NotPicklable):
-    """A text pinned in the prefix cache of a model until ``close``, or while it is used.
+    """A text pinned in the prefix cache of a model until ``close``, or until it has been idle for long.
+
+    With ``context_idle_seconds`` it is pinned again by its next question.
 
     Created by ``HPUDuoModel.prefill``, used by ``generate(questions, context=...)``. Full blocks of the text
     are cached, and the rings at their end; the few tokens after the last full block are computed with each

@@ -422,8 +422,8 @@ class GenerativeModel:
             method = None if speculation is None else speculation.method
             if method != "mtp":
                 raise ValueError(
-                    "use_mtp: expected a model that was loaded with speculative_config={'method': 'mtp'} of "
-                    f"from_pretrained, got method {method!r}"
+                    "use_mtp: expected a model loaded with from_pretrained(..., "
+                    f"speculative_config={{'method': 'mtp'}}), got method {method!r}"
                 )
         speculate = asked.speculate(is_assisted=is_assisted)
         if speculate is not True and self.engine.drafter is None:

@@ -1,7 +1,7 @@
 """``python -m tests.warmup.killed``: a warm-up that kills its own process, or is resumed and serves.
 
-Arguments: directory of the model, manifest, and, if it does not serve, the number of graphs after which it is
-killed, or "unserved".
+Arguments: directory of the model, manifest, and optionally a number of graphs after which it kills itself, or
+"unserved" to end after the warm-up.
 """
 
 from __future__ import annotations

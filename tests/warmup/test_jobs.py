@@ -44,7 +44,7 @@ def test_what_another_process_compiles_is_found_in_the_cache(
     assert [str(record.shape) for record in records] == SHAPES
     assert prepared.cache is not None
     assert {record.cache for record in records} == {prepared.cache.identifier}
-    # A server captures all three, two of them from the cache.
+    # A resumed warm-up in a new process captures all three, two of them from the cache.
     command = [sys.executable, "-m", "tests.warmup.killed", str(tiny.path), str(path), "unserved"]
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     assert json.loads(found.splitlines()[-1])["misses"] == 1

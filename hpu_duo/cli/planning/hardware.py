@@ -103,6 +103,12 @@ def report_fields(model: ModelSize, serving: Serving, found: list[Capacity]) -> 
 
 HARDWARE = "Hardware"
 _hardware_option = option_in(HARDWARE)
+WEIGHTS = typer.Option(
+    "--dtype",
+    "--quantization",
+    help="Format of the weights of layers: bf16, fp8, int8 or int4; with their scales.",
+    rich_help_panel=HARDWARE,
+)
 """Name of a panel of the help."""
 SINK, RECENT = 128, 256
 """Window of streaming heads for which no pattern gives one."""
@@ -116,15 +122,7 @@ class HardwareOptions:
     """
 
     devices: Annotated[int, _hardware_option("Devices that share the model.")] = 1
-    dtype: Annotated[
-        str,
-        typer.Option(
-            "--dtype",
-            "--quantization",
-            help="Format of the weights of layers: bf16, fp8, int8 or int4; with their scales.",
-            rich_help_panel=HARDWARE,
-        ),
-    ] = "bf16"
+    dtype: Annotated[str, WEIGHTS] = "bf16"
     context: Annotated[
         list[int] | None,
         _hardware_option(
@@ -501,7 +499,6 @@ def graph_memory(
     Args:
         decode_len, draft_lens: see ``StepLimits``.
     """
-
     return deployment.graph_memory(
         len(buckets), *graph_bytes_kept(model, deployment, buckets, decode_len, draft_lens)
     )

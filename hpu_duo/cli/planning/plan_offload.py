@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpu_duo.cli.options import Json, grouped, model_option, option_in
+from hpu_duo.cli.planning.hardware import WEIGHTS
 from hpu_duo.cli.terminal import Waiting, parse_rate, show_bytes, user_errors
 
 if TYPE_CHECKING:
@@ -140,15 +141,7 @@ class WorkOptions:
 
     prompt_len: Annotated[int, _work_option("Tokens of each prompt.")] = 512
     output_len: Annotated[int, _work_option("Tokens of each output.")] = 32
-    dtype: Annotated[
-        str,
-        typer.Option(
-            "--dtype",
-            "--quantization",
-            help="Format of the weights of layers: bf16, fp8, int8 or int4; with their scales.",
-            rich_help_panel="Requests",
-        ),
-    ] = "bf16"
+    dtype: Annotated[str, WEIGHTS] = "bf16"
     kv_cache_dtype: Annotated[str, _work_option("Format of keys and values, or bf16.")] = "bf16"
     kv_share: Annotated[
         float, _work_option("Share of each request's tokens that are stored, by a KV budget such as H2O's.")
