@@ -245,8 +245,8 @@ class CacheConfig:
     )
     kv_offloading_eviction_policy: str = option(
         "lru",
-        "Record of host memory that is evicted first: the least recently used (lru), lru but sparing what was "
-        "used again (arc), or what saves the fewest tokens for its size and age (value).",
+        "Record of host memory that is evicted first: the least recently used (lru), lru but sparing what "
+        "was used again (arc), or what saves the fewest tokens for its size and age (value).",
         LIMITS,
         choices=("lru", "arc", "value"),
     )
