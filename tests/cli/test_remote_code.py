@@ -42,6 +42,7 @@ NEEDED = {
     ("show-kept",): ("--prompt", "Hi"),
     ("capacity",): (),
     ("plan",): ("--num-blocks", "64"),
+    ("plan-offload",): ("--max-batch", "1"),
     ("warmup",): ("--max-model-len", "64"),
     ("identify",): ("--output", "{tmp}/found"),
     ("calibrate",): ("--output", "{tmp}/plan.yaml"),
@@ -76,6 +77,7 @@ NAMES_NO_CHECKPOINT = [("bench", "serve")]
 READ_NO_TOKENIZER = [
     ("capacity",),
     ("plan",),
+    ("plan-offload",),
     ("audit",),
     ("pattern", "show"),
     ("simulate",),

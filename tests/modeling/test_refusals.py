@@ -173,7 +173,9 @@ def test_a_deep_chaotic_mixture_of_experts_in_bfloat16_is_not_refused(tmp_path: 
     config = GptOssConfig(**{**BASE, **EXPERTS, "num_hidden_layers": 12, "head_dim": 8, "rope_scaling": None})
     model = save_random(config, tmp_path)
     model.to(torch.bfloat16).save_pretrained(tmp_path)
-    served = HPUDuoModel.from_pretrained(tmp_path, max_model_len=64, max_num_seqs=2, block_size=BLOCK)
+    served = HPUDuoModel.from_pretrained(
+        tmp_path, dtype="bfloat16", max_model_len=64, max_num_seqs=2, block_size=BLOCK
+    )
     assert {p.dtype for p in served.engine.runner.model.model.parameters()} <= {torch.bfloat16}
     assert served.generate([[5, 6, 7]], max_new_tokens=4).shape == (1, 7)
 
