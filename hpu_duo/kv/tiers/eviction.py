@@ -5,34 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:
-    from hpu_duo.kv.tiers.host import Record, RecordKey
-
-
-class EvictionOrder(Protocol):
-    """Order of the records of a tier; a record is added, may be used, and is removed once."""
-
-    def add(self, record: Record) -> None:
-        """Add a record that is used now."""
-        ...
-
-    def use(self, record: Record) -> None:
-        """Note a use of a record."""
-        ...
-
-    def remove(self, record: Record, *, is_evicted: bool) -> None:
-        """Remove a record.
-
-        Args:
-            is_evicted: for room; otherwise its bytes were lost.
-        """
-        ...
-
-    def __iter__(self) -> Iterator[Record]:
-        """Yield the records, the first to be evicted first; the order changes by the other methods only."""
-        ...
+from hpu_duo.kv.tiers.host import EvictionOrder, Record, RecordKey
 
 
 class LeastRecentlyUsed:

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from hpu_duo.kv.tiers.eviction import EvictionOrder
-
 
 class RecordKey(NamedTuple):
     """Identity of a record.
@@ -82,6 +80,30 @@ class Record:
     slots: tuple[int, ...]
     is_present: bool = False
     num_readers: int = 0
+
+
+class EvictionOrder(Protocol):
+    """Order of the records of a tier; a record is added, may be used, and is removed once."""
+
+    def add(self, record: Record) -> None:
+        """Add a record that is used now."""
+        ...
+
+    def use(self, record: Record) -> None:
+        """Note a use of a record."""
+        ...
+
+    def remove(self, record: Record, *, is_evicted: bool) -> None:
+        """Remove a record.
+
+        Args:
+            is_evicted: for room; otherwise its bytes were lost.
+        """
+        ...
+
+    def __iter__(self) -> Iterator[Record]:
+        """Yield the records, the first to be evicted first; the order changes by the other methods only."""
+        ...
 
 
 class HostTier:
