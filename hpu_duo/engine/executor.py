@@ -320,8 +320,7 @@ class Executor(NotPicklable):
             return self.whole(logits)
 
     def _follow(self, drafts: RunsDrafts, message: StepInput) -> None:
-        sampled = None if message.sampling is None else self._sampled
-        drafts.follow(message.shape, message.bucket, sampled)
+        drafts.follow(message.shape, message.bucket, None if message.sampling is None else self._sampled)
 
     def sample(
         self, logits: torch.Tensor, batch: SamplingBatch, floats: torch.Tensor | None = None
@@ -482,9 +481,7 @@ def bucket_step(
         tensors = StepTensors(**{name: inputs[name] for name in StepTensors._fields})
         if parts.causal and parts.shared:
             model.copy_to_scratch(tensors.chunk_row)
-        prepared = model.prepare(parts, tensors, decode_len=decode_len)
-        if geometry.is_draft:
-            prepared = prepared._replace(is_draft=True)
+        prepared = model.prepare(parts, tensors, decode_len=decode_len)._replace(is_draft=geometry.is_draft)
         with nullcontext() if region_of is None else in_regions(region_of):
             return model.logits(inputs["token_ids"], prepared, inputs["logit_index"], runners)
 

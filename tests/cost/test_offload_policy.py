@@ -148,7 +148,7 @@ machines = st.builds(
     small_machine,
     st.floats(1.2, 4),
     st.floats(0.5, 4),
-    st.floats(0.5, 8),
+    st.floats(4, 8),
     st.floats(1e6, 1e9),
     st.floats(1e5, 1e8),
 )

@@ -131,8 +131,8 @@ def without_values() -> Attention:
             "torch.nn.Linear as o_proj .*PackedLinear",
         ),
         (
-            lambda: with_attribute("q_proj", nn.Linear(E, 2 * H * D)),
-            r"size 48 in dimension 0 .*got \[96, 24\]",
+            lambda: with_attribute("q_proj", nn.Linear(E, 3 * H * D)),
+            r"size 48 in dimension 0 .*got \[144, 24\]",
         ),
         (lambda: with_attribute("o_proj", nn.Linear(E, E)), r"size 48 in dimension 1 .*got \[24, 24\]"),
         (lambda: Attention(num_kv_heads=2), r"size 24 in dimension 0 of k_proj.weight .*got \[12, 24\]"),

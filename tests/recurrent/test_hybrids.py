@@ -130,10 +130,10 @@ def test_preempted_requests_and_samples_of_one_prompt_are_right(
         assert [sample.token_ids for sample in samples] == [greedy(model, prompt, 20)] * 2
 
 
-@pytest.mark.parametrize("name", STATE_SPACES)
-def test_state_spaces_on_several_ranks_are_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", [*STATE_SPACES, "OlmoHybridConfig"])
+def test_states_that_ranks_do_not_split_are_refused(tmp_path: Path, name: str) -> None:
     saved(tmp_path, name)
-    with pytest.raises(ValueError, match="served by several ranks: state spaces"):
+    with pytest.raises(ValueError, match=r"served by several ranks: (state spaces|transformers joins)"):
         load(tmp_path, tensor_parallel_size=2)
 
 
