@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -176,6 +176,7 @@ def test_no_whole_placement_is_faster_than_the_found_one_by_more_than_rounding(n
     thirds = [(a / 3, b / 3, (3 - a - b) / 3) for a in range(4) for b in range(4 - a)]
     halves = [(a / 2, (2 - a) / 2, 0.0) for a in range(3)]
     whole = [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)]
+    fitting: list[int] = []
 
     @settings(max_examples=num_cases, deadline=None, derandomize=True)
     @given(machines)
@@ -185,11 +186,14 @@ def test_no_whole_placement_is_faster_than_the_found_one_by_more_than_rounding(n
         every = [Placement(*w, *kv, *act) for w, kv, act in product(thirds, whole, halves)]
         speeds = [ZigZag(formula, each).run().tokens_per_s for each in every if formula.fits(each)]
         bound = search.bound(2, 2, True)
-        assume(speeds)
+        if not speeds:
+            return
+        fitting.append(len(speeds))
         assert bound >= max(map(formula.throughput, filter(formula.fits, every))) * (1 - 1e-6)
         assert search.whole(2, 2, True).tokens_per_s >= 0.999 * max(speeds)
 
     check()
+    assert len(fitting) >= num_cases / 3
 
 
 def test_a_schedule_of_layers_in_one_memory_takes_the_formulas_time() -> None:
