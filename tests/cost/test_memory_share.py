@@ -79,6 +79,7 @@ def test_engine_audit_and_capacity_hold_the_same_blocks(
     loaded = HPUDuoModel.from_pretrained(
         model_dir,
         device="cpu",
+        dtype="bfloat16",
         block_size=BLOCK,
         max_num_seqs=ROWS,
         max_num_batched_tokens=64,
