@@ -99,6 +99,7 @@ class GraphCache:
         policy: for shapes outside the table.
         max_captured_tokens: buckets with more query tokens run uncaptured, though padded: a graph owns the
             working memory of its step, and a long prefill gains least from capture. None captures all.
+        scope: of the keys of regions, where several caches of one backend have equal buckets.
 
     Raises:
         ValueError: ``max_captured_tokens`` below 1.
@@ -110,12 +111,14 @@ class GraphCache:
         table: BucketTable,
         policy: MissPolicy = MissPolicy.ERROR,
         max_captured_tokens: int | None = None,
+        scope: Hashable = None,
     ) -> None:
         if max_captured_tokens is not None and max_captured_tokens < 1:
             raise ValueError(f"expected max_captured_tokens >= 1 or None, got {max_captured_tokens}")
         self.backend = backend
         self.policy = policy
         self.max_captured_tokens = max_captured_tokens
+        self._scope = scope
         self._planned = table
         self._table = table
         self._executables: dict[BatchShape, Callable[[Inputs], Any]] = {}
@@ -159,7 +162,7 @@ class GraphCache:
 
     def with_table(self, table: BucketTable, policy: MissPolicy) -> GraphCache:
         """Return an empty cache with the same backend and limit."""
-        return GraphCache(self.backend, table, policy, self.max_captured_tokens)
+        return GraphCache(self.backend, table, policy, self.max_captured_tokens, self._scope)
 
     def captures(self, bucket: BatchShape) -> bool:
         """Whether steps of a bucket are captured, because it is in the table and not too long."""
@@ -199,7 +202,10 @@ class GraphCache:
 
         It has no reference to the cache, which would be a cycle.
         """
-        return partial(self.backend.region, bucket) if self.captures(bucket) else _uncaptured
+        if not self.captures(bucket):
+            return _uncaptured
+        region = partial(self.backend.region, bucket)
+        return region if self._scope is None else partial(_in_scope, region, self._scope)
 
     def run(self, bucket: BatchShape, fn: Callable[[Inputs], Outputs], inputs: Inputs) -> Outputs:
         """Run one step at a shape that ``resolve`` returned.
@@ -318,6 +324,13 @@ class GraphCache:
             self._captured_late[bucket] += 1
             self._late_captures += bucket in self._planned
         return outputs
+
+
+def _in_scope(
+    region: Callable[[Hashable, Region], Region], scope: Hashable, key: Hashable, fn: Region
+) -> Region:
+    """Return a captured region whose key names the scope too."""
+    return region((scope, key), fn)
 
 
 def _uncaptured(key: Hashable, fn: Region) -> Region:

@@ -504,10 +504,10 @@ def _drafts(
     geometry, table = tables.geometry(memory), tables.table(memory)
     policy = config.graph.on_miss if tables.uses_table else MissPolicy.EAGER
 
-    def graphs_of(buckets: BucketTable) -> GraphCache:
-        # Each has a backend of its own, since buckets of drafts may be equal to those of steps.
+    def graphs_of(buckets: BucketTable, scope: str) -> GraphCache:
+        # Buckets may be equal to those of steps, and a backend that is given as an object is shared.
         backend = _backend(config, place.device, place.runtime)
-        return GraphCache(backend, buckets, policy, config.graph.max_captured_tokens)
+        return GraphCache(backend, buckets, policy, config.graph.max_captured_tokens, scope)
 
     own, model = None, served
     if draft is None:
@@ -515,9 +515,11 @@ def _drafts(
     else:
         store, model = draft.build(memory, served)
         shapes_of = partial(message_fields, geometry)
-        own = OwnStores(store, graphs_of(table), geometry, lambda bucket: pack(shapes_of(bucket)))
+        own = OwnStores(
+            store, graphs_of(table, "draft model"), geometry, lambda bucket: pack(shapes_of(bucket))
+        )
     fields = _draft_fields(speculation, tables, memory)
-    graphs = graphs_of(fields.table(table, geometry.row_len))
+    graphs = graphs_of(fields.table(table, geometry.row_len), "drafts")
     stages = place.runtime.compiles_operators
     if draft is None or not draft.is_layer:
         return DraftSteps(model, fields, graphs, place.device, own, stages=stages)

@@ -288,7 +288,7 @@ def test_a_model_that_drafts_takes_memory_and_time(config_dir: Path) -> None:
     assert needed[1] > needed[0] + 5
 
 
-@pytest.mark.skipif(VERSION < (5, 24), reason="transformers has no such layers yet")
+@pytest.mark.skipif(VERSION < (5, 24), reason="MtpModel needs transformers 5.24")
 def test_a_layer_that_drafts_takes_memory_and_time(tmp_path: Path) -> None:
     sizes = {"hidden_size": 1024, "moe_intermediate_size": 512, "n_routed_experts": 16, "vocab_size": 32_000}
     text, drafting = drafting_report(config_of(tmp_path, num_hidden_layers=8, **sizes), {"method": "mtp"})

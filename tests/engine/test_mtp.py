@@ -19,7 +19,7 @@ from kernels_ref.x86 import library
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import BASE, VERSION, make_config, prompts_of, randomise, save_random
 
-pytestmark = pytest.mark.skipif(VERSION < (5, 24), reason="transformers has no such layers yet")
+pytestmark = pytest.mark.skipif(VERSION < (5, 24), reason="MtpModel needs transformers 5.24")
 
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8, "num_hidden_layers": 2}
 FULL = {"mtp_layer_types": ["full_attention"], "num_mtp_layers": 1}

@@ -57,7 +57,7 @@ def test_a_scan_of_new_texts_evicts_what_was_used_again_unless_arc_keeps_it(name
 
 
 def test_arc_learns_that_recent_records_return() -> None:
-    """Records used again have all slots, until evicted ones of the others are asked for."""
+    """The list of records used again has all slots at first; hits on evicted keys enlarge the other list."""
     host = HostTier(4, 4, ORDERS["arc"](4))
     for number in (0, 1, 2, 3) * 2:
         ask(host, number)

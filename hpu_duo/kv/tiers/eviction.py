@@ -32,10 +32,11 @@ class LeastRecentlyUsed:
 
 
 class Arc:
-    """Adaptive replacement cache: records that were used once, and those that were used again, in two lists.
+    """Adaptive replacement cache (Megiddo and Modha, 2003).
 
-    It remembers evicted keys of both. A record that returns shows that its list was too short, and moves the
-    share of slots towards it, so that a scan of new texts does not evict what is asked for again.
+    One LRU list has records that were used once, the other those that were used again. Keys of recently
+    evicted records are remembered (ghost lists): a hit there enlarges the list that the record was evicted
+    from. A scan of new texts therefore does not evict frequently used records.
 
     Args:
         num_slots: of the tier.
