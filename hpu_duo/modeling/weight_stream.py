@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hpu_duo.device import DeviceRuntime
+from hpu_duo.device.runtime import host_memory
 from hpu_duo.device.streams import CopiesAside, CopyStream, Mark
 from hpu_duo.not_picklable import NotPicklable
 
@@ -80,10 +81,15 @@ class _ThreadMove:
 
 
 class StreamMover(NotPicklable):
-    """Copies by a queue of the device, beside its computation."""
+    """Copies by a queue of the device, beside its computation.
 
-    def __init__(self, stream: CopyStream) -> None:
-        self._stream = stream
+    Args:
+        stream: the queue.
+        pin: pins memory of the host, and returns what undoes that; see ``CopiesAside``.
+    """
+
+    def __init__(self, stream: CopyStream, pin: Callable[[torch.Tensor], Callable[[], None]]) -> None:
+        self._stream, self.pin = stream, pin
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> Move:
         """Begin a copy behind what the computation has launched."""
@@ -110,7 +116,7 @@ def mover_for(runtime: DeviceRuntime, device: torch.device) -> Mover:
         return ThreadMover()
     if not isinstance(runtime, CopiesAside):
         raise ValueError(f"cpu_offload_gb needs a CPU or CUDA, whose copies run beside steps, got {device}")
-    return StreamMover(runtime.copy_stream())
+    return StreamMover(runtime.copy_stream(), runtime.pin)
 
 
 def buffer_numbers(num_layers: int, num_ahead: int) -> list[int]:
@@ -147,7 +153,7 @@ class WeightStream(NotPicklable):
 
     Raises:
         ValueError: a weight is in a layout of another library, which cannot be copied as bytes, or belongs to
-            several layers.
+            several layers; or the host has too little free memory.
     """
 
     def __init__(
@@ -161,9 +167,16 @@ class WeightStream(NotPicklable):
         sizes = [sum(_room(weight) for weight in each) for each in weights]
         self.num_bytes = sum(sizes)
         self._buffer_of = buffer_numbers(len(layers), num_ahead)
-        # Pinned memory where copies run beside the computation.
-        pins = isinstance(mover, StreamMover)
-        self._on_host = [torch.empty(size, dtype=torch.uint8, pin_memory=pins) for size in sizes]
+        free = host_memory().free
+        if self.num_bytes > free:
+            raise ValueError(
+                f"expected cpu_offload_gb within the free memory of the host, {free:,} bytes, got "
+                f"{self.num_bytes:,} bytes of weights"
+            )
+        memory = torch.empty(self.num_bytes, dtype=torch.uint8)
+        if isinstance(mover, StreamMover):
+            weakref.finalize(self, mover.pin(memory))
+        self._on_host = list(memory.split(sizes))
         num_buffers = max(self._buffer_of) + 1
         largest = [
             max(size for size, buffer in zip(sizes, self._buffer_of) if buffer == number)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import LlamaConfig
 
+from hpu_duo.device.runtime import HostMemory
 from hpu_duo.modeling.weight_stream import (
     ThreadMover,
     WeightStream,
@@ -117,6 +118,12 @@ def test_tokens_are_those_of_resident_weights_on_cuda(deep: Tiny, expected: list
     assert tokens_of(serve(model, PROMPTS, GREEDY)) == expected
     with pytest.raises(ValueError, match="records whole steps"):
         deep.load(device="cuda", graphs="cuda", cpu_offload_gb=gib)
+
+
+def test_more_weights_than_the_host_has_memory_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpu_duo.modeling.weight_stream.host_memory", lambda: HostMemory(total=4096, free=64))
+    with pytest.raises(ValueError, match="free memory of the host, 64 bytes, got 256 bytes"):
+        WeightStream([nn.Linear(8, 8)], torch.device("cpu"), ThreadMover())
 
 
 def test_weights_of_several_layers_are_refused() -> None:
