@@ -174,8 +174,8 @@ class StepGeometry:
             "shared_reads": (counts.rows + 1, bucket.num_shared_blocks),
             "owner_start": (bucket.num_unique_blocks if self.uses_block_positions else 0,),
             "token_class": (bucket.query_len if self.uses_token_classes else 0,),
-            "owner": (bucket.num_unique_blocks,),
             "next_token": (bucket.query_len if self.has_next else 0,),
+            "owner": (bucket.num_unique_blocks,),
         }
 
 

@@ -252,6 +252,8 @@ class MemoryPlan:
         max_chunk_rows: rows that are copied to a scratch in one step (C), for kinds of heads with one.
         num_snapshots: further rows, for rings of cached prefixes.
         others: layers of the other ranks of the model, whose stores are not counted.
+        full_dtype_bytes: bytes of one element of the cache that full attention would have, which is in the
+            dtype of ``kv_cache_dtype="auto"``; None = ``dtype_bytes``.
     """
 
     layers: tuple[LayerKV, ...]
@@ -263,6 +265,7 @@ class MemoryPlan:
     max_chunk_rows: int = SchedulerConfig.max_chunk_rows
     num_snapshots: int = 0
     others: tuple[tuple[LayerKV, ...], ...] = ()
+    full_dtype_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -463,11 +466,11 @@ class MemoryPlan:
         return -(-num_tokens // self.block_size) * self.block_bytes + self.row_bytes
 
     def full_attention_bytes(self, num_tokens: int) -> int:
-        """Bytes of ``num_tokens`` tokens if every head of every layer stored all in the model's dtype.
+        """Bytes of ``num_tokens`` tokens if every head of every layer stored all, unquantised.
 
         Not rounded to blocks: the smallest possible full cache, so ratios to it are conservative.
         """
-        return num_tokens * self.dtype_bytes * self._elements_per_token
+        return num_tokens * (self.full_dtype_bytes or self.dtype_bytes) * self._elements_per_token
 
     @cached_property
     def _elements_per_token(self) -> int:

@@ -375,6 +375,7 @@ class Blueprint:
         heads: order and groups of the heads of each layer.
         specs: attention of each layer.
         recurrent: layers with states only.
+        kv_dtype: of stores with ``kv_cache_dtype="auto"``.
     """
 
     config: EngineConfig
@@ -387,7 +388,8 @@ class Blueprint:
     own_pattern: HeadPattern | None
     heads: tuple[HeadAssignment, ...]
     specs: tuple[LayerSpec, ...]
-    recurrent: tuple[RecurrentLayer, ...] = ()
+    recurrent: tuple[RecurrentLayer, ...]
+    kv_dtype: torch.dtype
 
     @classmethod
     def draw(
@@ -429,7 +431,7 @@ class Blueprint:
         )
         return cls(
             *(config, text_config, layers, device, precision.arithmetic, max_len),
-            *(pattern, own or pattern, heads, specs, recurrent_layers(model)),
+            *(pattern, own or pattern, heads, specs, recurrent_layers(model), precision.kv),
         )
 
     @property
@@ -457,9 +459,10 @@ class Blueprint:
         """
         cache = replace(cache or self.config.cache, block_size=self.config.block_size)
         sizes = (cache, self.config.scheduler, self.max_len, self.dtype)
-        return plan_memory(
+        plan = plan_memory(
             *(self.layers, self.heads, *sizes), budget=budget, graph_bytes=graph_bytes, states=self._states
         )
+        return replace(plan, full_dtype_bytes=self.kv_dtype.itemsize)
 
     def memory_of(self, num_blocks: int, num_snapshots: int) -> MemoryPlan:
         """Plan stores of so many blocks and snapshots, whether they fit or not."""
@@ -472,6 +475,7 @@ class Blueprint:
             max_num_seqs=scheduler.max_num_seqs,
             num_snapshots=num_snapshots,
             max_chunk_rows=scheduler.max_chunk_rows,
+            full_dtype_bytes=self.kv_dtype.itemsize,
         )
 
     def tables(self, backend: CaptureBackend, *, is_padding: bool) -> StepTables:

@@ -77,7 +77,7 @@ def switch() -> str:
 
 def is_supported() -> bool:
     """Whether this CPU multiplies pairs of bfloat16 in vectors, and ``HPU_DUO_X86_KERNELS`` permits it."""
-    return torch.cpu._is_avx512_bf16_supported() and switch() == "1"
+    return switch() == "1" and torch.cpu._is_avx512_bf16_supported()
 
 
 def lanes() -> tuple[int, ...]:
