@@ -36,9 +36,7 @@ class ChunkStep(NamedTuple):
         rows: of the step, -1 for one without new tokens, ``[N]``.
         token: of each chunk, Q where it has no more, ``[C * T]``.
         row: of each chunk, -1 for padding, ``[C]``.
-        begins: whether a chunk is the first one of its row, ``[C]``.
         goes_on: whether a row has a state before the chunk, ``[C]``.
-        last: last chunk of each row, any for a row without new tokens, ``[N]``.
         place: of each token in the results of chunks, behind them for padding, ``[Q]``.
         chunk_len: T; 0, with empty tensors of chunks, in steps of decodes.
     """
@@ -46,9 +44,7 @@ class ChunkStep(NamedTuple):
     rows: torch.Tensor
     token: torch.Tensor
     row: torch.Tensor
-    begins: torch.Tensor
     goes_on: torch.Tensor
-    last: torch.Tensor
     place: torch.Tensor
     chunk_len: int
 
@@ -137,7 +133,7 @@ class MatrixState(Recurrence, Generic[Inputs]):
         rows = torch.where(t.row_num_new > 0, number, none)
         if not parts.causal:
             no_ints, no_flags = number[:0], number[:0] > 0
-            return ChunkStep(rows, no_ints, no_ints, no_flags, no_flags, no_ints, no_ints, 0)
+            return ChunkStep(rows, no_ints, no_ints, no_flags, no_ints, 0)
         sizes = _CHUNKS if t.row.device.type == "cpu" else (self.device_chunk,)
         size = next((each for each in sizes if each * num_rows <= num_tokens), sizes[-1])
         num_chunks = num_tokens // size + min(num_rows, num_tokens)
@@ -158,8 +154,7 @@ class MatrixState(Recurrence, Generic[Inputs]):
         place = gather(firsts, t.row) * size + t.positions - gather(starts, t.row)
         place = torch.where(t.row < num_rows, place, num_chunks * size)
         row = torch.where(row < num_rows, row, -1)
-        last = torch.clamp(first + counts - 1, min=0)
-        return ChunkStep(rows, token, row, within == 0, goes_on, last, place, size)
+        return ChunkStep(rows, token, row, goes_on, place, size)
 
     def attend(self, inputs: Inputs, state: tuple[torch.Tensor, ...], step: Step) -> torch.Tensor:
         """Return what each token reads, float32 ``[Q, H, ...]``, and update the state.

@@ -18,7 +18,6 @@ from torch.nn.functional import softplus
 
 from kernels_ref.recurrent.matrix_state import ChunkStep, MatrixState
 from kernels_ref.step import Step
-from kernels_ref.units import gather
 
 
 class ScanInputs(NamedTuple):
@@ -135,17 +134,18 @@ class StateSpace(MatrixState[ScanInputs]):
         # [C, G, K * P, T]
         kept = self._by_group((x * (last - total).exp()[..., None]).transpose(-1, -2))
         whole, reached = last.exp()[..., None], total.exp()[..., None]
-        memory = self._accepted(state, step)
-        carry, states, read = torch.zeros_like(memory[0]), [], []
-        for number, row in enumerate(torch.where(found.row < 0, 0, found.row).split(1)):
-            before = torch.where(found.begins[number], gather(memory, row)[0], carry)
+        accepted = self._accepted(state, step)
+        # A row for padding is last. Only this copy is written chunk by chunk, and the store once.
+        memory = torch.cat([accepted, accepted.new_zeros(1, *accepted.shape[1:])])
+        read = []
+        for number, row in enumerate(self._targets(found.row, memory).split(1)):
+            before = memory.index_select(0, row)[0]
             read.append(
                 torch.matmul(before.view(self.num_groups, -1, self.state_dim), c[number].transpose(-1, -2))
             )
-            new = torch.matmul(kept[number], b[number]).view_as(before)
-            carry = torch.addcmul(new, before, whole[number])
-            states.append(carry)
-        self._write(gather(torch.stack(states), found.last), state[0], found.rows)
+            added = torch.matmul(kept[number], b[number]).view_as(before)
+            memory.index_copy_(0, row, torch.addcmul(added, before, whole[number])[None])
+        self._write(memory[:-1], state[0], found.rows)
         read_CHTP = torch.stack(read).view(*x.shape[:2], x.shape[3], -1).transpose(-1, -2)
         return torch.addcmul(output, read_CHTP, reached).transpose(1, 2).flatten(0, 1)
 
