@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,18 @@ SIZES: dict[str, dict[str, Any]] = {
 
 Guess = Callable[[list[int], int], Sequence[int]]
 """Makes drafts of the tokens that come next, and of how many are wanted."""
+Guesses = Guess | Mapping[str, Guess]
+"""One for all prompts, or one for each."""
 
 
 class Knowing(Drafter):
     """A drafter that knows what every request will be answered, and says something about it."""
 
-    def __init__(self, guess: Guess, done: Sequence[Sequence[Completion]], prompts: Sequence[Sequence[int]]):
-        self._guess = guess
+    def __init__(
+        self, guess: Guesses, done: Sequence[Sequence[Completion]], prompts: Sequence[Sequence[int]]
+    ):
+        guesses = list(guess.values()) if isinstance(guess, Mapping) else [guess]
+        self._guesses = {tuple(prompt): one for prompt, one in zip(prompts, cycle(guesses))}
         self._answers = {
             (tuple(prompt), sample.sample_index): sample.token_ids
             for prompt, samples in zip(prompts, done)
@@ -65,10 +70,11 @@ class Knowing(Drafter):
         }
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        answer = self._answers[tuple(request.prompt_token_ids.tolist()), request.sample_index]
+        prompt = tuple(request.prompt_token_ids.tolist())
+        answer = self._answers[prompt, request.sample_index]
         assert request.output_token_ids.tolist() == answer[: request.num_output_tokens]
         assert 1 <= most < DECODE_LEN
-        return self._guess(answer[request.num_output_tokens :], most)
+        return self._guesses[prompt](answer[request.num_output_tokens :], most)
 
 
 def right(coming: list[int], most: int) -> Sequence[int]:
@@ -99,7 +105,7 @@ def end(coming: list[int], most: int) -> Sequence[int]:
 GUESSES: dict[str, Guess] = {"right": right, "wrong": wrong, "half": half, "anything": anything, "end": end}
 
 
-def compare(plain: HPUDuoModel, drafting: HPUDuoModel, guess: Guess, params: SamplingParams) -> None:
+def compare(plain: HPUDuoModel, drafting: HPUDuoModel, guess: Guesses, params: SamplingParams) -> None:
     """Serve the same prompts twice each, the second time from the prefix cache if there is one."""
     for _ in range(2):
         expected = serve(plain, PROMPTS, params)
@@ -115,28 +121,22 @@ def compare(plain: HPUDuoModel, drafting: HPUDuoModel, guess: Guess, params: Sam
 
 
 def _cases() -> Iterator[Any]:
-    """All combinations. Every two values meet in a slow one; fast ones are of requests that are preempted."""
-    for (row, sizes), (column, params), (number, guess) in product(
-        enumerate(SIZES), enumerate(PARAMS), enumerate(GUESSES)
-    ):
-        is_latin = (row + column + number) % len(SIZES) == 0
-        marks = [pytest.mark.slow] if is_latin else EXHAUSTIVE
-        is_fast = sizes == "few blocks" and is_latin
-        is_fast |= (sizes, params, guess) in (("few blocks", "samples", "wrong"), ("rings", "seeded", "half"))
-        yield pytest.param(sizes, params, guess, marks=[] if is_fast else marks)
+    """All combinations, of which a Latin square stays. Requests that are preempted are fast."""
+    fast = (("few blocks", "seeded"), ("few blocks", "samples"), ("rings", "forced"))
+    for (row, sizes), (column, params) in product(enumerate(SIZES), enumerate(PARAMS)):
+        marks = [pytest.mark.slow] if (row + column) % len(SIZES) == 0 else EXHAUSTIVE
+        yield pytest.param(sizes, params, marks=[] if (sizes, params) in fast else marks)
 
 
-@pytest.mark.parametrize(("sizes", "params", "guess"), list(_cases()))
-def test_outputs_are_those_without_a_drafter(tiny: Tiny, sizes: str, params: str, guess: str) -> None:
+@pytest.mark.parametrize(("sizes", "params"), list(_cases()))
+def test_outputs_are_those_without_a_drafter(tiny: Tiny, sizes: str, params: str) -> None:
     plain, drafting = tiny.load(**SIZES[sizes]), tiny.load(**SIZES[sizes], decode_len=DECODE_LEN)
-    compare(plain, drafting, GUESSES[guess], PARAMS[params])
+    compare(plain, drafting, GUESSES, PARAMS[params])
     stats = drafting.stats()
     assert stats.num_output_tokens == plain.stats().num_output_tokens
-    if guess == "wrong":
-        assert stats.num_accepted_tokens == 0
-    elif guess in ("right", "half") and params != "one token":
-        assert 0 < stats.num_accepted_tokens <= stats.num_drafted_tokens
-    if sizes == "few blocks" and params == "seeded":
+    if params != "one token":
+        assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
+    if (sizes, params) == ("few blocks", "seeded"):
         assert stats.num_preemptions > 0
 
 
@@ -174,7 +174,7 @@ def test_a_drafter_that_is_always_right_saves_most_steps(tiny: Tiny, pattern: An
     assert (stats.num_drafted_tokens, stats.num_accepted_tokens) == (30, 30)
 
 
-@pytest.mark.parametrize("max_tokens", range(6, 12))
+@pytest.mark.parametrize("max_tokens", range(6, 10))
 def test_the_last_token_may_be_any_of_a_draft(tiny: Tiny, max_tokens: int) -> None:
     params = replace(GREEDY, max_tokens=max_tokens)
     compare(tiny.load(), tiny.load(decode_len=DECODE_LEN), right, params)
@@ -191,7 +191,7 @@ def ending(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 @pytest.mark.parametrize(
     ("kind", "place", "guess"),
     [
-        pytest.param(*case, marks=[] if (case[1] + number) % 3 == 0 else EXHAUSTIVE)
+        pytest.param(*case, marks=[] if number % 6 == 0 else EXHAUSTIVE)
         for number, case in enumerate(product(["stop string", "stop token"], range(2, 9), GUESSES))
     ],
 )
@@ -216,7 +216,6 @@ def test_what_ends_an_output_may_be_any_token_of_a_draft(
     assert ours.prefixes == theirs.prefixes
 
 
-@pytest.mark.parametrize("guess", GUESSES)
 @pytest.mark.parametrize(
     "grammar",
     [
@@ -226,14 +225,14 @@ def test_what_ends_an_output_may_be_any_token_of_a_draft(
     ],
     ids=["regex", "choice", "json"],
 )
-def test_drafts_keep_to_a_grammar(ending: Tiny, grammar: dict[str, Any], guess: str) -> None:
+def test_drafts_keep_to_a_grammar(ending: Tiny, grammar: dict[str, Any]) -> None:
     params = SamplingParams(
         temperature=1.1, seed=8, max_tokens=20, structured_outputs=StructuredOutputs(**grammar)
     )
     plain, drafting = ending.load(), ending.load(decode_len=DECODE_LEN)
-    compare(plain, drafting, GUESSES[guess], params)
-    if guess == "right":
-        assert drafting.stats().num_accepted_tokens > 0
+    compare(plain, drafting, GUESSES, params)
+    # Choices may end before a draft that is right.
+    assert drafting.stats().num_accepted_tokens > 0 or "choice" in grammar
 
 
 def test_rows_that_are_sampled_on_the_host_take_no_drafts(tiny: Tiny) -> None:

@@ -6,6 +6,7 @@ from hpu_duo import HeadPattern
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import greedy, prompts_of
+from tests.tiers import crossed
 
 pytestmark = pytest.mark.instruction_set
 
@@ -17,9 +18,14 @@ SAMPLED = [
 ]
 
 
-@pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("num_batched_tokens", [4, 16])
+@pytest.mark.parametrize(
+    ("num_batched_tokens", "params", "pattern"),
+    crossed(
+        [4, 16],
+        {"greedy": GREEDY, "sampled": SAMPLED},
+        {"full": None, "duo": PATTERN},
+    ),
+)
 def test_preempt_and_resume_gives_the_tokens_of_an_uninterrupted_run(
     tiny: Tiny,
     pattern: HeadPattern | None,

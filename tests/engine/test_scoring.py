@@ -12,6 +12,7 @@ from hpu_duo import HeadPattern
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing, serve
 from tests.modeling.families import VOCAB, greedy, prompts_of
+from tests.tiers import crossed
 
 pytestmark = pytest.mark.instruction_set
 
@@ -35,8 +36,7 @@ def texts(seed: int, num: int, shortest: int, longest: int) -> list[list[int]]:
     return [rng.integers(3, VOCAB, rng.integers(shortest, longest + 1)).tolist() for _ in range(num)]
 
 
-@pytest.mark.parametrize("decode_len", [1, 3, 8])
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 4, 8])
+@pytest.mark.parametrize(("max_num_seqs", "decode_len"), crossed([1, 2, 4, 8], [1, 3, 8]))
 def test_scores_are_those_of_transformers_however_many_run_at_once(
     tiny: Tiny, max_num_seqs: int, decode_len: int
 ) -> None:
@@ -139,8 +139,7 @@ def test_a_preempted_continuation_is_scored_the_same(tiny: Tiny, decode_len: int
         assert one.is_likeliest == other.is_likeliest
 
 
-@pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
-@pytest.mark.parametrize("tail", [1, 3, 100])
+@pytest.mark.parametrize(("tail", "pattern"), crossed([1, 3, 100], {"full": None, "duo": PATTERN}))
 def test_decoding_the_end_of_the_prompt_changes_nothing_but_the_steps(
     tiny: Tiny, pattern: HeadPattern | None, tail: int
 ) -> None:
@@ -178,8 +177,7 @@ def penalised(model: Any, prompt: Sequence[int], forced: Sequence[int], num: int
     return output
 
 
-@pytest.mark.parametrize("decode_len", [1, 2, 5, 8])
-@pytest.mark.parametrize("weight", [-0.35, 0.35, 1.5])
+@pytest.mark.parametrize(("weight", "decode_len"), crossed([-0.35, 0.35, 1.5], [1, 2, 5, 8]))
 def test_penalties_count_forced_tokens_of_one_step_and_do_not_weigh_them(
     tiny: Tiny, decode_len: int, weight: float
 ) -> None:

@@ -344,7 +344,7 @@ def texts_of(tree: PrefixTree) -> dict[tuple[Hashable, bytes], PrefixNode]:
 
 
 TestPrefixMachine = PrefixMachine.TestCase
-TestPrefixMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPrefixMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.slow

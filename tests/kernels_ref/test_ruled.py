@@ -50,7 +50,7 @@ def assert_equals_dense(choice: Choice, scenario: Scenario, **sizes: Any) -> Non
 
 @pytest.mark.parametrize("is_small", [False, True])
 @ALL
-@settings(QUICK, max_examples=25)
+@settings(QUICK, max_examples=15)
 @given(scenario=ruled_scenarios(rules()))
 def test_output_equals_dense_attention_under_the_rule(
     choice: Choice, is_small: bool, scenario: Scenario
@@ -63,7 +63,7 @@ def _skip_on_gpus() -> None:
         pytest.skip("Triton compiles for the GPU here, and these tensors are on the CPU")
 
 
-@settings(QUICK, max_examples=15)
+@settings(QUICK, max_examples=5)
 @given(scenario=ruled_scenarios(rules(), (None,)))
 def test_triton_kernels_equal_dense_attention_under_the_rule(scenario: Scenario) -> None:
     pytest.importorskip("triton")
@@ -74,7 +74,7 @@ def test_triton_kernels_equal_dense_attention_under_the_rule(scenario: Scenario)
 
 @ON_HPU
 @pytest.mark.parametrize("bounds", [LOOPED, ONE_ROUND], ids=["chunks", "one round"])
-@settings(QUICK, max_examples=25)
+@settings(QUICK, max_examples=15)
 @given(scenario=ruled_scenarios(rules()))
 def test_loops_outside_of_graphs_equal_dense_attention_under_the_rule(
     choice: Choice, bounds: ChunkBounds, scenario: Scenario
@@ -86,7 +86,7 @@ def test_loops_outside_of_graphs_equal_dense_attention_under_the_rule(
 
 
 @ON_HPU
-@settings(QUICK, max_examples=25)
+@settings(QUICK, max_examples=15)
 @given(scenario=ruled_scenarios(rules()), softcap=st.sampled_from([5.0, 50.0]))
 def test_soft_caps_apply_under_a_rule(choice: Choice, scenario: Scenario, softcap: float) -> None:
     world = World(scenario)
@@ -116,7 +116,7 @@ def test_half_precision_stays_close_to_the_exact_result_of_the_same_inputs(
 
 
 @pytest.mark.parametrize("choice", [REFERENCE, CHOICES["sdpa"]], ids=["reference", "sdpa"])
-@settings(QUICK, max_examples=25)
+@settings(QUICK, max_examples=15)
 @given(scenario=ruled_scenarios(tables()))
 def test_a_table_of_blocks_is_served_on_a_cpu(choice: Choice, scenario: Scenario) -> None:
     assert_equals_dense(choice, scenario)

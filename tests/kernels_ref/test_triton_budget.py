@@ -25,6 +25,7 @@ from tests.kernels_ref.budget_cases import (
     some_decodes,
 )
 from tests.kernels_ref.parts import inputs_of
+from tests.tiers import crossed
 from tests.triton_interpreter import replacing_once
 
 pytest.importorskip("triton")
@@ -95,10 +96,8 @@ def test_slots_receive_what_softmax_gives_them(
     assert_decodes_exact(some_decodes(visible, num_slots, heads, dtype, seed, has_sinks), softcap)
 
 
-@pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("num_slots", [33, 100])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(("dtype", "num_slots", "has_sinks"), crossed(DTYPES, [33, 100], [False, True]))
 def test_rings_that_are_cut_receive_the_same(dtype: torch.dtype, num_slots: int, has_sinks: bool) -> None:
     visible = [num_slots, 17, 0]
     d = some_decodes(visible, num_slots, (1, 3, 24), dtype, num_slots, has_sinks)
@@ -136,9 +135,8 @@ def test_columns_are_those_of_the_matrix_of_weights(
     assert_sums_exact(texts, num_observed, **options)
 
 
-@pytest.mark.parametrize("num_observed", [None, 1, 20])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(("dtype", "num_observed"), crossed(DTYPES, [None, 1, 20]))
 def test_columns_of_many_tiles_are_the_same(dtype: torch.dtype, num_observed: int | None) -> None:
     options = {"num_slots": 37, "heads": (2, 3, 24), "dtype": dtype}
     assert_sums_exact([(50, 41), (20, 16), (0, 3)], num_observed, **options)

@@ -18,7 +18,7 @@ from tests.kernels_ref.scenario import TWO_SIZES, RowSpec, Scenario, World, scen
 
 pytestmark = pytest.mark.instruction_set
 
-QUICK = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 
 
 @ALL

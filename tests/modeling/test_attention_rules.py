@@ -82,14 +82,15 @@ def assert_served(zoo: Zoo, name: str, rule: str, **options: Any) -> HPUDuoModel
     return served
 
 
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule", "attention"), crossed(RULES, ["reference", "sdpa"]))
 def test_logits_equal_those_under_the_dense_mask(zoo: Zoo, rule: str, attention: str) -> None:
     assert_served(zoo, "llama", rule, attention=attention)
 
 
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
-@pytest.mark.parametrize("name", ["llama_mha", "llama_mqa", "qwen2", "qwen3", "gpt_neox", "olmo2"])
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    crossed(["llama_mha", "llama_mqa", "qwen2", "qwen3", "gpt_neox", "olmo2"], ["reference", "sdpa"]),
+)
 def test_families_with_any_number_of_queries_per_key_follow_the_rule(
     zoo: Zoo, name: str, attention: str
 ) -> None:
@@ -102,8 +103,7 @@ def test_layers_with_a_window_keep_it_beside_soft_caps_and_sink_logits(zoo: Zoo,
     assert_served(zoo, name, "dilated:width=6,dilation=2")
 
 
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
-@pytest.mark.parametrize("rule", [RULES[1], RULES[4]])
+@pytest.mark.parametrize(("rule", "attention"), crossed([RULES[1], RULES[4]], ["reference", "sdpa"]))
 def test_heads_that_stream_under_a_pattern_have_the_rule_and_others_see_all(
     zoo: Zoo, rule: str, attention: str
 ) -> None:
@@ -143,8 +143,7 @@ def test_chunks_do_not_change_what_is_seen(zoo: Zoo, tokens: int) -> None:
     assert_served(zoo, "llama", RULES[5], max_num_batched_tokens=tokens)
 
 
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
-@pytest.mark.parametrize("decode_len", [2, BLOCK])
+@pytest.mark.parametrize(("decode_len", "attention"), crossed([2, BLOCK], ["reference", "sdpa"]))
 def test_tokens_that_are_decoded_together_see_what_each_of_them_sees(
     zoo: Zoo, decode_len: int, attention: str
 ) -> None:

@@ -26,6 +26,7 @@ from kernels_ref.formats.int4 import Int4
 from kernels_ref.formats.int8 import Int8
 from tests.engine.tiny import PATTERN, Tiny, make_tiny, serve, tokens_of
 from tests.modeling.families import BLOCK, prompts_of
+from tests.tiers import crossed
 
 NAMES = ["int8_per_token_head", "int4_per_token_head", "fp8", "fp8_per_token_head", "k8v4"]
 RINGS = [pytest.param(name, marks=[] if name == NAMES[1] else pytest.mark.slow) for name in NAMES]
@@ -45,8 +46,9 @@ def scored(served: HPUDuoModel) -> list[float]:
     return [x for score in served.score([TEXT], [TAILS])[0] for x in score.logprobs]
 
 
-@pytest.mark.parametrize("options", [{}, DUO, {"attention": "sdpa"}], ids=["full", "duo", "sdpa"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "options"), crossed(NAMES, {"full": {}, "duo": DUO, "sdpa": {"attention": "sdpa"}})
+)
 def test_scores_depend_on_no_division_into_chunks_and_on_no_reuse(
     tiny: Tiny, name: str, options: dict[str, Any]
 ) -> None:
@@ -87,8 +89,7 @@ CPU: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", CPU)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "kind"), crossed(NAMES, list(CPU)))
 def test_kernels_of_a_cpu_get_decoded_chunks(
     tiny: Tiny, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,8 +125,7 @@ def test_blocks_of_ended_requests_are_not_decoded(
     assert 0 < found[3] <= found[0]
 
 
-@pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "pattern"), crossed(NAMES, {"full": None, "duo": PATTERN}))
 def test_preempted_requests_continue_with_the_same_tokens(
     tiny: Tiny, name: str, pattern: Any, **more: Any
 ) -> None:
@@ -171,8 +171,7 @@ def options_of(kind: str, name: str) -> dict[str, Any]:
     return {key: name if key == "ring_dtype" else value for key, value in KINDS[kind].items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "kind"), crossed(NAMES, list(KINDS)))
 def test_what_is_in_unused_slots_changes_nothing(
     tiny: Tiny, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,8 +182,7 @@ def test_what_is_in_unused_slots_changes_nothing(
     assert tokens_of(serve(tiny.load(**options), prompts, GREEDY)) == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", names_of_formats())
+@pytest.mark.parametrize(("name", "kind"), crossed(names_of_formats(), list(KINDS)))
 def test_stores_take_what_the_memory_plan_says(tiny: Tiny, name: str, kind: str) -> None:
     prefixes = {"enable_prefix_caching": False} if kind == "plan" else {}
     options = {"num_blocks": 9, "max_model_len": 60, **prefixes, **options_of(kind, name)}

@@ -23,6 +23,7 @@ from tests.engine.tiny import serve, tokens_of
 from tests.modeling.dense_oracle import Mask, masked_logits
 from tests.modeling.driving import greedy_logits
 from tests.modeling.families import BLOCK, Zoo, prompts_of
+from tests.tiers import crossed
 
 LENGTHS = (1, BLOCK - 1, BLOCK + 1, 5 * BLOCK, 9 * BLOCK + 3, 12 * BLOCK + 1)
 NUM_NEW = 5
@@ -112,8 +113,10 @@ def assert_logits(
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
-@pytest.mark.parametrize("name", ["llama", "llama_mha", "llama_mqa", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    crossed(["llama", "llama_mha", "llama_mqa", "qwen3", "gpt_neox"], ["reference", "sdpa"]),
+)
 def test_logits_equal_those_under_the_masks_of_the_choice(zoo: Zoo, name: str, attention: str) -> None:
     assert_served(zoo, name, attention=attention)
 
@@ -142,8 +145,9 @@ def test_one_step_over_all_blocks_is_full_attention_to_the_last_bit(zoo: Zoo) ->
     assert torch.equal(for_all[0][1], of_plain[0][1])
 
 
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
-@pytest.mark.parametrize("tokens", [BLOCK + 5, 5 * BLOCK + 7, MAX_LEN + 5])
+@pytest.mark.parametrize(
+    ("tokens", "attention"), crossed([BLOCK + 5, 5 * BLOCK + 7, MAX_LEN + 5], ["reference", "sdpa"])
+)
 def test_chunks_do_not_change_what_is_seen(zoo: Zoo, tokens: int, attention: str) -> None:
     assert_served(zoo, "llama", max_num_batched_tokens=tokens, attention=attention)
 

@@ -32,7 +32,7 @@ TRAFFIC = {
 
 
 @given(st.data())
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 def test_a_planned_table_has_a_bucket_for_every_step_that_a_scheduler_can_plan(data: st.DataObject) -> None:
     limits = data.draw(limits_strategy)
     num_graphs = data.draw(st.sampled_from([1, 2, 5, 20]))
