@@ -462,7 +462,7 @@ class Blueprint:
         plan = plan_memory(
             *(self.layers, self.heads, *sizes), budget=budget, graph_bytes=graph_bytes, states=self._states
         )
-        return replace(plan, full_dtype_bytes=self.kv_dtype.itemsize)
+        return replace(plan, full_dtype_bytes=self._full_dtype_bytes)
 
     def memory_of(self, num_blocks: int, num_snapshots: int) -> MemoryPlan:
         """Plan stores of so many blocks and snapshots, whether they fit or not."""
@@ -475,8 +475,12 @@ class Blueprint:
             max_num_seqs=scheduler.max_num_seqs,
             num_snapshots=num_snapshots,
             max_chunk_rows=scheduler.max_chunk_rows,
-            full_dtype_bytes=self.kv_dtype.itemsize,
+            full_dtype_bytes=self._full_dtype_bytes,
         )
+
+    @property
+    def _full_dtype_bytes(self) -> int | None:
+        return None if self.kv_dtype == self.dtype else self.kv_dtype.itemsize
 
     def tables(self, backend: CaptureBackend, *, is_padding: bool) -> StepTables:
         """Limits and buckets, as a function of the memory plan."""
