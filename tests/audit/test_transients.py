@@ -101,7 +101,7 @@ def test_an_audited_step_needs_no_more_after_a_longer_context(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_rows", [1, 2, 16])
+@pytest.mark.parametrize("num_rows", every(3, [16, 1, 2]))
 def test_decodes_of_llama_8b_need_no_more_after_256k_tokens_than_after_8k(
     num_rows: int, tmp_path: Path
 ) -> None:
@@ -121,8 +121,10 @@ def test_decodes_of_llama_8b_need_no_more_after_256k_tokens_than_after_8k(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["reference", "hpu"])
-@pytest.mark.parametrize(("num_heads", "num_kv"), [(32, 8), (8, 1)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv", "attention"),
+    every(3, [(32, 8, "reference"), (32, 8, "hpu"), (8, 1, "reference"), (8, 1, "hpu")]),
+)
 def test_one_pass_over_all_blocks_needs_what_is_planned(
     num_heads: int, num_kv: int, attention: str, tmp_path: Path
 ) -> None:
@@ -147,7 +149,7 @@ def test_one_pass_over_all_blocks_needs_what_is_planned(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_retrieval", [8, 4])
+@pytest.mark.parametrize("num_retrieval", every(2, [4, 8]))
 def test_fused_steps_need_what_is_planned_for_them(num_retrieval: int, tmp_path: Path) -> None:
     model_config = LlamaConfig(**{**LLAMA_3_1_8B, "num_hidden_layers": 1})
     model_config.save_pretrained(tmp_path)
