@@ -276,7 +276,7 @@ class Scheduler:
                 if (other := self.swapping.stop()) is not None:
                     self._enqueue(other)
                     continue
-            self._preempt(self._victim(), step, may_swap=True)
+            self._preempt(self._victim(), step)
 
     def _victim(self) -> Request:
         """Return the policy's choice among running requests other than the earliest."""
@@ -293,14 +293,15 @@ class Scheduler:
             if request.status is RequestStatus.MOVING:
                 self.allocations.close(request)
                 self._enqueue(request)
-        for request in self.swapping.arrived():
-            self._run(request)
+        for request in self.swapping.arrived():  # the policy has admitted them
+            request.begin_running()
+            self._running.add(request)
         for request in self.swapping.left():
             self._enqueue(request)
 
-    def _preempt(self, victim: Request, step: StepDraft, *, may_swap: bool = False) -> None:
+    def _preempt(self, victim: Request, step: StepDraft) -> None:
         step.preempt(victim)
-        if may_swap and self.swapping is not None and self.swapping.begin(victim):
+        if self.swapping is not None and self.swapping.begin(victim):
             self._running.remove(victim)
             self._release(victim)
             for request in self.swapping.left():
@@ -347,9 +348,11 @@ class Scheduler:
                 if not self.swapping.is_there(request):
                     self._waiting.pass_over(request)
                     continue
+                self._displace_for(request, None, step)
                 if not self._admission.has_room(request, None, step):
                     return
                 self._waiting.admit(request)
+                self.policy.admitted(request)
                 self.swapping.come(request)
                 continue
             hit = self.allocations.find(request)
@@ -361,9 +364,8 @@ class Scheduler:
             ):
                 self._waiting.pass_over(request)
                 continue
-            for other in self._admission.displaced_for(request, hit, step):
-                self._preempt(other, step)
-                hit = self.allocations.find(request)  # a snapshot of the other may have evicted the hit
+            if self._displace_for(request, hit, step):
+                hit = self.allocations.find(request)  # a snapshot of another one may have evicted the hit
             begin = self._prefixes.begin(request, hit, step, self._waiting.arrivals)
             if begin is None or not self._admission.has_room(request, begin.hit, step):
                 return
@@ -371,6 +373,15 @@ class Scheduler:
             self._open(request, begin.hit)
             self._schedule(request, step)
             self._admission.admitted(request)
+
+    def _displace_for(self, request: Request, hit: PrefixHit | None, step: StepDraft) -> bool:
+        """Preempt running requests for a waiting one, if the policy does; says whether any was."""
+        if self.swapping is not None and self.swapping.is_leaving:
+            return False  # those before free their blocks in a later step
+        displaced = self._admission.displaced_for(request, hit, step)
+        for other in displaced:
+            self._preempt(other, step)
+        return bool(displaced)
 
     def _add_drafts(self, step: StepDraft) -> None:
         """Schedule drafts of decodes with unused tokens of the step and free blocks.

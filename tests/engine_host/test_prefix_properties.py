@@ -146,10 +146,13 @@ class PrefixMachine(RuleBasedStateMachine):
     def step(self, num_steps: int) -> None:
         for _ in range(num_steps):
             plan = self.scheduler.plan()
-            assert (plan is None) == (not self.unfinished)
+            self._check_plan(plan)
             if plan is not None:
                 self._check_hits(plan)
                 self._commit(plan, self.device.run(plan))
+
+    def _check_plan(self, plan: StepPlan | None) -> None:
+        assert (plan is None) == (not self.unfinished)
 
     @precondition(lambda self: self.unfinished)
     @rule(num_rows=st.integers(0, 5))

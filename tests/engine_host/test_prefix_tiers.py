@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,15 @@ from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers, RecordSizes
 from hpu_duo.kv.tiers.stage import Stage
 from hpu_duo.kv.tiers.swap import PreemptionMode, SwapSpace
 from hpu_duo.kv.tiers.swapping import Swapping
+from hpu_duo.scheduling import FirstComeFirstServed, MultiLevelFeedback, SchedulingPolicy
 from tests.engine_host.prefix_draws import prefix_limits
 from tests.engine_host.simulated_device import VOCAB_SIZE, SimulatedDevice, Slot, make_request
 from tests.engine_host.test_prefix_loads import LoadMachine
+
+POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
+    "fcfs": FirstComeFirstServed,
+    "mlfq": partial(MultiLevelFeedback, quantum=8),
+}
 
 MOST_POLLS = 6
 """A transfer lands after so many polls at the latest."""
@@ -115,6 +122,7 @@ class TieredMachine(LoadMachine):
         policy=st.sampled_from(WritePolicy),
         num_swap_slots=st.sampled_from([0, 3, 40]),
         eviction=st.sampled_from(sorted(ORDERS)),
+        order=st.sampled_from(sorted(POLICIES)),
     )
     def create(
         self,
@@ -124,6 +132,7 @@ class TieredMachine(LoadMachine):
         policy: WritePolicy,
         num_swap_slots: int = 0,
         eviction: str = "lru",
+        order: str = "fcfs",
     ) -> None:
         super().create(limits)
         blocks, rows = staged if limits.uses_blocks else 0, staged if limits.uses_rows else 0
@@ -134,7 +143,7 @@ class TieredMachine(LoadMachine):
             num_staged_blocks=blocks,
             num_staged_rows=rows,
         )
-        self.scheduler = Scheduler(larger)
+        self.scheduler = Scheduler(larger, policy=POLICIES[order]())
         device = self.device = SimulatedDevice(
             larger.num_blocks,
             limits.block_size,
@@ -210,6 +219,10 @@ class TieredMachine(LoadMachine):
             return
         slots = [slot for record in self.tiers.host for slot in record.slots]
         assert len(set(slots)) == len(slots) == self.tiers.host.num_used_slots <= self.tiers.host.num_slots
+
+    def _check_plan(self, plan: StepPlan | None) -> None:
+        """Without requests a plan may store what was cached or evicted."""
+        assert not self.unfinished if plan is None else self.unfinished or not plan.rows
 
     def _check_hits(self, plan: StepPlan) -> None:
         if plan.rows:
@@ -307,13 +320,11 @@ def test_a_request_waits_for_a_load_a_bounded_number_of_steps(evicted: TieredMac
     assert not evicted.unfinished
 
 
-def stormed(num_requests: int, num_swap_slots: int) -> tuple[TieredMachine, int, int]:
+def stormed(num_requests: int, num_swap_slots: int, order: str = "fcfs") -> tuple[TieredMachine, int, int]:
     """Serve more requests than blocks, with a link of one step; returns tokens computed, and needed."""
     machine, random = TieredMachine(), np.random.default_rng(7)
     limits = replace(LIMITS, max_num_seqs=8, num_blocks=24, max_num_batched_tokens=64, num_snapshots=16)
-    machine.create(
-        limits, staged=8, num_slots=200, policy=WritePolicy.WRITE_BACK, num_swap_slots=num_swap_slots
-    )
+    machine.create(*(limits, 8, 200, WritePolicy.WRITE_BACK), num_swap_slots=num_swap_slots, order=order)
     scheduler, num_computed, num_needed = machine.scheduler, 0, 0
     for number in range(num_requests):
         text = random.integers(1, VOCAB_SIZE, random.integers(8, 20)).tolist()
@@ -339,3 +350,11 @@ def test_a_storm_of_preemptions_computes_no_token_again() -> None:
     machine, num_recomputing, num_needed = stormed(40, num_swap_slots=0)
     assert machine.tiers.counters.num_loaded > 0
     assert num_recomputing > 1.5 * num_needed
+
+
+def test_requests_that_a_policy_displaces_are_swapped() -> None:
+    """Those of a lower level leave for those of an upper one, and displace others when they come back."""
+    machine, num_computed, num_needed = stormed(40, num_swap_slots=400, order="mlfq")
+    assert num_computed == num_needed
+    assert machine.tiers.swap is not None
+    assert machine.tiers.swap.counters.num_out >= 100
