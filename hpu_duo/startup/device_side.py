@@ -65,7 +65,7 @@ from hpu_duo.parallel.mixers import check_gates
 from hpu_duo.startup.blueprint import Blueprint, ChosenKernels, choose_kernels
 from hpu_duo.startup.draft_model import DraftModel, within
 from hpu_duo.startup.heads import ChosenHeads
-from hpu_duo.startup.offloading import host_link
+from hpu_duo.startup.offloading import host_link, link_bytes
 from hpu_duo.startup.tables import StepTables, plan_with_graphs
 from kernels_ref import Blocks, ChosenBlocks, Implementation, Owner, Rings, Softmax
 from kernels_ref.formats.trial import format_problem
@@ -237,6 +237,7 @@ class DeviceSide:
             sizes = list(map(weight_bytes, streamed))
             num_buffers = max(buffer_numbers(len(sizes), config.model.offload_prefetch_step)) + 1
             num_coming -= max(0, sum(sizes) - num_buffers * max(sizes))
+        num_coming += link_bytes(config.cache, blueprint.memory_of(1, 1), runtime)
         budget = _budget(config, runtime, num_coming)
         tables = blueprint.tables(place.backend, is_padding=runtime.compiles_operators)
         if config.scheduler.trim_chunks and not tables.uses_table:  # refused before weights are packed
@@ -555,7 +556,7 @@ def _check_stores(model: StepModel) -> None:
 
 
 def _budget(config: EngineConfig, runtime: DeviceRuntime, num_coming: int) -> DeviceBudget:
-    """Return the memory of the device once ``num_coming`` more bytes of weights are there."""
+    """Return the memory of the device once ``num_coming`` more bytes are in use."""
     return DeviceBudget(
         runtime.total_bytes(),
         runtime.used_bytes() + num_coming,

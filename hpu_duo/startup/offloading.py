@@ -23,7 +23,7 @@ from hpu_duo.kv.tiers.link import Link
 from hpu_duo.kv.tiers.policy import WritePolicy
 from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers, RecordSizes
 from hpu_duo.kv.tiers.stage import Stage
-from hpu_duo.kv.tiers.stream_link import StreamLink
+from hpu_duo.kv.tiers.stream_link import STAGING_BYTES, StreamLink, staging_bytes
 from hpu_duo.kv.tiers.swap import PreemptionMode, SwapSpace
 from hpu_duo.kv.tiers.swapping import Swapping
 from hpu_duo.startup.fingerprint import records_digest
@@ -120,6 +120,17 @@ class HostSlots(NamedTuple):
                 f"expected swap_space of one block or more, {sum(sizes):,} bytes, got {swap:,} bytes"
             )
         return cls(total // sum(sizes), sizes[0], per_row, swap // sum(sizes))
+
+
+def link_bytes(cache: CacheConfig, records: MemoryPlan, runtime: DeviceRuntime) -> int:
+    """Return the bytes of the device that a link may allocate, beside the stores; 0 without a tier.
+
+    Args:
+        records: stores of this rank, of whatever number of units.
+    """
+    if cache.kv_offloading_size is None or not isinstance(runtime, CopiesAside):
+        return 0
+    return staging_bytes(max(records.block_bytes, records.row_bytes), STAGING_BYTES)
 
 
 def host_link(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 
 from hpu_duo import HPUDuoModel
+from hpu_duo.config.limits import CacheConfig
 from hpu_duo.device.streams import Mark
 from hpu_duo.kv.row_state import Units
 from hpu_duo.kv.store import block_units, row_units
@@ -18,6 +19,7 @@ from hpu_duo.kv.tiers.host_link import HostLink
 from hpu_duo.kv.tiers.link import Link, Transfer, Transfers
 from hpu_duo.kv.tiers.policy import LoadPolicy
 from hpu_duo.kv.tiers.stream_link import StreamLink
+from hpu_duo.startup.offloading import link_bytes
 from tests.engine.tiny import Tiny
 from tests.modeling.families import BLOCK
 from tests.offload.test_offloading import DUO, HOST, KINDS, SMALL, answers
@@ -108,6 +110,15 @@ def test_texts_come_back_by_streams_that_end_later(tiny: Tiny) -> None:
     assert tiers.counters.num_loaded > 0
     assert tiers.counters.num_hit_tokens > 5 * BLOCK
     assert tiers.counters.loaded_s > 0
+
+
+def test_the_memory_plan_leaves_room_for_buffers(tiny: Tiny) -> None:
+    """As many bytes as a link allocates where more units move in a step than its buffers hold."""
+    store, streams = tiny.load(**SMALL, **DUO, device="cpu").engine.runner.store, FakeStreams()
+    link = StreamLink(block_units(store), row_units(store), 2, 512, streams, 10**9)
+    tier = CacheConfig(num_blocks=8, kv_offloading_size=1.0)
+    assert link_bytes(tier, store.plan, streams) == link._staging.nbytes > 0  # type: ignore[arg-type]
+    assert link_bytes(replace(tier, kv_offloading_size=None), store.plan, streams) == 0  # type: ignore[arg-type]
 
 
 def test_numbers_that_are_not_aligned_in_a_record_come_back() -> None:

@@ -41,6 +41,16 @@ class _Buffers(NamedTuple):
     parts: tuple[torch.Tensor, ...]
 
 
+def staging_bytes(largest: int, most_units: int) -> int:
+    """Return the bytes of the buffers of both directions.
+
+    Args:
+        largest: bytes of the largest record.
+        most_units: most units that move in one step and direction.
+    """
+    return 2 * -(-max(largest, min(STAGING_BYTES, most_units * largest)) // _ALIGNMENT) * _ALIGNMENT
+
+
 class StreamLink(HostRecords):
     """Transfers by two streams of a device, one for each direction; the host only queues them.
 
@@ -73,9 +83,10 @@ class StreamLink(HostRecords):
         self._stores = {is_row: list(map(_view, tensors)) for is_row, tensors in self._tensors.items()}
         self._record_bytes = {is_row: sum(map(_unit_bytes, views)) for is_row, views in self._stores.items()}
         largest = max(self._record_bytes.values())
-        size = -(-max(largest, min(STAGING_BYTES, most_units * largest)) // _ALIGNMENT) * _ALIGNMENT
         # One for each direction.
-        self._staging = torch.empty((2, size), dtype=torch.uint8, device=self._device)
+        self._staging = torch.empty(
+            (2, staging_bytes(largest, most_units) // 2), dtype=torch.uint8, device=self._device
+        )
         self._staged = {
             (is_load, is_row): self._stages(is_load=is_load, is_row=is_row)
             for is_load in (False, True)
