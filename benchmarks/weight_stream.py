@@ -4,6 +4,7 @@
 
 Three quarters of the weights pass through a link that a thread throttles. The prediction is the simulated
 schedule of ``hpu-duo plan-offload``, with the time of a layer as measured with all weights on the device.
+A second table has several groups of rows, which pass through a loaded layer one after the other.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hpu_duo.planning import Format
 from hpu_duo.planning.offload import (
     FLEXGEN_T4,
     Formula,
+    OffloadModel,
     OffloadWork,
     Placement,
     ZigZag,
@@ -39,6 +41,13 @@ from kernels_ref import PLAIN
 
 ROWS, PROMPT, OUTPUT = 8, 64, 12
 RATES = (100e6, 200e6, 400e6)
+NUM_BATCHES, GROUPED_RATES = (1, 2, 4), (100e6, 400e6)
+SETUP: dict[str, Any] = {
+    "block_size": 128,
+    "num_blocks": 64,
+    "max_model_len": 256,
+    "enable_prefix_caching": False,
+}
 
 
 def decode(model: HPUDuoModel, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
@@ -55,52 +64,77 @@ def decode(model: HPUDuoModel, prompts: list[list[int]]) -> tuple[list[list[int]
     return found, statistics.median(times[-(OUTPUT - 2) :])
 
 
+def predicted(sizes: OffloadModel, share: float, rate: float, compute: float, num_batches: int) -> float:
+    """Seconds of a decode of all groups by the simulated schedule.
+
+    Args:
+        share: of the weights that is on the host.
+        rate: of the link, bytes/s.
+        compute: seconds of a decode of all groups with all weights on the device.
+    """
+    machine = replace(
+        FLEXGEN_T4,
+        up=rate,
+        decode_matrix=ROWS * num_batches * 2 * sizes.layer_params * sizes.num_layers / compute,
+        decode_attention=float("inf"),
+        loads_first=False,
+    )
+    formula = Formula(sizes, OffloadWork(PROMPT, OUTPUT), machine, ROWS, num_batches, False)
+    placement = Placement(1 - share, share, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0)
+    return ZigZag(formula, placement).run().decode_s / (OUTPUT - 1)
+
+
+class Served:
+    """A checkpoint with all weights on the device, and with most of its layers on the host."""
+
+    def __init__(self, path: Path, num_batches: int, graphs: str) -> None:
+        num_rows = self.num_rows = ROWS * num_batches
+        self.num_batches = num_batches
+        rows = {"max_num_seqs": num_rows, "max_num_batched_tokens": num_rows * PROMPT}
+        setup = {**SETUP, **rows, "graphs": graphs, "offload_num_batches": num_batches}
+        tokens = Tokens("weights", 0)
+        self.prompts = [tokens.draw(PROMPT) for _ in range(num_rows)]
+        resident = HPUDuoModel.from_pretrained(path, **setup)
+        layers = resident.engine.runner.executor.model.model.model.layers
+        total = sum(map(weight_bytes, layers))
+        run(resident, self.prompts, 2)
+        self.wanted, self.compute = decode(resident, self.prompts)
+        self.model = HPUDuoModel.from_pretrained(path, **setup, cpu_offload_gb=0.70 * total / 2**30)
+        stream = self.model.engine.runner.executor.model.stream
+        assert stream is not None
+        self.stream, self.share = stream, stream.num_bytes / total
+        sizes = offload_model(read_model(path), Format.BF16, PLAIN)
+        self.sizes = replace(sizes, layer_bytes=total / len(layers))
+
+    def row(self, rate: float) -> tuple[float, str]:
+        """Seconds of a decode with a link of some bytes/s, and the end of a row of a table."""
+        self.stream.mover = ThreadMover(rate)
+        found, taken = decode(self.model, self.prompts)
+        expected = predicted(self.sizes, self.share, rate, self.compute, self.num_batches)
+        same = "yes" if found == self.wanted else "no"
+        cells = f"{self.compute:.3f} | {taken:.3f} | {expected:.3f} | {taken / expected:.2f} | {same} |"
+        return taken, cells
+
+
 def main() -> None:
     """Measure, and print a page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    lines = []
+    lines, grouped, first = [], [], dict[float, float]()
     with tempfile.TemporaryDirectory() as folder:
         path = make_checkpoint(Path(folder), NUM_KV_HEADS)
-        setup: dict[str, Any] = {
-            "block_size": 128,
-            "num_blocks": 32,
-            "max_num_seqs": ROWS,
-            "max_num_batched_tokens": ROWS * PROMPT,
-            "max_model_len": 256,
-            "graphs": "replay",
-            "enable_prefix_caching": False,
-        }
-        tokens = Tokens("weights", 0)
-        prompts = [tokens.draw(PROMPT) for _ in range(ROWS)]
-        resident = HPUDuoModel.from_pretrained(path, **setup)
-        layers = resident.engine.runner.executor.model.model.model.layers
-        total = sum(map(weight_bytes, layers))
-        run(resident, prompts, 2)
-        wanted, compute = decode(resident, prompts)
-        streamed = HPUDuoModel.from_pretrained(path, **setup, cpu_offload_gb=0.70 * total / 2**30)
-        stream = streamed.engine.runner.executor.model.stream
-        assert stream is not None
-        sizes = replace(offload_model(read_model(path), Format.BF16, PLAIN), layer_bytes=total / len(layers))
-        share = stream.num_bytes / total
-        for rate in RATES:
-            stream.mover = ThreadMover(rate)
-            found, taken = decode(streamed, prompts)
-            machine = replace(
-                FLEXGEN_T4,
-                up=rate,
-                decode_matrix=ROWS * 2 * sizes.layer_params * len(layers) / compute,
-                decode_attention=float("inf"),
-                loads_first=False,
-            )
-            formula = Formula(sizes, OffloadWork(PROMPT, OUTPUT), machine, ROWS, 1, False)
-            placement = Placement(1 - share, share, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0)
-            predicted = ZigZag(formula, placement).run().decode_s / (OUTPUT - 1)
-            lines.append(
-                f"| {rate / 1e6:.0f} | {compute:.3f} | {taken:.3f} | {predicted:.3f} | "
-                f"{taken / predicted:.2f} | {'yes' if found == wanted else 'no'} |"
-            )
+        served = Served(path, 1, "replay")
+        share, stream = served.share, served.stream
+        lines = [f"| {rate / 1e6:.0f} | {served.row(rate)[1]}" for rate in RATES]
+        for num_batches in NUM_BATCHES:
+            served = Served(path, num_batches, "eager")
+            for rate in GROUPED_RATES:
+                taken, cells = served.row(rate)
+                per_s = served.num_rows / taken
+                first.setdefault(rate, per_s)
+                speed = f"{per_s:.1f} | {per_s / first[rate]:.2f}"
+                grouped.append(f"| {rate / 1e6:.0f} | {num_batches} | {speed} | {cells}")
     page = "\n".join(
         [
             "# Weights on the host behind a throttled link",
@@ -115,6 +149,14 @@ def main() -> None:
             "| link, MB/s | all on the device | streamed | predicted | streamed : predicted | same tokens |",
             "| --- | --- | --- | --- | --- | --- |",
             *lines,
+            "",
+            f"Groups of {ROWS} rows that pass through a loaded layer one after the other "
+            "(`offload_num_batches`), uncaptured; the speed of one group is 1.",
+            "",
+            "| link, MB/s | groups | tokens/s | to one group | all on the device | streamed | predicted | "
+            "streamed : predicted | same tokens |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+            *grouped,
             "",
         ]
     )

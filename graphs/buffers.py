@@ -1,5 +1,7 @@
 """Inputs of a step, packed into one array: one copy moves them to fixed device addresses."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -116,6 +118,7 @@ class DeviceInputs:
     ) -> None:
         num_items = pack(largest).num_items + num_extra
         self.device = torch.device(device)
+        self._another = partial(DeviceInputs, shapes_of, largest, self.device, num_extra)
         self.num_copies = 0
         self.bytes_copied = 0
         self._has_extra = num_extra > 0
@@ -123,6 +126,10 @@ class DeviceInputs:
         # CUDA copies fastest from pinned memory; ``copy_in`` returns when that may be overwritten.
         self._pinned = torch.zeros(num_items, dtype=torch.int32, pin_memory=True) if self._is_cuda else None
         self._views_of = lru_cache(_MAX_CACHED_BUCKETS)(partial(_device_views, self._items, shapes_of))
+
+    def another(self) -> DeviceInputs:
+        """Return an equal one with a buffer of its own."""
+        return self._another()
 
     @property
     def buffer(self) -> torch.Tensor:

@@ -105,6 +105,12 @@ class ModelConfig:
         "How many offloaded layers ahead weights are copied; each takes one more buffer on the device.",
         ENGINE,
     )
+    offload_num_batches: int = option(
+        1,
+        "In how many groups of rows a step runs, which pass through a layer one after the other before the "
+        "next layer begins: its weights are loaded once, and a group needs the memory of a small step.",
+        ENGINE,
+    )
     attention: str = option("auto", "Attention kernels: auto, reference, sdpa, triton or hpu.", ENGINE)
     softmax: str = option(
         "exact",
@@ -134,6 +140,7 @@ class ModelConfig:
             _one_of("attention", self.attention, ("auto", *(each.value for each in Implementation)))
         check_at_least("score_bytes", self.score_bytes, 1)
         check_at_least("offload_prefetch_step", self.offload_prefetch_step, 1)
+        check_at_least("offload_num_batches", self.offload_num_batches, 1)
         if isinstance(self.cpu_offload_gb, bool) or not 0 <= self.cpu_offload_gb < float("inf"):
             raise ValueError(f"expected cpu_offload_gb of 0 or more GiB, got {self.cpu_offload_gb!r}")
         check_choices(self)

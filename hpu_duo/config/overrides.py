@@ -26,6 +26,7 @@ class EngineOverrides(TypedDict, total=False):
     activations: str
     cpu_offload_gb: float
     offload_prefetch_step: int
+    offload_num_batches: int
     attention: str
     softmax: str
     pack_weights: bool | None

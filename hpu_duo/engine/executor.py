@@ -255,7 +255,7 @@ class Executor(NotPicklable):
         with self.leading(Execute(message)), self.runtime.step():
             logits, floats, drafted = self._forward(message)
             if message.sampling is not None:
-                tokens = self._tokens(logits, message.sampling, floats, drafted)
+                tokens = self.tokens(logits, message.sampling, floats, drafted)
                 on_device = self.whole(logits) if message.host_sampled else None
             if self.drafts is not None:
                 self._follow(self.drafts, message)
@@ -287,12 +287,12 @@ class Executor(NotPicklable):
             raise self.followers.failed(error) from error
         return output
 
-    def _tokens(
+    def tokens(
         self,
         logits: torch.Tensor,
         sampling: SamplingBatch,
-        floats: torch.Tensor | None,
-        drafted: torch.Tensor | None,
+        floats: torch.Tensor | None = None,
+        drafted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Sample, and return all that is read of a step: see ``packed``; behind it the drafted tokens."""
         self.bytes_copied += sampling.num_bytes
@@ -308,7 +308,7 @@ class Executor(NotPicklable):
         step = self.step_of(message.bucket)
         logits = self.graphs.run_uncounted(message.bucket, step, self.step_inputs(inputs))
         assert message.sampling is not None, "padding is sampled"
-        self._tokens(logits, message.sampling, floats, drafted).cpu()
+        self.tokens(logits, message.sampling, floats, drafted).cpu()
 
     @torch.inference_mode()
     def logits(self, message: StepInput) -> torch.Tensor:
@@ -372,11 +372,11 @@ class Executor(NotPicklable):
     def carry_out(self, message: StepInput) -> None:
         """Execute the copies of a message, and begin its transfers; nothing else of it runs."""
         with self.leading(CarryOut(message)), self.runtime.step():
-            self._prepare(message)
+            self.prepare(message)
 
-    def _prepare(self, message: StepInput) -> dict[str, torch.Tensor]:
-        self.bytes_copied += message.ints.nbytes
-        inputs, transfers = self.inputs.copy_in(message.bucket, message.ints), message.transfers
+    def prepare(self, message: StepInput) -> dict[str, torch.Tensor]:
+        """Copy a message to the device, execute its copies, and begin its transfers; returns its fields."""
+        inputs, transfers = self.copy_in(message), message.transfers
         if transfers is not None:
             assert self.link is not None, "expected a link for transfers"
             self.link.wait(transfers.landed)
@@ -388,7 +388,7 @@ class Executor(NotPicklable):
 
     def _forward(self, message: StepInput) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Return logits; with drafts also the floats of sampling on the device, and the drafted tokens."""
-        inputs, floats, drafted = self._prepare(message), None, None
+        inputs, floats, drafted = self.prepare(message), None, None
         if message.has_sources:
             floats, drafted = self._take_sampled(message, inputs)
         if self._exchanges is not None:

@@ -55,6 +55,8 @@ class StepHandle(NamedTuple):
         launched: its results on the device.
         device_s: seconds of the launch on the device, or of enqueuing it there.
         errors: errors of rows without sampling parameters, by ring row.
+        groups: the handles of its groups of rows, where it runs as several; the first group's message and
+            results are those above.
     """
 
     plan: StepPlan
@@ -62,6 +64,7 @@ class StepHandle(NamedTuple):
     launched: LaunchedStep
     device_s: float
     errors: Mapping[int, Exception]
+    groups: tuple[StepHandle, ...] = ()
 
 
 class Runner(NotPicklable):

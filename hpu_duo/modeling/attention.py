@@ -7,7 +7,7 @@ passes on. At load, it records calls for a probe, or attends for a trial, see ``
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -170,9 +170,14 @@ def attending(module: nn.Module, by: Probe | Trial) -> Iterator[None]:
 
 @dataclass
 class RunningStep:
-    """The step that a model runs, where all its layers find it; None between steps."""
+    """The step that a model runs, where all its layers find it; None between steps.
+
+    Attributes:
+        turn: what runs a layer in place of its call, where several steps run at once; None = the call does.
+    """
 
     step: Step | None = None
+    turn: Callable[[Callable[[], Any]], Any] | None = None
 
 
 class _StoreNames(NamedTuple):

@@ -56,6 +56,7 @@ class ServedLayer(NotPicklable):
     It has a weak reference to the layer, to avoid a cycle.
 
     Args:
+        running: says whether layers of several steps take turns.
         arrive: called before, where the layer's weights are streamed.
     """
 
@@ -64,11 +65,15 @@ class ServedLayer(NotPicklable):
         runners: Mapping[Hashable, LayerRunner],
         kind: Hashable,
         layer: nn.Module,
+        running: RunningStep,
         arrive: Callable[[], None] | None = None,
     ) -> None:
         self._runners, self._kind, self._layer, self._arrive = runners, kind, weakref.ref(layer), arrive
+        self._running = running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (turn := self._running.turn) is not None:
+            return turn(partial(self, *args, **kwargs))
         if self._arrive is not None:
             self._arrive()
         return self._runners.get(self._kind, run_layer)(self._layer(), *args, **kwargs)
@@ -115,6 +120,7 @@ class StepModel(NotPicklable):
         kinds: distinct kinds of layers; layers of one kind run the same compiled region.
         prepare: ``prepare_step`` for the stores and states of all layers.
         recurrences: kinds of states of recurrences, one for each ``Recurrence.key``.
+        running: the step that runs.
     """
 
     def __init__(
@@ -138,7 +144,7 @@ class StepModel(NotPicklable):
         self._num_clipped: dict[int, int] = {}
         self._read_at = -math.inf
         self._kv_scales = tuple(scales)
-        self._running = RunningStep()
+        self.running = RunningStep()
         self._runners: dict[Hashable, LayerRunner] = {}
         # Without it, transformers computes it in each step, as int64.
         self._takes_cache_position = "cache_position" in signature(model.forward).parameters
@@ -152,13 +158,13 @@ class StepModel(NotPicklable):
             latents = None
             if spec.stores_latents:
                 latents = keep_latents(layer.attention, layer.call.num_heads, layer.call.value_head_dim)
-            attention = AttentionLayer(spec, cache, self._running, rows, of_kv, latents)
+            attention = AttentionLayer(spec, cache, self.running, rows, of_kv, latents)
             setattr(layer.attention, LAYER_ATTRIBUTE, attention)
             self._attention.append(attention)
             served[layer.module] = (spec,)
         self.recurrences = tuple({kind.key: kind for _, states, _ in recurrent for kind in states}.values())
         for each, states, tensors in recurrent:
-            each.attach(states, tensors, self._running)
+            each.attach(states, tensors, self.running)
             served[each.module] = (*served.get(each.module, ()), *states)
         besides = layers_besides(model, served)
         # Layers that write nothing, behind all that do.
@@ -192,8 +198,8 @@ class StepModel(NotPicklable):
         # Equal kinds become one object, which dictionaries find without comparing.
         kind = kinds.setdefault(kind, kind)
         arrive = None if self.stream is None else self.stream.arrival_of(layer)
-        served = ServedLayer(self._runners, kind, layer, arrive)
-        layer.forward = TrailingLayer(served, self._running) if is_trailing else served
+        served = ServedLayer(self._runners, kind, layer, self.running, arrive)
+        layer.forward = TrailingLayer(served, self.running) if is_trailing else served
 
     def num_clipped(self) -> int:
         """Count elements of keys and values of prompts that constant scales have clipped.
@@ -263,7 +269,7 @@ class StepModel(NotPicklable):
             is_wanted = logit_index[:, None] == token[None]
             place = torch.where(is_wanted, number[:, None], len(logit_index)).amin(dim=0)
             step, keeps = step._replace(wanted=logit_index, wanted_place=place), number
-        self._running.step = step
+        self.running.step = step
         try:
             output = self.model(
                 input_ids=token_ids[None],
@@ -274,7 +280,7 @@ class StepModel(NotPicklable):
                 logits_to_keep=keeps,
             )
         finally:
-            self._running.step = None
+            self.running.step = None
         return output.logits[0]
 
 

@@ -28,6 +28,7 @@ from hpu_duo.engine.model_drafts.steps import DraftSteps, OwnStores
 from hpu_duo.engine.model_drafts.tables import DraftTables, DraftWindow
 from hpu_duo.engine.step_input import message_fields
 from hpu_duo.engine.stepper import Runner
+from hpu_duo.engine.zigzag.runner import ZigZagRunner, check_groups
 from hpu_duo.heads import permute_heads
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
@@ -105,6 +106,8 @@ class Place:
             device = own_device(device, rank)
         runtime = runtime_for(device, lazy)
         backend = _backend(config, device, runtime)
+        if config.model.offload_num_batches > 1:
+            check_groups(config, device, backend.name)
         if not config.model.cpu_offload_gb:
             return cls(device, runtime, backend)
         mover_for(runtime, device)  # refused before weights are read
@@ -143,6 +146,8 @@ def _backend(config: EngineConfig, device: torch.device, runtime: DeviceRuntime)
             raise ValueError(f"device {runtime.name!r} captures steps in its own way, got graphs={chosen!r}")
         return own
     if isinstance(chosen, str):
+        if chosen in CHOSEN_LATER and config.model.offload_num_batches > 1:
+            chosen = "eager"
         chosen = _make_backend(chosen_name(chosen, device.type, runtime.is_lazy))
     problem = chosen.problem(device)
     if problem is not None:
@@ -277,7 +282,9 @@ class DeviceSide:
         drafts = _drafts(config, step_model, tables, memory, place, draft)
         executor = _make_executor(config, step_model, store, tables, runtime, shared, drafts)
         hf_config = model.config if shared is None else shared.hf_config
-        runner = Runner(executor, hf_config.get_text_config().vocab_size, limits.max_model_len)
+        known = executor, hf_config.get_text_config().vocab_size, limits.max_model_len
+        num_groups = config.model.offload_num_batches
+        runner = Runner(*known) if num_groups == 1 else ZigZagRunner(*known, num_groups)
         runner.builder.drafts = None if drafts is None else drafts.tables
         return cls(runner, blueprint, limits, hf_config)
 

@@ -1,0 +1,1 @@
+"""Steps in groups of rows that take turns, layer by layer."""

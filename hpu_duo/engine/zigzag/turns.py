@@ -1,0 +1,128 @@
+"""Steps of one model side by side: a layer of each of them, then the next layer of each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from hpu_duo.modeling.attention import RunningStep
+from hpu_duo.not_picklable import NotPicklable
+from kernels_ref import Step
+
+
+class _Abandoned(BaseException):
+    """Ends the thread of a step that nobody waits for any more; nothing of transformers catches it."""
+
+
+class _Lane:
+    """A step in a thread, which stops in front of each layer."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._asked: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self._answers: SimpleQueue[Any] = SimpleQueue()
+        self._future: Future[torch.Tensor] | None = None
+
+    def begin(
+        self, threads: ThreadPoolExecutor, step: Callable[[], torch.Tensor]
+    ) -> Callable[[], Any] | None:
+        """Run up to the first layer, and return it."""
+        self._future = threads.submit(self._run, step)
+        return self._wait()
+
+    def go_on(self, answer: Any) -> Callable[[], Any] | None:
+        """Run on behind a layer that has returned ``answer``; None if the step has ended."""
+        self._answers.put(answer)
+        return self._wait()
+
+    def turn(self, layer: Callable[[], Any]) -> Any:
+        """Stop in front of a layer, and return what it has returned; called in the thread."""
+        self._asked.put(layer)
+        answer = self._answers.get()
+        if answer is _Abandoned:
+            raise _Abandoned
+        return answer
+
+    def result(self) -> torch.Tensor:
+        """Return what the step has returned, or raise its error."""
+        assert self._future is not None, "the step has begun"
+        return self._future.result()
+
+    def abandon(self) -> None:
+        """End the thread, if it has not ended."""
+        if self._future is not None:
+            self._answers.put(_Abandoned)
+            wait([self._future])
+
+    def _run(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+        is_cuda = self._device.type == "cuda"
+        place: AbstractContextManager[Any] = torch.cuda.device(self._device) if is_cuda else nullcontext()
+        try:
+            with place, torch.inference_mode():
+                return step()
+        finally:
+            self._asked.put(None)
+
+    def _wait(self) -> Callable[[], Any] | None:
+        layer = self._asked.get()
+        if layer is None:
+            self.result()
+        return layer
+
+
+class LayerTurns(NotPicklable):
+    """Runs several steps of a model at once, whose layers take turns.
+
+    What transformers' model computes around its layers runs in a thread for each step. The caller's thread
+    runs the layers, and one thread runs at a time.
+
+    Args:
+        running: the step that the model runs, which is exchanged with each turn.
+        num_steps: most steps at once.
+        device: of the model.
+    """
+
+    def __init__(self, running: RunningStep, num_steps: int, device: torch.device) -> None:
+        self._running, self._device = running, device
+        self._threads = ThreadPoolExecutor(num_steps, "hpu-duo-turns")
+
+    def run(
+        self, steps: Sequence[Callable[[], torch.Tensor]], enter: Callable[[int], None]
+    ) -> list[torch.Tensor]:
+        """Run all steps, and return their results.
+
+        Args:
+            enter: called with the number of a step before anything of it runs.
+
+        Raises:
+            Exception: of a step or a layer; all other steps have ended then.
+        """
+        running, lanes = self._running, [_Lane(self._device) for _ in steps]
+        layers: list[Callable[[], Any] | None] = []
+        contexts: list[Step | None] = []
+        try:
+            for number, (lane, step) in enumerate(zip(lanes, steps)):
+                enter(number)
+                running.turn = lane.turn
+                layers.append(lane.begin(self._threads, step))
+                contexts.append(running.step)
+            while any(layer is not None for layer in layers):
+                for number, (lane, layer) in enumerate(zip(lanes, layers)):
+                    if layer is None:
+                        continue
+                    enter(number)
+                    running.step, running.turn = contexts[number], None
+                    answer = layer()
+                    running.turn = lane.turn
+                    layers[number] = lane.go_on(answer)
+                    contexts[number] = running.step
+            return [lane.result() for lane in lanes]
+        finally:
+            for lane in lanes:
+                lane.abandon()
+            running.step = running.turn = None

@@ -1,0 +1,160 @@
+"""Steps in groups of rows that take turns give the tokens of whole steps, in the time of the schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from hpu_duo import HeadPattern
+from hpu_duo.modeling.weight_stream import WeightStream, weight_bytes
+from hpu_duo.planning import Format
+from hpu_duo.planning.offload import FLEXGEN_T4, Formula, OffloadWork, Placement, ZigZag, offload_model
+from hpu_duo.planning.read_model import read_model
+from hpu_duo.sampling import SamplingParams
+from kernels_ref import PLAIN
+from tests.engine.tiny import Tiny, serve, tokens_of
+from tests.modeling.families import BASE, prompts_of, save_random
+
+pytestmark = pytest.mark.instruction_set
+
+NUM_LAYERS = 4
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+DRAWN = SamplingParams(temperature=1, max_tokens=6, seed=3, logprobs=2)
+PROMPTS = prompts_of((13, 5, 22, 9, 31, 7))
+PATTERN = HeadPattern(
+    np.zeros((NUM_LAYERS, 2), np.float32), sink=2, recent=6, retrieval=np.array([[True, False]] * NUM_LAYERS)
+)
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """A tiny Llama of four layers."""
+    path = tmp_path_factory.mktemp("deep")
+    return Tiny(path, save_random(LlamaConfig(**{**BASE, "num_hidden_layers": NUM_LAYERS}), path))
+
+
+def load(deep: Tiny, num_batches: int, num_streamed: int = 0, **options: Any) -> Any:
+    """Load with the weights of some layers on the host; prompts come in chunks."""
+    gib = max(0.0, num_streamed - 0.5) * weight_bytes(deep.model.model.layers[0]) / 2**30
+    sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 18, "graphs": "eager"}
+    return deep.load(**sizes, offload_num_batches=num_batches, cpu_offload_gb=gib, **options)
+
+
+@pytest.mark.parametrize(
+    ("num_batches", "num_streamed", "ahead", "options"),
+    [
+        (2, 4, 1, {}),
+        (3, 3, 1, {"kv_policy": "h2o", "kv_budget": 12}),
+        (6, 4, 2, {"pattern": PATTERN, "speculative_config": DRAFTS}),
+    ],
+)
+def test_tokens_are_those_of_whole_steps(
+    deep: Tiny, num_batches: int, num_streamed: int, ahead: int, options: dict[str, Any]
+) -> None:
+    params = [GREEDY, DRAWN] * 3
+    whole = serve(load(deep, 1, **options), PROMPTS, params)
+    model = load(deep, num_batches, num_streamed, offload_prefetch_step=ahead, **options)
+    found = serve(model, PROMPTS, params)
+    assert tokens_of(found) == tokens_of(whole)
+    for (one,), (other,) in zip(found[1::2], whole[1::2]):
+        assert one.logprobs is not None
+        assert other.logprobs is not None
+        for mine, theirs in zip(one.logprobs, other.logprobs):
+            assert list(mine.top) == list(theirs.top)
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+class VirtualLink:
+    """A link, and computation beside it, on a clock that only they move."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.now = self.num_bytes = 0.0
+        self._bytes_per_s, self._free_at = bytes_per_s, 0.0
+
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> _VirtualMove:
+        target.copy_(source)
+        self.num_bytes += source.nbytes
+        self._free_at = max(self._free_at, self.now) + source.nbytes / self._bytes_per_s
+        return _VirtualMove(self, self._free_at)
+
+
+class _VirtualMove:
+    def __init__(self, link: VirtualLink, end: float) -> None:
+        self._link, self._end = link, end
+
+    def hold(self) -> None:
+        self._link.now = max(self._link.now, self._end)
+
+
+@pytest.mark.parametrize("load_per_compute", [4.0, 0.3])
+@pytest.mark.parametrize("num_batches", [1, 3])
+def test_time_is_that_of_the_schedule(deep: Tiny, num_batches: int, load_per_compute: float) -> None:
+    rows = 2
+    model = load(deep, num_batches, NUM_LAYERS)
+    executor = model.engine.runner.executor
+    stream: WeightStream = executor.model.stream
+    link = stream.mover = VirtualLink(stream.num_bytes / NUM_LAYERS / (load_per_compute * rows))
+
+    def compute(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        link.now += args[0].shape[1]  # a second for each token
+
+    for layer in executor.model.model.model.layers:
+        layer.mlp.register_forward_pre_hook(compute)
+    for prompt in prompts_of((3,) * rows * num_batches):
+        model.engine.add_request(prompt, replace(GREEDY, max_tokens=12, ignore_eos=True))
+    for _ in range(3):
+        model.engine.step()
+    before, moved, num_steps = link.now, link.num_bytes, 4
+    for _ in range(num_steps):
+        model.engine.step()
+    sizes = replace(
+        offload_model(read_model(deep.path), Format.BF16, PLAIN), layer_bytes=stream.num_bytes / NUM_LAYERS
+    )
+    machine = replace(
+        FLEXGEN_T4,
+        up=stream.num_bytes / NUM_LAYERS / (load_per_compute * rows),
+        decode_matrix=2 * sizes.layer_params,
+        decode_attention=float("inf"),
+        loads_first=False,
+    )
+    formula = Formula(sizes, OffloadWork(3, num_steps + 1), machine, rows, num_batches, False)
+    placement = Placement(0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0)
+    assert link.now - before == pytest.approx(ZigZag(formula, placement).run().decode_s, rel=0.01)
+    assert link.num_bytes - moved == num_steps * stream.num_bytes
+
+
+def test_a_failed_layer_ends_the_step_of_all_groups(deep: Tiny) -> None:
+    model = load(deep, 3)
+    layers = model.engine.runner.executor.model.model.model.layers
+    calls: list[int] = []
+
+    def fail(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        calls.append(len(calls))
+        if len(calls) == 2:  # of the second group, while the others wait in front of a layer
+            raise RuntimeError("this layer is broken")
+
+    hook = layers[2].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="this layer is broken"):
+        model.engine.generate(prompts_of((3,) * 6), GREEDY)
+    hook.remove()
+    model.engine.generate([], GREEDY)
+    assert not model.engine.has_unfinished
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"graphs": "replay"}, "got graphs='replay'"),
+        ({"record_steps": "steps.bin"}, "got record_steps"),
+        ({"offload_num_batches": 0}, "offload_num_batches"),
+    ],
+)
+def test_what_groups_do_not_have_is_refused(deep: Tiny, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        deep.load(**{"offload_num_batches": 2, **options})
