@@ -100,6 +100,21 @@ class ModelConfig:
         ENGINE,
         metavar="GIB",
     )
+    offload_policy: str | None = option(
+        None,
+        "Where weights lie, in place of cpu_offload_gb: w_dev,w_host,100,0,100,0, percentages of layers on "
+        "device and host, the rest on the disk; keys, values and activations stay on the device.",
+        ENGINE,
+        metavar="POLICY",
+        unset="all on the device",
+    )
+    offload_disk: str | Path | None = option(
+        None,
+        "Folder for the weights that offload_policy leaves to the disk; its files go with the process.",
+        ENGINE,
+        metavar="DIR",
+        unset="no disk",
+    )
     offload_prefetch_step: int = option(
         1,
         "How many offloaded layers ahead weights are copied; each takes one more buffer on the device.",
@@ -133,6 +148,11 @@ class ModelConfig:
         ),
     )
 
+    @property
+    def offloads_weights(self) -> bool:
+        """Whether weights of some layers leave the device."""
+        return bool(self.cpu_offload_gb) or self.offload_policy is not None
+
     def __post_init__(self) -> None:
         if self.attention != "auto":
             from kernels_ref.impl import Implementation
@@ -143,6 +163,8 @@ class ModelConfig:
         check_at_least("offload_num_batches", self.offload_num_batches, 1)
         if isinstance(self.cpu_offload_gb, bool) or not 0 <= self.cpu_offload_gb < float("inf"):
             raise ValueError(f"expected cpu_offload_gb of 0 or more GiB, got {self.cpu_offload_gb!r}")
+        if self.cpu_offload_gb and self.offload_policy is not None:
+            raise ValueError("expected cpu_offload_gb or offload_policy, got both")
         check_choices(self)
         if not isinstance(self.path, str | PathLike):
             raise ValueError(f"expected path to be a directory, got {type(self.path).__name__}")

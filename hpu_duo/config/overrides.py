@@ -25,6 +25,8 @@ class EngineOverrides(TypedDict, total=False):
     quantization_execution: str
     activations: str
     cpu_offload_gb: float
+    offload_policy: str | None
+    offload_disk: str | Path | None
     offload_prefetch_step: int
     offload_num_batches: int
     attention: str

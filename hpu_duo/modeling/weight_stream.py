@@ -1,13 +1,16 @@
-"""Weights in host memory that pass through a few buffers of the device, layer by layer."""
+"""Weights in host memory or on a disk that pass through a few buffers of the device, layer by layer."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -33,6 +36,62 @@ _library.impl("arrive", lambda *_: None, "Meta")
 _operator = torch.ops.hpu_duo_weights.arrive.default
 
 
+class InFile:
+    """Weights in an unnamed file of a folder, which the system removes with the process.
+
+    Args:
+        folder: on the disk.
+        weights: bytes to write, uint8 ``[B]``.
+
+    Attributes:
+        nbytes: their number.
+
+    Raises:
+        ValueError: they cannot be written there.
+    """
+
+    def __init__(self, folder: Path, weights: torch.Tensor) -> None:
+        self.nbytes = weights.nbytes
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file, path = tempfile.mkstemp(dir=folder)
+            weakref.finalize(self, os.close, self._file)
+            os.unlink(path)
+            rest = weights.numpy().data
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError as error:
+            raise ValueError(
+                f"expected offload_disk to be a folder with room for {self.nbytes:,} bytes of weights, "
+                f"got {folder}: {error.strerror}"
+            ) from None
+
+    def expect(self) -> None:
+        """Let the system begin to read them."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file, 0, self.nbytes, os.POSIX_FADV_WILLNEED)
+
+    def read(self, target: torch.Tensor) -> None:
+        """Read all of them into memory of the host, uint8 ``[B]``.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        rest, offset = target.numpy().data, 0
+        while rest:
+            num_bytes = os.preadv(self._file, [rest], offset)
+            if not num_bytes:
+                raise OSError(f"expected {self.nbytes:,} bytes of weights in a file, got {offset:,}")
+            rest, offset = rest[num_bytes:], offset + num_bytes
+        if hasattr(os, "posix_fadvise"):
+            # Read once in a step: kept pages would only displace those of others.
+            os.posix_fadvise(self._file, 0, self.nbytes, os.POSIX_FADV_DONTNEED)
+
+
+Weights: TypeAlias = torch.Tensor | InFile
+"""Weights of a layer on the host, uint8 ``[B]``, or on a disk."""
+
+
 class Move(Protocol):
     """A copy that has begun."""
 
@@ -42,9 +101,9 @@ class Move(Protocol):
 
 
 class Mover(Protocol):
-    """Copies weights from the host to a device, one after the other."""
+    """Copies weights from the host or a disk to a device, one after the other."""
 
-    def move(self, source: torch.Tensor, target: torch.Tensor) -> Move:
+    def move(self, source: Weights, target: torch.Tensor) -> Move:
         """Begin a copy. What was launched before may still read ``target``."""
         ...
 
@@ -61,12 +120,15 @@ class ThreadMover(NotPicklable):
         self._thread = ThreadPoolExecutor(1, "hpu-duo-weights")
         self._free_at = 0.0
 
-    def move(self, source: torch.Tensor, target: torch.Tensor) -> Move:
+    def move(self, source: Weights, target: torch.Tensor) -> Move:
         """Begin a copy."""
         return _ThreadMove(self._thread.submit(self._copy, source, target, time.monotonic()))
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor, asked_at: float) -> None:
-        target.copy_(source)
+    def _copy(self, source: Weights, target: torch.Tensor, asked_at: float) -> None:
+        if isinstance(source, InFile):
+            source.read(target)
+        else:
+            target.copy_(source)
         if self._bytes_per_s is not None:
             self._free_at = max(self._free_at, asked_at) + source.nbytes / self._bytes_per_s
             time.sleep(max(0.0, self._free_at - time.monotonic()))
@@ -83,6 +145,9 @@ class _ThreadMove:
 class StreamMover(NotPicklable):
     """Copies by a queue of the device, beside its computation.
 
+    Weights on a disk are read to one of two pinned buffers first, while the device computes what has been
+    launched.
+
     Args:
         stream: the queue.
         pin: pins memory of the host, and returns what undoes that; see ``CopiesAside``.
@@ -90,9 +155,27 @@ class StreamMover(NotPicklable):
 
     def __init__(self, stream: CopyStream, pin: Callable[[torch.Tensor], Callable[[], None]]) -> None:
         self._stream, self.pin = stream, pin
+        self._staged: list[tuple[torch.Tensor, Mark | None]] = []
 
-    def move(self, source: torch.Tensor, target: torch.Tensor) -> Move:
+    def stage(self, num_bytes: int) -> None:
+        """Allocate the buffers that files are read to."""
+        for _ in range(2):
+            buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            weakref.finalize(self, self.pin(buffer))
+            self._staged.append((buffer, None))
+
+    def move(self, source: Weights, target: torch.Tensor) -> Move:
         """Begin a copy behind what the computation has launched."""
+        if isinstance(source, InFile):
+            buffer, mark = self._staged.pop(0)
+            if mark is not None:
+                mark.wait()  # the copy that has read it last
+            source.read(buffer[: source.nbytes])
+            with self._stream.after_launched():
+                target.copy_(buffer[: source.nbytes], non_blocking=True)
+                move = _StreamMove(self._stream.mark())
+            self._staged.append((buffer, move.mark))
+            return move
         with self._stream.after_launched():
             target.copy_(source, non_blocking=True)
             return _StreamMove(self._stream.mark())
@@ -100,10 +183,10 @@ class StreamMover(NotPicklable):
 
 class _StreamMove:
     def __init__(self, mark: Mark) -> None:
-        self._mark = mark
+        self.mark = mark
 
     def hold(self) -> None:
-        self._mark.hold_computation()
+        self.mark.hold_computation()
 
 
 def mover_for(runtime: DeviceRuntime, device: torch.device) -> Mover:
@@ -135,7 +218,7 @@ def buffer_numbers(num_layers: int, num_ahead: int) -> list[int]:
 
 
 class WeightStream(NotPicklable):
-    """Matrices of some layers, which lie on the host and are copied to the device before their layer runs.
+    """Matrices of some layers, which lie on the host or a disk and are copied before their layer runs.
 
     Each layer always has the same buffer, so its weights are the same tensors in every step, whose contents
     alternate. Vectors, such as norms and biases, stay on the device.
@@ -145,10 +228,13 @@ class WeightStream(NotPicklable):
         device: of the buffers.
         mover: see the attribute.
         num_ahead: layers that are copied before they are needed.
+        folder: for files of layers on a disk.
+        on_disk: places of these in ``layers``; the others lie in memory of the host.
 
     Attributes:
         mover: copies to the device.
         num_bytes: of the weights on the host.
+        disk_bytes: of those in files.
         buffer_bytes: of the buffers on the device.
 
     Raises:
@@ -157,15 +243,22 @@ class WeightStream(NotPicklable):
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], device: torch.device, mover: Mover, num_ahead: int = 1
+        self,
+        layers: Sequence[nn.Module],
+        device: torch.device,
+        mover: Mover,
+        num_ahead: int = 1,
+        folder: Path | None = None,
+        on_disk: Collection[int] = (),
     ) -> None:
-        self.mover, self._num_ahead = mover, num_ahead
+        self.mover, self._num_ahead, self._folder = mover, num_ahead, folder
         weights = [list(streamed_weights(layer)) for layer in layers]
         every = [id(weight) for each in weights for weight in each]
         if len({*every}) < len(every):
             raise ValueError("expected layers with weights of their own with cpu_offload_gb, got shared ones")
         sizes = [sum(_room(weight) for weight in each) for each in weights]
-        self.num_bytes = sum(sizes)
+        self.disk_bytes = sum(sizes[number] for number in on_disk)
+        self.num_bytes = sum(sizes) - self.disk_bytes
         self._buffer_of = buffer_numbers(len(layers), num_ahead)
         free = host_memory().free
         if self.num_bytes > free:
@@ -176,7 +269,10 @@ class WeightStream(NotPicklable):
         memory = torch.empty(self.num_bytes, dtype=torch.uint8)
         if isinstance(mover, StreamMover):
             weakref.finalize(self, mover.pin(memory))
-        self._on_host = list(memory.split(sizes))
+            if on_disk:
+                mover.stage(max(sizes[number] for number in on_disk))
+        on_host = iter(memory.split([size for number, size in enumerate(sizes) if number not in on_disk]))
+        self._homes: list[Weights] = []
         num_buffers = max(self._buffer_of) + 1
         largest = [
             max(size for size, buffer in zip(sizes, self._buffer_of) if buffer == number)
@@ -185,16 +281,25 @@ class WeightStream(NotPicklable):
         self._on_device = [torch.zeros(size, dtype=torch.uint8, device=device) for size in largest]
         self.buffer_bytes = sum(largest)
         self._moves: list[tuple[int, Move | None]] = [(-1, None)] * num_buffers
-        for each, on_host, number in zip(weights, self._on_host, self._buffer_of):
-            _rebind(each, on_host, self._on_device[number])
+        for place, (each, size, number) in enumerate(zip(weights, sizes, self._buffer_of)):
+            home = torch.empty(size, dtype=torch.uint8) if place in on_disk else next(on_host)
+            _rebind(each, home, self._on_device[number])
+            if place in on_disk:
+                assert folder is not None, "layers on a disk have a folder"
+                self._homes.append(InFile(folder, home))
+            else:
+                self._homes.append(home)
         self._numbers = {id(layer): number for number, layer in enumerate(layers)}
         _streams[id(self)] = self
 
     def describe(self) -> str:
         """Return a note on what lies where."""
+        num_files = sum(isinstance(home, InFile) for home in self._homes)
+        disk = f", those of {num_files}, {self.disk_bytes / _GIB:,.3g} GiB, in files of {self._folder}"
         return (
-            f"weights of {len(self._on_host)} layers, {self.num_bytes / _GIB:,.3g} GiB, lie on the host and "
-            f"pass through {len(self._on_device)} buffers, {self.buffer_bytes / _GIB:,.3g} GiB of the device"
+            f"weights of {len(self._homes) - num_files} layers, {self.num_bytes / _GIB:,.3g} GiB, lie on the "
+            f"host{disk if num_files else ''}; they pass through {len(self._on_device)} buffers, "
+            f"{self.buffer_bytes / _GIB:,.3g} GiB of the device"
         )
 
     def arrival_of(self, layer: nn.Module) -> Callable[[], None] | None:
@@ -220,9 +325,12 @@ class WeightStream(NotPicklable):
             number = (layer + ahead) % num_layers
             buffer = self._buffer_of[number]
             if self._moves[buffer][0] != number:
-                size = self._on_host[number].nbytes
-                move = self.mover.move(self._on_host[number], self._on_device[buffer][:size])
+                home = self._homes[number]
+                move = self.mover.move(home, self._on_device[buffer][: home.nbytes])
                 self._moves[buffer] = number, move
+                behind = self._homes[(number + 1) % num_layers]
+                if isinstance(behind, InFile):
+                    behind.expect()
         held, coming = self._moves[self._buffer_of[layer]]
         if coming is not None:
             coming.hold()

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,7 +58,6 @@ from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.modeling.weight_stream import (
     WeightStream,
     buffer_numbers,
-    choose_layers,
     mover_for,
     weight_bytes,
 )
@@ -66,7 +66,7 @@ from hpu_duo.parallel.mixers import check_gates
 from hpu_duo.startup.blueprint import Blueprint, ChosenKernels, choose_kernels
 from hpu_duo.startup.draft_model import DraftModel, within
 from hpu_duo.startup.heads import ChosenHeads
-from hpu_duo.startup.offloading import host_link, link_bytes
+from hpu_duo.startup.offloading import host_link, link_bytes, streamed_layers, weight_shares
 from hpu_duo.startup.tables import StepTables, plan_with_graphs
 from kernels_ref import Blocks, ChosenBlocks, Implementation, Owner, Rings, Softmax
 from kernels_ref.formats.trial import format_problem
@@ -108,13 +108,14 @@ class Place:
         backend = _backend(config, device, runtime)
         if config.model.offload_num_batches > 1:
             check_groups(config, device, backend.name)
-        if not config.model.cpu_offload_gb:
+        weight_shares(config.model)  # refused before weights are read, as the next
+        if not config.model.offloads_weights:
             return cls(device, runtime, backend)
-        mover_for(runtime, device)  # refused before weights are read
+        mover_for(runtime, device)
         if isinstance(backend, WholeStepBackend):
             raise ValueError(
                 f"weights on the host are copied between layers, and graphs={backend.name!r} records whole "
-                "steps on the device: expected graphs='compile' or 'eager' with cpu_offload_gb"
+                "steps on the device: expected graphs='compile' or 'eager' with weights on the host"
             )
         return cls(device, runtime, backend, loads_on_host=True)
 
@@ -237,7 +238,7 @@ class DeviceSide:
             draft = DraftModel.load(config, model, blueprint, vocab_size, precision, place)
         coming: list[nn.Module] = [model] if draft is None else [model, draft.own_modules]
         num_coming = 0 if place.first_device == device else sum(map(_weight_bytes, coming))
-        streamed = _streamed(config, model, layers, blueprint)
+        streamed, on_disk = streamed_layers(config.model, _in_order(model, layers, blueprint))
         if num_coming and streamed:
             sizes = list(map(weight_bytes, streamed))
             num_buffers = max(buffer_numbers(len(sizes), config.model.offload_prefetch_step)) + 1
@@ -271,7 +272,8 @@ class DeviceSide:
         stream = None
         if streamed:
             mover, ahead = mover_for(runtime, device), config.model.offload_prefetch_step
-            stream = WeightStream(streamed, device, mover, ahead)
+            folder = None if (disk := config.model.offload_disk) is None else Path(disk)
+            stream = WeightStream(streamed, device, mover, ahead, folder, on_disk)
         runtime.place(model)
         if draft is not None:
             draft.own_modules.to(dtype=precision.arithmetic)
@@ -572,16 +574,13 @@ def _budget(config: EngineConfig, runtime: DeviceRuntime, num_coming: int) -> De
     )
 
 
-def _streamed(
-    config: EngineConfig, model: PreTrainedModel, layers: Sequence[DecoderLayer], blueprint: Blueprint
+def _in_order(
+    model: PreTrainedModel, layers: Sequence[DecoderLayer], blueprint: Blueprint
 ) -> list[nn.Module]:
-    """Return the layers whose weights lie on the host."""
-    if not config.model.cpu_offload_gb:
-        return []
+    """Return the layers of all kinds in the order in which they run."""
     known = [*(layer.module for layer in layers), *(each.module for each in blueprint.recurrent)]
     every = {*known, *layers_besides(model, known)}
-    in_order = [module for module in model.modules() if module in every]
-    return choose_layers(in_order, config.model.cpu_offload_gb * _GIB)
+    return [module for module in model.modules() if module in every]
 
 
 def _weight_bytes(model: nn.Module) -> int:

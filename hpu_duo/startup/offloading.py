@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import shutil
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from torch import nn
+
 from graphs import StepLimits
+from hpu_duo.config.engine import ModelConfig
 from hpu_duo.config.limits import CacheConfig
 from hpu_duo.device.runtime import DeviceRuntime, host_memory
 from hpu_duo.device.streams import CopiesAside
@@ -26,6 +30,8 @@ from hpu_duo.kv.tiers.stage import Stage
 from hpu_duo.kv.tiers.stream_link import STAGING_BYTES, StreamLink, staging_bytes
 from hpu_duo.kv.tiers.swap import PreemptionMode, SwapSpace
 from hpu_duo.kv.tiers.swapping import Swapping
+from hpu_duo.modeling.weight_stream import choose_layers
+from hpu_duo.planning.offload import Placement, spread
 from hpu_duo.startup.fingerprint import records_digest
 from hpu_duo.writable import check_directory
 
@@ -37,8 +43,49 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _GIB = 1 << 30
+_ROUNDING = 1e-9
 _SHARE = 4
 """At most one of so many blocks, and of so many snapshots, is reserved for transfers."""
+
+
+def weight_shares(model: ModelConfig) -> tuple[float, float, float] | None:
+    """Return the shares of layers on the device, the host and the disk; None without a policy.
+
+    Raises:
+        ValueError: it is no policy that is executed, or the disk is not given, or given in vain.
+    """
+    if model.offload_policy is None:
+        placement = Placement(1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0)
+    elif model.offload_policy == "auto":
+        raise ValueError(
+            "expected percentages as offload_policy, which hpu-duo plan-offload finds, got 'auto'"
+        )
+    else:
+        placement = Placement.parse(model.offload_policy)
+    if placement.kv_device < 1 or placement.activations_device < 1:
+        raise ValueError(
+            "expected an offload_policy that ends with 100,0,100,0: keys, values and activations stay on the "
+            f"device, got {model.offload_policy!r}"
+        )
+    if (placement.weights_disk > _ROUNDING) != (model.offload_disk is not None):
+        raise ValueError(
+            "expected offload_disk with an offload_policy that leaves weights to the disk, and only then, "
+            f"got offload_disk={model.offload_disk!r} and {100 * placement.weights_disk:g} % on the disk"
+        )
+    return None if model.offload_policy is None else placement[:3]
+
+
+def streamed_layers(
+    model: ModelConfig, layers: Sequence[nn.Module]
+) -> tuple[list[nn.Module], frozenset[int]]:
+    """Return the layers whose weights leave the device, and the places among them of those on the disk."""
+    shares = weight_shares(model)
+    if shares is None:
+        chosen = choose_layers(layers, model.cpu_offload_gb * _GIB) if model.cpu_offload_gb else []
+        return chosen, frozenset()
+    homes = spread(shares, len(layers))
+    on_disk = (place for place, home in enumerate(filter(None, homes)) if home == 2)
+    return [layer for layer, home in zip(layers, homes) if home], frozenset(on_disk)
 
 
 class Staged(NamedTuple):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from transformers import LlamaConfig
 
 from hpu_duo.device.runtime import HostMemory
 from hpu_duo.modeling.weight_stream import (
+    StreamMover,
     ThreadMover,
+    Weights,
     WeightStream,
     buffer_numbers,
     choose_layers,
@@ -61,6 +65,60 @@ def stream_of(model: Any) -> WeightStream:
 
 
 @pytest.mark.parametrize(
+    ("policy", "num_host", "num_disk"), [("40,20,100,0,100,0", 1, 2), ("0,0,100,0,100,0", 0, 5)]
+)
+def test_tokens_are_those_of_resident_weights_from_a_disk(
+    deep: Tiny, expected: list[list[list[int]]], tmp_path: Path, policy: str, num_host: int, num_disk: int
+) -> None:
+    model = deep.load(offload_policy=policy, offload_disk=tmp_path / "new", graphs="eager")
+    assert tokens_of(serve(model, PROMPTS, GREEDY)) == expected
+    stream, layer_bytes = stream_of(model), weight_bytes(deep.model.model.layers[0])
+    assert stream.num_bytes == pytest.approx(num_host * layer_bytes, rel=0.01)
+    assert stream.disk_bytes == pytest.approx(num_disk * layer_bytes, rel=0.01)
+    assert not list((tmp_path / "new").iterdir())  # files have no names
+    assert any(f"{num_host} layers" in note and f"of {num_disk}," in note for note in model.stats().notes)
+
+
+def test_weights_in_files_reach_a_device_by_pinned_buffers(tmp_path: Path) -> None:
+    layers = [nn.Linear(8, 8) for _ in range(4)]
+    weights = [layer.weight.detach().clone() for layer in layers]
+    pinned: list[int] = []
+    waits: list[int] = []
+    mark = SimpleNamespace(hold_computation=lambda: None, wait=lambda: waits.append(1))
+
+    def pin(memory: torch.Tensor) -> Any:
+        pinned.append(memory.nbytes)
+        return lambda: None
+
+    mover = StreamMover(SimpleNamespace(after_launched=nullcontext, mark=lambda: mark), pin)
+    stream = WeightStream(layers, torch.device("cpu"), mover, 1, tmp_path, {0, 2, 3})
+    assert pinned == [256, 256, 256]  # the layer on the host, and two buffers
+    for number in (*range(4), *range(4)):
+        stream.arrive(number)
+        assert torch.equal(layers[number].weight, weights[number])
+    assert len(waits) == 5  # of 7 copies from files
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"offload_policy": "auto"}, "plan-offload finds"),
+        ({"offload_policy": "60,50,100,0,100,0"}, "weights that add up to 100 at most"),
+        ({"offload_policy": "50,50,0,100,100,0"}, "stay on the device"),
+        ({"offload_policy": "50,40,100,0,100,0"}, "offload_disk=None and 10 % on the disk"),
+        ({"offload_disk": "x"}, "and 0 % on the disk"),
+        ({"offload_policy": "50,50,100,0,100,0", "cpu_offload_gb": 1.0}, "got both"),
+        ({"offload_policy": "50,0,100,0,100,0", "offload_disk": "/proc/none"}, "expected offload_disk to be"),
+    ],
+)
+def test_placements_that_are_not_executed_are_refused(
+    deep: Tiny, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        deep.load(**options)
+
+
+@pytest.mark.parametrize(
     ("graphs", "count", "options"),
     [
         ("eager", 5, {}),
@@ -91,7 +149,8 @@ def test_a_layer_waits_for_its_weights_and_later_ones_are_on_their_way() -> None
     asked: list[int] = []
 
     class Recording(ThreadMover):
-        def move(self, source: torch.Tensor, target: torch.Tensor) -> Any:
+        def move(self, source: Weights, target: torch.Tensor) -> Any:
+            assert isinstance(source, torch.Tensor)
             asked.append(source.data_ptr())
             return super().move(source, target)
 
@@ -149,7 +208,7 @@ def test_a_failed_copy_ends_the_step(deep: Tiny, tmp_path: Path) -> None:
     model = deep.load(cpu_offload_gb=weight_bytes(deep.model.model.layers[0]) * 4.5 / 2**30, graphs="eager")
 
     class Broken:
-        def move(self, source: torch.Tensor, target: torch.Tensor) -> Any:
+        def move(self, source: Weights, target: torch.Tensor) -> Any:
             raise RuntimeError("the link is gone")
 
     stream_of(model).mover = Broken()

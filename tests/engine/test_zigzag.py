@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig
 
 from hpu_duo import HeadPattern
-from hpu_duo.modeling.weight_stream import WeightStream, weight_bytes
+from hpu_duo.modeling.weight_stream import Weights, WeightStream, weight_bytes
 from hpu_duo.planning import Format
 from hpu_duo.planning.offload import FLEXGEN_T4, Formula, OffloadWork, Placement, ZigZag, offload_model
 from hpu_duo.planning.read_model import read_model
@@ -77,7 +77,8 @@ class VirtualLink:
         self.now = self.num_bytes = 0.0
         self._bytes_per_s, self._free_at = bytes_per_s, 0.0
 
-    def move(self, source: torch.Tensor, target: torch.Tensor) -> _VirtualMove:
+    def move(self, source: Weights, target: torch.Tensor) -> _VirtualMove:
+        assert isinstance(source, torch.Tensor)
         target.copy_(source)
         self.num_bytes += source.nbytes
         self._free_at = max(self._free_at, self.now) + source.nbytes / self._bytes_per_s

@@ -14,7 +14,7 @@ from hpu_duo.planning.offload.formula import (
 )
 from hpu_duo.planning.offload.machines import offload_model, on_hardware
 from hpu_duo.planning.offload.search import Found, PolicySearch
-from hpu_duo.planning.offload.zigzag import ZigZag
+from hpu_duo.planning.offload.zigzag import ZigZag, spread
 
 __all__ = [
     "FLEXGEN_T4",
@@ -30,4 +30,5 @@ __all__ = [
     "ZigZag",
     "offload_model",
     "on_hardware",
+    "spread",
 ]

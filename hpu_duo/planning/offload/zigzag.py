@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -41,13 +43,7 @@ class ZigZag:
 
     def __init__(self, formula: Formula, placement: Placement) -> None:
         self._formula, self._placement = formula, placement
-        num_layers = formula.model.num_layers
-        counts = [round(share * num_layers) for share in placement[:3]]
-        # Layers of each memory are spread evenly, so that a long load has short ones beside it.
-        places = (
-            ((index + 0.5) / count, place) for place, count in enumerate(counts) for index in range(count)
-        )
-        self.homes = [place for _, place in sorted(places)]
+        self.homes = spread(placement[:3], formula.model.num_layers)
 
     def run(self) -> Result:
         """Run all output tokens."""
@@ -94,6 +90,18 @@ class ZigZag:
                 for index, left in enumerate(pending):
                     pending[index], free = max(0.0, left - free), max(0.0, free - left)
         return seconds
+
+
+def spread(shares: Sequence[float], num_layers: int) -> list[int]:
+    """Return the memory of each layer, spread evenly, so that a long load has short ones beside it.
+
+    Args:
+        shares: of the layers in each memory.
+    """
+    bounds = [round(sum(shares[:end]) * num_layers) for end in range(len(shares) + 1)]
+    counts = [end - begin for begin, end in pairwise(bounds)]
+    places = (((index + 0.5) / count, place) for place, count in enumerate(counts) for index in range(count))
+    return [place for _, place in sorted(places)]
 
 
 def _one_hot(index: int) -> list[float]:
