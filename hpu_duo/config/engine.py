@@ -528,9 +528,7 @@ class EngineConfig:
             self._check_own_stores(speculation)
 
     def _check_own_stores(self, speculation: SpeculativeConfig) -> None:
-        num_ranks = self.parallel.tensor_parallel_size
         allowed = {
-            "tensor_parallel_size": (num_ranks, 1 if speculation.method == "mtp" else num_ranks),
             "retrieval_parallel": ("context" if self.parallel.deals_blocks else "heads", "heads"),
             "kv_policy": (self.cache.kv_policy, None),
             "kv_plan": (self.cache.kv_plan, None),

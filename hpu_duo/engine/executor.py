@@ -321,6 +321,7 @@ class Executor(NotPicklable):
 
     def _follow(self, drafts: RunsDrafts, message: StepInput) -> None:
         drafts.follow(message.shape, message.bucket, None if message.sampling is None else self._sampled)
+        self.exchanged = self.exchanged.plus(drafts.exchanged(message.bucket))
 
     def sample(
         self, logits: torch.Tensor, batch: SamplingBatch, floats: torch.Tensor | None = None
@@ -407,14 +408,12 @@ class Executor(NotPicklable):
             assert self.drafts is not None, "a model drafts"
             if message.sampling is not None and message.sampling.floats.size:
                 floats = torch.from_numpy(message.sampling.floats).to(self.device)
-            spread = self.spread if self.drafts.num_bytes else None  # each rank has all of another model
+            spread = self.spread if self.drafts.has_own_head else None
             drafted = self.drafts.run(
                 *(buffer[end : len(message.ints)], bucket, message.num_drafts),
                 *(message.sampling, floats, self.sample if spread is None else spread.sample_whole),
             )
-            if self._exchanges is not None and spread is None:
-                drafts = self._exchanges.of(self.drafts.tables.bucket(bucket))
-                self.exchanged = self.exchanged.plus(drafts, message.num_drafts)
+            self.exchanged = self.exchanged.plus(self.drafts.exchanged(bucket, message.num_drafts))
             self._sampled = drafted
         source = buffer[begin : begin + bucket.query_len]
         sampled = self._sampled.index_select(0, source.clamp(min=0))

@@ -17,6 +17,7 @@ from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.pool import NO_COPIES, Copy, CopyLists, padded_size
 from hpu_duo.kv.tiers.link import Transfers
 from hpu_duo.modeling.step_model import StepModel
+from hpu_duo.parallel import Exchanged
 from hpu_duo.request import Request
 from hpu_duo.sampling import RowError, SampledTokens, SamplingBatch, SamplingRoute, SamplingRow, TokenLogprobs
 from kernels_ref.units import index_dtype
@@ -268,6 +269,15 @@ class RunsDrafts(Protocol):
     @property
     def description(self) -> str:
         """Facts that the graphs of drafts depend on."""
+        ...
+
+    @property
+    def has_own_head(self) -> bool:
+        """Whether the model that drafts has a head of its own, all of it on each rank."""
+        ...
+
+    def exchanged(self, step: BatchShape, num_drafts: int = 0) -> Exchanged:
+        """Bytes that a rank sends for the drafts in front of a step; without drafts, to follow the step."""
         ...
 
     def run(

@@ -8,6 +8,7 @@ Shapes: Q tokens of a step, N rows of logits, D hidden size.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,30 +19,57 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+from hpu_duo.modeling.loading import build_without_weights
+from hpu_duo.modeling.quantised.checkpoint import stored_tensors
 from kernels_ref.units import index_dtype
 
 _NEEDED = (5, 24)
 _WHERE = "speculative_config: method 'mtp'"
+_OWN = ("layers.", "shared_post_norm.")
+"""Beginnings of the names of what a layer does not share with its model."""
 
 
-def load_mtp(model: PreTrainedModel, path: str | Path) -> Any:
-    """Read the layer of a model in memory, whose embedding and head it shares.
+def load_mtp(model: PreTrainedModel, path: str | Path, config: Any, dtype: torch.dtype) -> Any:
+    """Read the layer of a model in memory, whose embedding and head it shares, and dequantise it.
 
     Args:
-        model: as transformers has loaded it.
+        model: as transformers has loaded it, or one rank's share of it.
         path: of its checkpoint.
+        config: transformers' configuration of the whole model.
+        dtype: of the layer.
 
     Raises:
         ValueError: the checkpoint has no such layer or several, or transformers is too old.
     """
-    mtp_config(model.config, path)
-    model.config.name_or_path, kind = str(path), _mtp_class()
+    mtp_config(config, path)
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    whole, kind = build_without_weights(path, config, dtype), layer_class()
+    stored = stored_tensors(path, dtype)
     try:
-        # By the name of its class transformers finds the names of weights.
-        found = kind.__bases__[0].from_pretrained(model, device_map={"": str(model.device)})
+        with ExitStack() as stack:
+            for context in kind.get_init_context(dtype, False, False, None):
+                stack.enter_context(context)
+            # By the name of its class transformers finds the names of weights.
+            found = kind.__bases__[0](whole, 1)
+        pattern = kind.get_mtp_weights_regex(whole)
+        report, _ = convert_and_load_state_dict_in_model(
+            found,
+            {name: each for name, each in stored.items() if pattern.search(name)},
+            LoadStateDictConfig(
+                weight_mapping=found.get_weight_conversions(whole),
+                device_map={"": str(model.device)},
+                dtype=dtype,
+            ),
+        )
+        if missing := sorted(name for name in report.missing_keys if name.startswith(_OWN)):
+            raise ValueError(f"{', '.join(missing[:5])} are missing")
     except (ValueError, RuntimeError, OSError) as error:
         raise ValueError(f"{_WHERE}: the layer in {path} cannot be loaded: {error}") from error
     found.__class__ = kind
+    found.tie_with_main_model(model)
+    found.config.vocab_size = model.config.get_text_config().vocab_size  # of a rank, fewer
     return found.eval().requires_grad_(False)
 
 
@@ -86,7 +114,8 @@ def write_rows(target: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 @cache
-def _mtp_class() -> Any:
+def layer_class() -> Any:
+    """Return the class of such layers, a subclass of transformers' ``MtpModel``."""
     from transformers.modeling_layers import MtpModel
 
     class NextTokens(MtpModel):
@@ -96,6 +125,12 @@ def _mtp_class() -> Any:
         """
 
         states: tuple[torch.Tensor, torch.Tensor] | None = None
+
+        @property
+        def own_modules(self) -> nn.Module:
+            """All modules that it does not share with its model."""
+            named = {name.rstrip("."): getattr(self, name.rstrip("."), None) for name in _OWN}
+            return nn.ModuleDict({name: each for name, each in named.items() if each is not None})
 
         def attach(self, hidden: torch.Tensor, kept: torch.Tensor) -> None:
             """Read hidden states from the first rows of ``hidden``; write results to those of ``kept``."""

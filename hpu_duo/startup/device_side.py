@@ -234,8 +234,8 @@ class DeviceSide:
         )
         draft = None
         if (speculation := config.scheduler.speculation) is not None and speculation.has_own_stores:
-            vocab_size = (model.config if shared is None else shared.hf_config).get_text_config().vocab_size
-            draft = DraftModel.load(config, model, blueprint, vocab_size, precision, place)
+            whole = model.config if shared is None else shared.hf_config
+            draft = DraftModel.load(config, model, blueprint, whole, precision, place)
         coming: list[nn.Module] = [model] if draft is None else [model, draft.own_modules]
         num_coming = 0 if place.first_device == device else sum(map(_weight_bytes, coming))
         streamed, on_disk = streamed_layers(config.model, _in_order(model, layers, blueprint))
@@ -468,6 +468,11 @@ def _make_executor(
         )
         sizes = (model.model.config.get_text_config().hidden_size, model.model.dtype.itemsize)
         exchanges = StepExchanges.of_model(model.model, model.specs, *sizes, geometry.row_len)
+        if drafts is not None:
+            drafting = drafts.model
+            drafts.exchanges = StepExchanges.of_model(
+                drafting.model, drafting.specs, *sizes, geometry.row_len
+            )
     executor = Executor(
         model,
         store,

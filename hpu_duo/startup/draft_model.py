@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -24,8 +25,6 @@ from hpu_duo.modeling.loading import load_model, load_tokenizer, read_config
 from hpu_duo.modeling.mtp import load_mtp
 from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import DecoderLayer, probe
-from hpu_duo.modeling.quantised.checkpoint import quantisation_of
-from hpu_duo.modeling.quantised.state import quantised_layers
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.startup.blueprint import Blueprint, choose_kernels, fix_served_len
 from kernels_ref import Blocks, Softmax
@@ -56,7 +55,7 @@ class DraftModel:
         config: EngineConfig,
         model: PreTrainedModel,
         served: Blueprint,
-        vocab_size: int,
+        hf_config: Any,
         precision: Precision,
         place: Any,
     ) -> DraftModel:
@@ -65,7 +64,7 @@ class DraftModel:
         Args:
             model: that it drafts for, as transformers has loaded it.
             served: its blueprint.
-            vocab_size: of it, also where ranks share it.
+            hf_config: transformers' configuration of it, of all of it where ranks share it.
             place: see ``device_side.Place``.
 
         Raises:
@@ -86,15 +85,15 @@ class DraftModel:
         )
         if speculation.model is None:
             number = model.config.get_text_config().num_hidden_layers
-            model = _own_layer(model, path)
+            model = _own_layer(model, path, hf_config, precision.weights)
             # By its number in the checkpoint.
             layers = tuple(replace(each, number=number) for each in probe(model))
         else:
-            hf_config = read_config(path)
+            own, vocab_size = read_config(path), hf_config.get_text_config().vocab_size
             check_vocabulary(
-                served.config.model.path, vocab_size, Path(path), hf_config.get_text_config().vocab_size
+                served.config.model.path, vocab_size, Path(path), own.get_text_config().vocab_size
             )
-            model = load_model(path, hf_config, precision.weights, place.first_device)
+            model = load_model(path, own, precision.weights, place.first_device)
             try:
                 fix_served_len(model, config)
             except ValueError as error:
@@ -152,7 +151,7 @@ class DraftModel:
     def own_modules(self) -> nn.Module:
         """All modules that it does not share with the other model."""
         layer: Any = self.model
-        modules: nn.Module = layer.layers if self.is_layer else layer
+        modules: nn.Module = layer.own_modules if self.is_layer else layer
         return modules
 
     def state_bytes(self, largest: BatchShape) -> int:
@@ -172,18 +171,16 @@ def _name(speculation: SpeculativeConfig) -> str:
     return "a layer" if speculation.model is None else f"a model {speculation.model}"
 
 
-def _own_layer(model: PreTrainedModel, path: str | Path) -> PreTrainedModel:
+def _own_layer(
+    model: PreTrainedModel, path: str | Path, hf_config: Any, dtype: torch.dtype
+) -> PreTrainedModel:
     """Read the layer of multi-token prediction of a model in memory."""
     if not str(path) or not Path(path).is_dir():
         raise ValueError(
             "speculative_config: method 'mtp' reads a layer of the checkpoint: expected a path, got a loaded "
             "model"
         )
-    if quantisation_of(path) is not None or quantised_layers(model):
-        raise ValueError(
-            f"speculative_config: method 'mtp' needs plain weights, got quantised ones in {path}"
-        )
-    layer: PreTrainedModel = load_mtp(model, path)
+    layer: PreTrainedModel = load_mtp(model, path, hf_config, dtype)
     return layer
 
 

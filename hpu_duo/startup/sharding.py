@@ -75,7 +75,7 @@ def settle(config: EngineConfig) -> tuple[EngineConfig, tuple[str, ...]]:
     if parallel.retrieval_parallel != "auto":
         return config, ()
     speculation = config.scheduler.speculation
-    if parallel.tensor_parallel_size == 1 or (speculation is not None and speculation.model is not None):
+    if parallel.tensor_parallel_size == 1 or (speculation is not None and speculation.has_own_stores):
         return _with(config, "heads"), ()
     choice = _chosen(config)
     _log.info("%s", choice)

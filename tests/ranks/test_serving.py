@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from hpu_duo.device import run_processes
 from hpu_duo.heads import HeadPattern
 from hpu_duo.llm import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
-from tests.modeling.families import BASE, BLOCK, Zoo, make_config, prompts_of, save_random
+from tests.engine.test_mtp import FULL, mellum_name, save_predicting
+from tests.modeling.families import BASE, BLOCK, VERSION, Zoo, make_config, prompts_of, save_random
 from tests.ranks.work import Answer, Case, serve, serve_here
 from tests.tiers import every
 
@@ -259,3 +261,23 @@ def test_drafts_of_the_model_change_no_token_and_are_counted(cases: dict[str, Ca
         assert not answer.error
         assert answer.tokens == serve_here(plain[name]).tokens
         counted_alike(answer.seen, is_counted=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(VERSION < (5, 24), reason="MtpModel needs transformers 5.24")
+def test_drafts_of_the_checkpoints_own_layer_change_no_token_and_are_counted(tmp_path: Path) -> None:
+    """Each rank has all of the layer, and its part of embedding and head."""
+    save_predicting(tmp_path, "MellumConfig", mellum_name, num_experts=4, sliding_window=11, **FULL)
+    drafts = {"method": "mtp", "num_speculative_tokens": 3}
+    drafts["num_speculative_tokens_per_batch_size"] = [[1, 4, 3]]
+    sampled = SamplingParams(max_tokens=14, temperature=0.7, seed=1)
+    plain = Case(tmp_path, prompts_of((3, 40, 9), seed=3), [GREEDY, sampled, sampled])
+    drafting = replace(plain, scheduler={"speculative_config": drafts})
+    cases = {"eager": drafting, "replay": replace(drafting, graph={"backend": "replay"})}
+    answers = run_processes(serve, (cases,), [{}] * 2, 600)[0]
+    expected = serve_here(plain)
+    for name, answer in answers.items():
+        assert not answer.error
+        assert answer.tokens == expected.tokens
+        assert answer.seen["steps"] < expected.seen["steps"]
+        counted_alike(answer.seen, is_counted=name == "eager")

@@ -26,6 +26,7 @@ from hpu_duo.engine.model_drafts.tables import DraftTables, drafts_of
 from hpu_duo.engine.step_input import StepInput, message_fields, put_tokens
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.modeling.mtp import write_rows
+from hpu_duo.parallel import Exchanged
 from hpu_duo.request import Request
 from kernels_ref.units import index_dtype
 
@@ -121,6 +122,15 @@ class MtpSteps(DraftSteps):
     def __init__(self, states: HiddenStates, *given: Any, stages: bool) -> None:
         super().__init__(*given, stages=stages)
         self._states, self._chained = states, states.kept[:0]
+
+    @property
+    def has_own_head(self) -> bool:
+        """False: ranks share the head of the model, and sample from the columns of all."""
+        return False
+
+    def exchanged(self, step: BatchShape, num_drafts: int = 0) -> Exchanged:
+        """Return the bytes of a rank; see ``DraftSteps``. The first draft computes no layer."""
+        return Exchanged() if num_drafts == 1 else super().exchanged(step, max(0, num_drafts - 1))
 
     def follow(self, shape: BatchShape, bucket: BatchShape, sampled: torch.Tensor | None) -> None:
         """Compute the layer for a step: for its tokens and those that follow them."""

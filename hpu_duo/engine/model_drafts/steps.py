@@ -15,6 +15,7 @@ from hpu_duo.engine.model_drafts.tables import DraftTables
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.not_picklable import NotPicklable
+from hpu_duo.parallel import Exchanged, StepExchanges
 from hpu_duo.sampling import SampledTokens, SamplingBatch, SamplingRoute
 
 Sample = Callable[[torch.Tensor, SamplingBatch, torch.Tensor], SampledTokens]
@@ -53,7 +54,10 @@ class DraftSteps(NotPicklable):
 
     Attributes:
         graphs: captured drafts.
+        exchanges: of a step of the model, where ranks share the one that it drafts for; None = no ranks.
     """
+
+    exchanges: StepExchanges | None = None
 
     def __init__(
         self,
@@ -85,6 +89,23 @@ class DraftSteps(NotPicklable):
     def num_bytes(self) -> int:
         """Bytes of the model's own stores."""
         return 0 if self._own is None else self._own.store.num_bytes
+
+    @property
+    def has_own_head(self) -> bool:
+        """Whether the model has a head of its own, all of it on each rank."""
+        return self._own is not None
+
+    def exchanged(self, step: BatchShape, num_drafts: int = 0) -> Exchanged:
+        """Return the bytes that a rank sends for drafts, but for those of their logits.
+
+        Args:
+            step: bucket of the step that verifies them.
+            num_drafts: of each row; 0 = of ``follow``.
+        """
+        if self.exchanges is None or not (num_drafts or self._own):
+            return Exchanged()
+        bucket = self.tables.bucket(step) if num_drafts else step
+        return Exchanged().plus(self.exchanges.of(bucket), num_drafts or 1)
 
     @property
     def description(self) -> str:
@@ -194,7 +215,7 @@ class DraftSteps(NotPicklable):
         found: list[torch.Tensor] = []
         for number in range(num_drafts):
             logits = self._draft(bucket, source, number, found[-1] if found else None)
-            if self._own is not None:
+            if self.has_own_head:
                 # Columns of padding may be more or fewer than those of the other model.
                 logits = logits[:, : batch.route.vocab_size]
                 batch = replace(batch, route=replace(batch.route, vocab_size=logits.shape[1]))
