@@ -187,22 +187,22 @@ class DirectProduct {
   }
 };
 
-// Some rows as [inputs][rows].
-void lay_out(const float *x, int64_t stride, int rows, int inputs, float *to) {
-  for (int row = 0; row < rows; ++row)
-    for (int i = 0; i < inputs; ++i) to[(int64_t)i * rows + row] = x[row * stride + i];
-}
+// Some inputs of a block of rows, [rows][count], that many panels meet.
+struct Inputs {
+  const float *left;
+  int64_t rows;
+  int count;
+};
 
 // ROWS rows with kTileColumns outputs, from widened inputs [inputs][kTileColumns].
 template <int ROWS>
-void multiply_tile(const float *left, const float *right, int inputs, int64_t row, int64_t column,
-                          const Sums &out) {
+void multiply_tile(const float *left, const float *right, int inputs, int64_t row, int64_t column, const Sums &out) {
   F sum[ROWS][kWide];
 #pragma GCC unroll 12
   for (int m = 0; m < ROWS; ++m)
 #pragma GCC unroll 2
     for (int n = 0; n < kWide; ++n) sum[m][n] = out.begin(row + m, column + n * kLanes);
-  add_products<ROWS>(left, 1, ROWS, right, kTileColumns, inputs, sum);
+  add_products<ROWS>(left, inputs, 1, right, kTileColumns, inputs, sum);
 #pragma GCC unroll 12
   for (int m = 0; m < ROWS; ++m)
 #pragma GCC unroll 2
@@ -213,49 +213,43 @@ void multiply_tile(const float *left, const float *right, int inputs, int64_t ro
 template <class Stored>
 class WidenedProduct {
  public:
-  static void multiply(const float *x, int64_t rows, int64_t inputs, const typename Stored::Item *weight,
-                       int64_t panels, Sums out) {
-    static thread_local Buffer<float> left_buffer, right_buffer;
-    const int64_t depth = even_step(inputs, kPart, kDepth), step = even_step(rows, kTileRows, 1);
-    const int64_t tiles = kPanel / kTileColumns * divide_up(rows, step);
-    float *left = left_buffer.reserve(rows * depth), *right = right_buffer.reserve(depth * kPanel);
-    for (int64_t input = 0; input < inputs; input += depth) {
-      const int count = (int)std::min(depth, inputs - input);
-      const int64_t lines = lines_of<Stored>() * (count / kDepth);
-      out.is_first = !input, out.is_last = input + count == inputs;
-      for (int64_t row = 0; row < rows; row += step)
-        lay_out(x + row * inputs + input, inputs, (int)std::min(step, rows - row), count, left + row * depth);
-      for (int64_t panel = 0; panel < panels; ++panel) {
-        const typename Stored::Item *from = weight + (panel * inputs + input) * kPanel, *next = from + inputs * kPanel;
-        widen_panel(from, count, right);
-        int64_t place = 0;
-        for (int column = 0; column < kPanel; column += kTileColumns)
-          for (int64_t row = 0; row < rows; row += step) {
-            // Each tile fetches its share of the next panel.
-            prefetch<2>(next, (int)(lines * place / tiles), (int)(lines * (place + 1) / tiles));
-            ++place;
-            with_rows<kTileRows>((int)std::min(step, rows - row), [&](auto number) {
-              multiply_tile<decltype(number)::value>(left + row * depth, right + column * count, count, row,
-                                                     panel * kPanel + column, out);
-            });
-          }
+  using Item = typename Stored::Item;
+
+  // `weight` begins at the inputs, and `panel_items` is from one panel to the next.
+  static void multiply(const Inputs &in, const Item *weight, int64_t panel_items, int64_t panels, const Sums &out) {
+    static thread_local Buffer<float> buffer;
+    float *right = buffer.reserve(kPart * kTileColumns);
+    const int64_t step = even_step(in.rows, kTileRows, 1), tiles = kPanel / kTileColumns * divide_up(in.rows, step);
+    const int64_t lines = lines_of<Stored>() * (in.count / kDepth);
+    for (int64_t panel = 0; panel < panels; ++panel, weight += panel_items) {
+      int64_t place = 0;
+      for (int column = 0; column < kPanel; column += kTileColumns) {
+        widen(weight, column, in.count, right);
+        for (int64_t row = 0; row < in.rows; row += step, ++place) {
+          // Each tile fetches its share of the next panel.
+          prefetch<2>(weight + panel_items, (int)(lines * place / tiles), (int)(lines * (place + 1) / tiles));
+          with_rows<kTileRows>((int)std::min(step, in.rows - row), [&](auto number) {
+            multiply_tile<decltype(number)::value>(in.left + row * in.count, right, in.count, row,
+                                                   panel * kPanel + column, out);
+          });
+        }
       }
     }
   }
 
  private:
-  // [outputs / kTileColumns][inputs][kTileColumns]
-  static void widen_panel(const typename Stored::Item *weight, int inputs, float *to) {
+  // Outputs of a panel from `column` on, as [inputs][kTileColumns].
+  static void widen(const Item *weight, int column, int inputs, float *to) {
     for (int i = 0; i < inputs; i += kDepth, weight += kStepItems)
-      for (int column = 0; column < kPanel; column += kLanes) {
-        const typename Stored::Item *tile = weight + column / kHalf * kTileItems;
-        float *out = to + column / kTileColumns * inputs * kTileColumns + i * kTileColumns + column % kTileColumns;
 #pragma GCC unroll 4
-        for (int pair = 0; pair < kDepth / 2; ++pair, out += 2 * kTileColumns) {
-          Lanes::store(out, widened<Stored, 0>(tile, pair, column % kHalf));
-          Lanes::store(out + kTileColumns, widened<Stored, 1>(tile, pair, column % kHalf));
+      for (int pair = 0; pair < kDepth / 2; ++pair, to += 2 * kTileColumns)
+#pragma GCC unroll 2
+        for (int n = 0; n < kWide; ++n) {
+          const int output = column + n * kLanes;
+          const Item *tile = weight + output / kHalf * kTileItems;
+          Lanes::store(to + n * kLanes, widened<Stored, 0>(tile, pair, output % kHalf));
+          Lanes::store(to + kTileColumns + n * kLanes, widened<Stored, 1>(tile, pair, output % kHalf));
         }
-      }
   }
 };
 
@@ -265,35 +259,46 @@ struct Job {
   int64_t num_weights, rows, inputs;
 };
 
-// `rows` rows from `row` on with the panels [begin, end) of a weight.
-template <class Stored>
-void multiply_weight(const Job &job, const FloatWeight &weight, int64_t row, int64_t rows, int64_t begin,
-                     int64_t end) {
-  using Item = typename Stored::Item;
-  const float *x = job.x + row * job.inputs;
-  const Item *packed = (const Item *)weight.packed + begin * job.inputs * kPanel;
-  const Sums out{weight.y + row * weight.outputs + begin * kPanel,
-                 weight.outputs,
-                 weight.outputs - begin * kPanel,
-                 weight.bias ? weight.bias + begin * kPanel : nullptr,
-                 true,
-                 true};
-  if (rows <= kMostDirect)
-    DirectProduct<Stored>::multiply(x, rows, job.inputs, packed, end - begin, out);
-  else
-    WidenedProduct<Stored>::multiply(x, rows, job.inputs, packed, end - begin, out);
-}
-
-// `rows` rows from `row` on with the panels [begin, end) of all weights, counted one weight after the other.
-void multiply_block(const Job &job, int64_t row, int64_t rows, int64_t begin, int64_t end) {
+// Calls `function` with each weight that has some of the panels [begin, end), which are counted one weight after the
+// other, with its first panel and the number of them, and with their sums from row `row` on.
+template <class Function>
+void for_panels(const Job &job, int64_t row, int64_t begin, int64_t end, const Function &function) {
   int64_t first = 0;
   for (const FloatWeight *weight = job.weights; weight < job.weights + job.num_weights; ++weight) {
     const int64_t panels = divide_up(weight->outputs, kPanel);
     const int64_t from = std::clamp<int64_t>(begin - first, 0, panels), to = std::clamp<int64_t>(end - first, 0, panels);
     first += panels;
     if (from == to) continue;
+    const Sums out{weight->y + row * weight->outputs + from * kPanel,
+                   weight->outputs,
+                   weight->outputs - from * kPanel,
+                   weight->bias ? weight->bias + from * kPanel : nullptr,
+                   true,
+                   true};
     with_stored(weight->store, [&](auto stored) {
-      multiply_weight<decltype(stored)>(job, *weight, row, rows, from, to);
+      const auto *packed = (const typename decltype(stored)::Item *)weight->packed;
+      function(stored, packed + from * job.inputs * kPanel, to - from, out);
+    });
+  }
+}
+
+// `rows` rows from `row` on with the panels [begin, end) of all weights.
+void multiply_block(const Job &job, int64_t row, int64_t rows, int64_t begin, int64_t end) {
+  const float *x = job.x + row * job.inputs;
+  if (rows <= kMostDirect)
+    return for_panels(job, row, begin, end, [&](auto stored, const auto *packed, int64_t panels, const Sums &out) {
+      DirectProduct<decltype(stored)>::multiply(x, rows, job.inputs, packed, panels, out);
+    });
+  static thread_local Buffer<float> buffer;
+  const int64_t depth = even_step(job.inputs, kPart, kDepth);
+  float *left = buffer.reserve(rows * depth);
+  for (int64_t input = 0; input < job.inputs; input += depth) {
+    const int count = (int)std::min(depth, job.inputs - input);
+    for (int64_t m = 0; m < rows; ++m) std::copy_n(x + m * job.inputs + input, count, left + m * count);
+    for_panels(job, row, begin, end, [&](auto stored, const auto *packed, int64_t panels, Sums out) {
+      out.is_first = !input, out.is_last = input + count == job.inputs;
+      WidenedProduct<decltype(stored)>::multiply({left, rows, count}, packed + input * kPanel, job.inputs * kPanel,
+                                                 panels, out);
     });
   }
 }
