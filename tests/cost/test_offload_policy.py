@@ -226,8 +226,15 @@ def test_the_command_prints_the_policy_and_refuses_what_cannot_be() -> None:
     assert found["tokens_per_s"] > 0
     assert found["peak_bytes"]["device"] <= 0.01 * 2**30
     assert not found["host_attention"]
+    stored = sum(found["weight_bytes"].values())
+    model = found["model"]
+    assert stored == pytest.approx(model["layer_bytes"] * model["num_layers"] + model["resident_bytes"])
     given = run_command("--host-memory", "2", "--offload-policy", "0,100,100,0,100,0", "--batch", "4x2")
     assert "4 rows x 2" in given.output
+    options = "--offload-policy 25,75,100,0,100,0 --offload-num-batches 2 --max-num-seqs 8"
+    assert options in " ".join(given.output.split())
+    planned = run_command("--host-memory", "2", "--offload-policy", "0,100,0,100,100,0", "--batch", "4x2")
+    assert "planned only" in planned.output
     for options, message in (
         (["--device-memory", "0"], "device_memory above 0"),
         (["--device-memory", "0.0001"], "expected memories that hold"),

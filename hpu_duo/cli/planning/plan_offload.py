@@ -14,7 +14,7 @@ from hpu_duo.cli.planning.hardware import WEIGHTS
 from hpu_duo.cli.terminal import Waiting, parse_rate, show_bytes, user_errors
 
 if TYPE_CHECKING:
-    from hpu_duo.planning.offload import Found, OffloadMachine, OffloadModel, OffloadWork
+    from hpu_duo.planning.offload import Found, OffloadMachine, OffloadModel, OffloadWork, Placement, Policy
 
 _machine_option, _work_option = option_in("Machine"), option_in("Requests")
 _GIB = 1 << 30
@@ -225,7 +225,7 @@ def plan_offload(
     if as_json:
         typer.echo(json.dumps(_fields(found, gains, sizes, found_machine), indent=2))
     else:
-        _show(found, gains, found_machine)
+        _show(found, gains, sizes, found_machine)
 
 
 def _fields(
@@ -242,17 +242,41 @@ def _fields(
         "binds": found.binds,
         "full": list(found.full),
         "peak_bytes": found.peak_bytes,
+        "weight_bytes": _weight_bytes(policy.placement, sizes),
+        "serve_with": _serve_with(policy),
         "tokens_per_s_of_one_gib": gains,
         "model": asdict(sizes),
         "machine": {name: value if value < float("inf") else None for name, value in _numbers(machine)},
     }
 
 
+def _weight_bytes(placement: Placement, sizes: OffloadModel) -> dict[str, float]:
+    """Bytes of weights in each memory, with those that always stay on the device."""
+    in_layers = sizes.layer_bytes * sizes.num_layers
+    shares = dict(zip(("device", "host", "disk"), placement))
+    return {
+        name: share * in_layers + (sizes.resident_bytes if name == "device" else 0.0)
+        for name, share in shares.items()
+    }
+
+
+def _serve_with(policy: Policy) -> str | None:
+    """Return the options of an engine that executes a policy; None for one that is only planned."""
+    device, host, disk, kv, _, _, activations, _, _ = policy.placement
+    if kv < 1 or activations < 1:
+        return None
+    folder = " --offload-disk DIR" if disk else ""
+    return (
+        f"--offload-policy {100 * device:.4g},{100 * host:.4g},100,0,100,0{folder} "
+        f"--offload-num-batches {policy.num_batches} --max-num-seqs {policy.num_rows}"
+    )
+
+
 def _numbers(machine: OffloadMachine) -> list[tuple[str, float]]:
     return [(name, value) for name, value in asdict(machine).items() if not isinstance(value, tuple)]
 
 
-def _show(found: Found, gains: dict[str, float] | None, machine: OffloadMachine) -> None:
+def _show(found: Found, gains: dict[str, float] | None, sizes: OffloadModel, machine: OffloadMachine) -> None:
     policy = found.policy
     where = "the host" if policy.host_attention else "the device"
     typer.echo(f"batches          {policy.batch_size} rows x {policy.num_batches}")
@@ -268,6 +292,11 @@ def _show(found: Found, gains: dict[str, float] | None, machine: OffloadMachine)
         f"{name} {show_bytes(size)} of {show_bytes(limits[name])}" for name, size in found.peak_bytes.items()
     )
     typer.echo(f"memory           {used}")
+    weights = _weight_bytes(policy.placement, sizes).items()
+    typer.echo(f"weights          {', '.join(f'{name} {show_bytes(size)}' for name, size in weights)}")
+    given = _serve_with(policy)
+    how = "planned only: keys, values or activations outside the device"
+    typer.echo(f"serve with       {how if given is None else f'{given}   (on a CPU or GPU)'}")
     if gains is not None:
         more = ", ".join(f"{name} {gain:+,.2f}" for name, gain in gains.items())
         typer.echo(f"tokens/s gained by one GiB more: {more}")
