@@ -333,6 +333,7 @@ class WeightStream(NotPicklable):
                     behind.expect()
         held, coming = self._moves[self._buffer_of[layer]]
         if coming is not None:
+            self._moves[self._buffer_of[layer]] = -1, None  # if it fails, another step copies again
             coming.hold()
             self._moves[self._buffer_of[layer]] = held, None
 

@@ -204,13 +204,19 @@ def test_bad_sizes_are_refused(deep: Tiny) -> None:
             deep.load(**options)
 
 
-def test_a_failed_copy_ends_the_step(deep: Tiny, tmp_path: Path) -> None:
+def test_a_failed_copy_ends_the_step_and_is_repeated(deep: Tiny, expected: list[list[list[int]]]) -> None:
     model = deep.load(cpu_offload_gb=weight_bytes(deep.model.model.layers[0]) * 4.5 / 2**30, graphs="eager")
 
-    class Broken:
-        def move(self, source: Weights, target: torch.Tensor) -> Any:
-            raise RuntimeError("the link is gone")
+    class BrokenOnce(ThreadMover):
+        is_broken = True
 
-    stream_of(model).mover = Broken()
+        def _copy(self, *args: Any) -> None:
+            if self.is_broken:
+                self.is_broken = False
+                raise RuntimeError("the link is gone")
+            super()._copy(*args)
+
+    stream_of(model).mover = BrokenOnce()
     with pytest.raises(RuntimeError, match="the link is gone"):
         serve(model, PROMPTS, GREEDY)
+    assert tokens_of(serve(model, PROMPTS, GREEDY)) == expected
