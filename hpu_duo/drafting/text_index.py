@@ -121,14 +121,18 @@ class TextIndex:
         """
         if len(end) < self.gram:
             return None
-        code = 0
+        code, last = 0, -1
         for token in end[len(end) - self.gram :].tolist():
+            last = token
             code = (code * _MIX + token + 1) & _WORD
         place = self._head_at[(code * _SPREAD & _WORD) >> self._shift]
         found = list[int]()
-        least, previous, size = self.oldest + self.gram, self._previous_at, self._size
-        while place >= least and len(found) < most:
-            found.append(place)
+        least, previous, size, text = self.oldest + self.gram, self._previous_at, self._size, self._text_at
+        while place >= least and most > 0:
+            most -= 1
+            # Most of those that only share a hash are told apart here, at no cost of an array.
+            if text[(place - 1) % size] == last:
+                found.append(place)
             earlier = previous[place % size]
             # In a window, the entry may be that of a later position.
             if earlier >= place:
