@@ -20,6 +20,7 @@ from kernels_ref import sdpa
 from kernels_ref.sdpa import write_as_operator
 from tests.engine.tiny import MAX_LEN, PATTERN, Tiny, assert_holds_nothing
 from tests.modeling.families import VOCAB
+from tests.tiers import every
 
 NUM_REQUESTS = 80
 TABLE = BucketTable.from_strings(
@@ -94,7 +95,7 @@ def eager_tokens(tiny: Tiny) -> dict[str, list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("guards", [True, False])
+@pytest.mark.parametrize("guards", every(2, [False, True]))
 def test_a_warmed_table_serves_requests_without_a_miss_or_a_recompilation(
     tiny: Tiny, eager_tokens: dict[str, list[int]], guards: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +159,7 @@ def test_replayed_steps_serve_requests_as_they_are_written(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("write", [sdpa.write_kv, write_as_operator])
+@pytest.mark.parametrize("write", every(2, [sdpa.write_kv, write_as_operator]))
 def test_compiled_layers_write_their_stores_in_place(
     tiny: Tiny, write: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
