@@ -18,6 +18,17 @@ inline int64_t even_step(int64_t total, int64_t most, int64_t unit) {
   return divide_up(divide_up(total, std::max<int64_t>(parts, 1)), unit) * unit;
 }
 
+// Calls `function` with the first row and the number of rows of each of the fewest parts of at most `most` rows, which
+// are as even as can be: a pass over very few rows waits for its own sums.
+template <class Function>
+inline void for_even_parts(int64_t rows, int64_t most, const Function &function) {
+  const int64_t parts = divide_up(rows, most);
+  for (int64_t part = 0; part < parts; ++part) {
+    const int64_t first = rows * part / parts;
+    function(first, rows * (part + 1) / parts - first);
+  }
+}
+
 // Memory of a thread that grows to what was asked for, aligned to cache lines.
 template <typename T>
 class Buffer {

@@ -154,7 +154,7 @@ class DirectProduct {
                                   [&](auto count) { multiply_rows<count, true>(part, 0, 2 * panels, out); });
     }
     constexpr int lines = lines_of<Stored>();
-    const int64_t passes = divide_up(rows, kTileRows), step = even_step(rows, kTileRows, 1);
+    const int64_t passes = divide_up(rows, kTileRows);
     const int64_t depth = even_step(inputs, std::max(kPart, kDirectInputs / passes), kDepth);
     for (int64_t panel = 0; panel < panels; ++panel) {
       for (int64_t input = 0; input < inputs; input += depth) {
@@ -163,11 +163,12 @@ class DirectProduct {
         out.is_first = !input, out.is_last = input + part.inputs == inputs;
         // Passes share what is read next: the following inputs of the same panel, or the first ones of the next.
         part.ahead = (out.is_last ? inputs - input : depth) * kPanel;
-        for (int64_t pass = 0, row = 0; row < rows; ++pass, row += step) {
+        int64_t pass = 0;
+        for_even_parts(rows, kTileRows, [&](int64_t row, int64_t number) {
           part.fetch = (int)(lines * pass / passes), part.stop = (int)(lines * (pass + 1) / passes);
-          with_rows<kTileRows>((int)std::min(step, rows - row),
-                               [&](auto count) { multiply_rows<count, false>(part, row, 2, out); });
-        }
+          ++pass;
+          with_rows<kTileRows>((int)number, [&](auto count) { multiply_rows<count, false>(part, row, 2, out); });
+        });
       }
     }
   }
@@ -219,20 +220,21 @@ class WidenedProduct {
   static void multiply(const Inputs &in, const Item *weight, int64_t panel_items, int64_t panels, const Sums &out) {
     static thread_local Buffer<float> buffer;
     float *right = buffer.reserve(kPart * kTileColumns);
-    const int64_t step = even_step(in.rows, kTileRows, 1), tiles = kPanel / kTileColumns * divide_up(in.rows, step);
+    const int64_t tiles = kPanel / kTileColumns * divide_up(in.rows, kTileRows);
     const int64_t lines = lines_of<Stored>() * (in.count / kDepth);
     for (int64_t panel = 0; panel < panels; ++panel, weight += panel_items) {
       int64_t place = 0;
       for (int column = 0; column < kPanel; column += kTileColumns) {
         widen(weight, column, in.count, right);
-        for (int64_t row = 0; row < in.rows; row += step, ++place) {
+        for_even_parts(in.rows, kTileRows, [&](int64_t row, int64_t number) {
           // Each tile fetches its share of the next panel.
           prefetch<2>(weight + panel_items, (int)(lines * place / tiles), (int)(lines * (place + 1) / tiles));
-          with_rows<kTileRows>((int)std::min(step, in.rows - row), [&](auto number) {
-            multiply_tile<decltype(number)::value>(in.left + row * in.count, right, in.count, row,
-                                                   panel * kPanel + column, out);
+          ++place;
+          with_rows<kTileRows>((int)number, [&](auto count) {
+            multiply_tile<decltype(count)::value>(in.left + row * in.count, right, in.count, row,
+                                                  panel * kPanel + column, out);
           });
-        }
+        });
       }
     }
   }

@@ -2,8 +2,9 @@
 // its panels, and is the same for bfloat16.
 //
 // A vector has pairs of inputs for half as many outputs, and so have its sums: pairs are added at the end of a group.
-// A few rows read codes once, into registers. More rows read some codes at a time as float32, from a cache. Rows of
-// either kind have the same bits in any number of lanes.
+// A few rows read codes once, into registers. More rows read some codes at a time as float32, from the first cache, and
+// are laid out once for all panels: rows of a large power of two would take one another's place there. Rows of either
+// kind have the same bits in any number of lanes.
 
 #include <algorithm>
 #include <cstdint>
@@ -24,8 +25,10 @@ constexpr bool kIsWide = Lanes::kRegisters == 32;
 constexpr int kFewStep = 4, kFewRows = kIsWide ? 8 : 4;      // rows for which codes are read into registers
 constexpr int kRowStep = 6;                                  // rows of a pass over widened codes,
 constexpr int kPassVectors = kIsWide ? 4 : 2;                // and its vectors
+constexpr int kPassItems = kPassVectors * kLanes;            // of those, for a pair of inputs
 constexpr int64_t kRowBlock = 240;                           // rows for which codes are widened once,
-constexpr int64_t kPart = kIsWide ? 256 : 128;               // and inputs: with eight lanes they stay in the first cache
+constexpr int64_t kPart = 512;                               // and inputs
+constexpr int kLine = 64;                                    // bytes
 
 F scale_at(const QuantisedWeight &weight, int64_t place) {
   switch (weight.scale_kind) {
@@ -183,42 +186,49 @@ void few_rows(const Job &job, int64_t rows, int64_t panel, int num_panels) {
   }
 }
 
-// Codes of some inputs of a panel as float32: [inputs / 2][32][2], nibbles in their units.
+// Some inputs of a block of rows, and of vectors of a panel.
+struct Part {
+  const float *left;     // [rows][count]
+  const uint8_t *codes;  // of the vectors
+  float *right;          // as float32: [count / 2][kPassItems], nibbles in their units
+  int64_t panel, input, count;
+  int vector;
+};
+
+// Codes of some inputs as float32, for the vectors of a pass: [inputs / 2][kPassItems], nibbles in their units.
 template <CodeKind kind>
 void widen(const uint8_t *codes, int64_t count, float *to) {
-  constexpr bool kIsNibbles = kind == CodeKind::kInt4;
-  for (int64_t i = 0; i < count; i += kIsNibbles ? 8 : 2) {
-#pragma GCC unroll 8
-    for (int n = 0; n < kPanelVectors; ++n, to += kLanes) {
-      if constexpr (kIsNibbles) {
+  if constexpr (kind == CodeKind::kInt4) {
+    for (int64_t i = 0; i < count; i += 8, codes += 2 * kPairItems, to += 4 * kPassItems)
+#pragma GCC unroll 4
+      for (int n = 0; n < kPassVectors; ++n) {
         const I words = Lanes::words(codes + n * kLanes * 2);
-        Lanes::store(to, Lanes::nibble<0>(words));
-        Lanes::store(to + kPairItems, Lanes::nibble<1>(words));
-        Lanes::store(to + 2 * kPairItems, Lanes::nibble<2>(words));
-        Lanes::store(to + 3 * kPairItems, Lanes::nibble<3>(words));
-      } else {
-        Lanes::store(to, values_of<kind>(codes + n * kLanes));
+        float *out = to + n * kLanes;
+        Lanes::store(out, Lanes::nibble<0>(words));
+        Lanes::store(out + kPassItems, Lanes::nibble<1>(words));
+        Lanes::store(out + 2 * kPassItems, Lanes::nibble<2>(words));
+        Lanes::store(out + 3 * kPassItems, Lanes::nibble<3>(words));
       }
-    }
-    codes += kIsNibbles ? 2 * kPairItems : kPairItems;
-    if (kIsNibbles) to += 3 * kPairItems;
+  } else {
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < count; i += 2, codes += kPairItems, to += kPassItems)
+#pragma GCC unroll 4
+      for (int n = 0; n < kPassVectors; ++n)
+        Lanes::store(to + n * kLanes, values_of<kind>(codes + n * kLanes));
   }
 }
 
-void widen(const Job &job, int64_t panel, int64_t input, int64_t count, float *to) {
-  const uint8_t *codes = job.codes(panel, input);
-  switch (job.weight.kind) {
-    case CodeKind::kInt8: return widen<CodeKind::kInt8>(codes, count, to);
-    case CodeKind::kFp8: return widen<CodeKind::kFp8>(codes, count, to);
-    default: return widen<CodeKind::kInt4>(codes, count, to);
-  }
-}
+// The vectors of a pair of inputs: widened ones, or bytes, which a first pass widens for all others beside its products.
+struct Widened {
+  static F value(const uint8_t *, float *right) { return Lanes::load(right); }
+};
 
-// Some widened inputs of a panel, and the codes that come after them.
-struct Part {
-  const float *values;
-  const uint8_t *next;
-  int64_t panel, input, count;
+struct Bytes {
+  static F value(const uint8_t *codes, float *right) {
+    const F value = values_of<CodeKind::kInt8>(codes);
+    Lanes::store(right, value);
+    return value;
+  }
 };
 
 // Sums of a block of rows with a panel: of pairs in the current group, and of the groups before it.
@@ -226,9 +236,10 @@ struct Held {
   float *pairs, *groups;
 };
 
-template <int MR>
-void pass(const Job &job, const Part &part, int64_t row, int vector, const Held &held, bool is_fetching) {
-  const uint8_t *next = part.next;
+// `MR` rows; `first_row` is the block's place among all rows.
+template <class Source, int MR>
+void pass(const Job &job, const Part &part, int64_t first_row, int64_t row, const Held &held) {
+  float *const pairs = held.pairs + row * kPairItems + part.vector * kLanes;
   for (int64_t begin = part.input; begin < part.input + part.count;) {
     const int64_t group = begin / job.weight.group, first = group * job.weight.group;
     const int64_t last = std::min(first + job.weight.group, job.inputs), end = std::min(last, part.input + part.count);
@@ -237,18 +248,17 @@ void pass(const Job &job, const Part &part, int64_t row, int vector, const Held 
     for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
       for (int n = 0; n < kPassVectors; ++n)
-        sum[m][n] = begin == first ? Lanes::set(0.0f)
-                                   : Lanes::load(held.pairs + m * kPairItems + (vector + n) * kLanes);
-    const float *x = job.x + row * job.inputs + begin;
-    const float *values = part.values + (begin - part.input) * kPanel + vector * kLanes;
-    for (int64_t input = begin; input < end; input += 2, x += 2, values += kPairItems) {
-      if (is_fetching) __builtin_prefetch(next, 0, 2), next += job.bytes_per_pair();
+        sum[m][n] = begin == first ? Lanes::set(0.0f) : Lanes::load(pairs + m * kPairItems + n * kLanes);
+    const float *x = part.left + row * part.count + begin - part.input;
+    float *values = part.right + (begin - part.input) / 2 * kPassItems;
+    const uint8_t *codes = part.codes + (begin - part.input) * kPanel;
+    for (int64_t input = begin; input < end; input += 2, x += 2, codes += kPairItems, values += kPassItems) {
       F right[kPassVectors];
 #pragma GCC unroll 4
-      for (int n = 0; n < kPassVectors; ++n) right[n] = Lanes::load(values + n * kLanes);
+      for (int n = 0; n < kPassVectors; ++n) right[n] = Source::value(codes + n * kLanes, values + n * kLanes);
 #pragma GCC unroll 6
       for (int m = 0; m < MR; ++m) {
-        const F left = Lanes::pair(x + m * job.inputs);
+        const F left = Lanes::pair(x + m * part.count);
 #pragma GCC unroll 4
         for (int n = 0; n < kPassVectors; ++n) sum[m][n] = Lanes::fma(left, right[n], sum[m][n]);
       }
@@ -258,54 +268,94 @@ void pass(const Job &job, const Part &part, int64_t row, int vector, const Held 
 #pragma GCC unroll 6
       for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-        for (int n = 0; n < kPassVectors; ++n)
-          Lanes::store(held.pairs + m * kPairItems + (vector + n) * kLanes, sum[m][n]);
+        for (int n = 0; n < kPassVectors; ++n) Lanes::store(pairs + m * kPairItems + n * kLanes, sum[m][n]);
       continue;
     }
 #pragma GCC unroll 6
     for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 2
       for (int n = 0; n < kPassVectors / 2; ++n) {
-        const int column = (vector / 2 + n) * kLanes;
-        float *total = held.groups + m * kPanel + column;
+        const int column = (part.vector / 2 + n) * kLanes;
+        float *total = held.groups + (row + m) * kPanel + column;
         const F before = first ? Lanes::load(total) : Lanes::set(0.0f);
-        Lanes::store(total, job.scaled(row + m, part.panel, group, column,
+        Lanes::store(total, job.scaled(first_row + row + m, part.panel, group, column,
                                        Lanes::sum_of_pairs(sum[m][2 * n], sum[m][2 * n + 1]), before));
       }
   }
 }
 
-void passes(const Job &job, const Part &part, int64_t first, int64_t rows, const Held &held) {
-  const int64_t step = even_step(rows, kRowStep, 1);
-  for (int64_t row = 0; row < rows; row += step)
-    for (int vector = 0; vector < kPanelVectors; vector += kPassVectors) {
-      const Held to{held.pairs + row * kPairItems, held.groups + row * kPanel};
-      const bool is_first = !row && !vector;
-      switch (std::min(step, rows - row)) {
-        case 1: pass<1>(job, part, first + row, vector, to, is_first); break;
-        case 2: pass<2>(job, part, first + row, vector, to, is_first); break;
-        case 3: pass<3>(job, part, first + row, vector, to, is_first); break;
-        case 4: pass<4>(job, part, first + row, vector, to, is_first); break;
-        case 5: pass<5>(job, part, first + row, vector, to, is_first); break;
-        default: pass<kRowStep>(job, part, first + row, vector, to, is_first);
-      }
-    }
+template <class Source>
+void pass_of(const Job &job, const Part &part, int64_t first_row, int64_t row, int64_t rows, const Held &held) {
+  switch (rows) {
+    case 1: return pass<Source, 1>(job, part, first_row, row, held);
+    case 2: return pass<Source, 2>(job, part, first_row, row, held);
+    case 3: return pass<Source, 3>(job, part, first_row, row, held);
+    case 4: return pass<Source, 4>(job, part, first_row, row, held);
+    case 5: return pass<Source, 5>(job, part, first_row, row, held);
+    default: return pass<Source, kRowStep>(job, part, first_row, row, held);
+  }
 }
 
-void many_rows(const Job &job, int64_t first, int64_t rows, int64_t panel) {
+// Inputs of a part of a panel.
+int64_t part_of(int64_t inputs) { return even_step(inputs, kPart, kDepth); }
+
+// Some rows with a panel; `left` has a part of the inputs of all of them after the other.
+void many_rows(const Job &job, const float *left, int64_t first, int64_t rows, int64_t panel) {
   static thread_local Buffer<float> buffer, widened;
-  float *values = widened.reserve(kPart * kPanel), *pairs = buffer.reserve(rows * (kPairItems + kPanel));
+  const int64_t depth = part_of(job.inputs);
+  const int64_t num_passes = kPanelVectors / kPassVectors * divide_up(rows, kRowStep);
+  float *right = widened.reserve(depth / 2 * kPassItems), *pairs = buffer.reserve(rows * (kPairItems + kPanel));
   const Held held{pairs, pairs + rows * kPairItems};
-  const int64_t step = even_step(job.inputs, kPart, kDepth);
-  for (int64_t input = 0; input < job.inputs; input += step) {
-    const int64_t count = std::min(step, job.inputs - input);
-    widen(job, panel, input, count, values);
-    passes(job, {values, job.codes(panel, input + count), panel, input, count}, first, rows, held);
+  for (int64_t input = 0; input < job.inputs; input += depth) {
+    const int64_t count = std::min(depth, job.inputs - input);
+    const uint8_t *codes = job.codes(panel, input), *next = job.codes(panel, input + count);
+    const int64_t lines = count / 2 * job.bytes_per_pair() / kLine;
+    int64_t place = 0;
+    for (int vector = 0; vector < kPanelVectors; vector += kPassVectors) {
+      const CodeKind kind = job.weight.kind;
+      const uint8_t *from = codes + vector * kLanes * (kind == CodeKind::kInt4 ? 2 : 1);
+      if (kind == CodeKind::kInt4) widen<CodeKind::kInt4>(from, count, right);
+      if (kind == CodeKind::kFp8) widen<CodeKind::kFp8>(from, count, right);
+      const Part part{left + input * rows, from, right, panel, input, count, vector};
+      for_even_parts(rows, kRowStep, [&](int64_t row, int64_t number) {
+        // Each pass fetches its share of the codes that come next.
+        for (int64_t line = lines * place / num_passes; line < lines * (place + 1) / num_passes; ++line)
+          __builtin_prefetch(next + line * kLine, 0, 2);
+        ++place;
+        if (kind == CodeKind::kInt8 && !row)
+          pass_of<Bytes>(job, part, first, row, number, held);
+        else
+          pass_of<Widened>(job, part, first, row, number, held);
+      });
+    }
   }
   for (int64_t row = 0; row < rows; ++row)
     for (int column = 0; column < kPanel; column += kLanes)
       job.store(first + row, panel, column, Lanes::load(held.groups + row * kPanel + column));
 }
+
+// A block of rows as many_rows takes them, [parts][rows][inputs of a part], from the first panel on that wants them.
+class LaidOut {
+ public:
+  explicit LaidOut(Buffer<float> &buffer) : buffer_(buffer) {}
+
+  const float *block(const float *x, int64_t first, int64_t rows, int64_t inputs) {
+    float *const block = buffer_.reserve(rows * inputs), *to = block;
+    if (first_ == first) return block;
+    first_ = first;
+    const int64_t depth = part_of(inputs);
+    for (int64_t input = 0; input < inputs; input += depth) {
+      const int64_t count = std::min(depth, inputs - input);
+      for (int64_t row = first; row < first + rows; ++row, to += count)
+        std::copy_n(x + row * inputs + input, count, to);
+    }
+    return block;
+  }
+
+ private:
+  Buffer<float> &buffer_;
+  int64_t first_ = -1;
+};
 
 // Inputs times the units of the nibbles that they are multiplied with, which are powers of two.
 const float *in_units(const float *x, int64_t count) {
@@ -362,17 +412,23 @@ void quantised_linears(const float *x, const QuantisedWeight *weights, int64_t n
   }
   const bool is_few = rows <= kFewRows;
   const int64_t step = is_few ? rows : even_step(rows, kRowBlock, 6), blocks = divide_up(rows, step);
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
-  for (int64_t item = 0; item < blocks * pairs; ++item) {
-    const int64_t pair = item % pairs, first = item / pairs * step;
-    const size_t n = std::upper_bound(ends.begin(), ends.end(), pair) - ends.begin();
-    const int64_t panel = (pair - (n ? ends[n - 1] : 0)) * 2;
-    const int count = panel * kPanel + kPanel < weights[n].outputs ? 2 : 1;
-    if (is_few) {
-      few_rows(jobs[n], rows, panel, count);
-      continue;
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+  {
+    static thread_local Buffer<float> plain_buffer, unit_buffer;
+    LaidOut plain(plain_buffer), in_units(unit_buffer);
+#pragma omp for schedule(static)
+    for (int64_t item = 0; item < blocks * pairs; ++item) {
+      const int64_t pair = item % pairs, first = item / pairs * step, count = std::min(step, rows - first);
+      const size_t n = std::upper_bound(ends.begin(), ends.end(), pair) - ends.begin();
+      const int64_t panel = (pair - (n ? ends[n - 1] : 0)) * 2;
+      const int num_panels = panel * kPanel + kPanel < weights[n].outputs ? 2 : 1;
+      if (is_few) {
+        few_rows(jobs[n], rows, panel, num_panels);
+        continue;
+      }
+      const float *left = (jobs[n].x == x ? plain : in_units).block(jobs[n].x, first, count, inputs);
+      for (int p = 0; p < num_panels; ++p) many_rows(jobs[n], left, first, count, panel + p);
     }
-    for (int p = 0; p < count; ++p) many_rows(jobs[n], first, std::min(step, rows - first), panel + p);
   }
 }
 
