@@ -6,8 +6,10 @@ import ctypes
 import gc
 import math
 import mmap
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -240,12 +242,15 @@ def pack_linears(
     memory = HugePages(
         sum(_panel_bytes(each, arithmetic) for each in linears) + sum(map(HugePages.rounded, bytes_of_stacks))
     )
+    files = _FilePages(model)
     for module, name in stacks:
+        files.unmap()
         weight = getattr(module, name)
         delattr(module, name)
         setattr(module, name, PanelExperts(weight, module.is_transposed, memory))
         del weight
     for module, name in targets:
+        files.unmap()
         child = getattr(module, name)
         packed: nn.Module
         rows = None if live is None else live.logits if child is head else live.tokens
@@ -256,7 +261,37 @@ def pack_linears(
         else:
             packed = VectorLinear(child) if id(child) in as_vectors else PackedLinear(child)
         setattr(module, name, packed)
+    files.unmap()
     return len(targets)
+
+
+class _FilePages:
+    """The mapped files that weights of a model lie in, as far as no page of theirs was written to.
+
+    Pages that were read stay resident with their file, so packing would hold each weight twice.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._ranges: list[tuple[int, int]] = []
+        path = Path("/proc/self/smaps")
+        self._madvise = getattr(ctypes.CDLL(None), "madvise", None) if path.is_file() else None
+        if self._madvise is None:
+            return
+        places = sorted(x.data_ptr() for x in _weights(model) if x.device.type == "cpu")
+        begin = end = 0
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, *rest = line.split(maxsplit=5)
+            if not name.endswith(":"):  # the range, and an inode that is 0 without a file
+                begin, end = (int(x, 16) if rest[3] != "0" else 0 for x in name.split("-"))
+            elif name == "Anonymous:" and rest[0] == "0":
+                first = bisect_left(places, begin)
+                if first < len(places) and places[first] < end:
+                    self._ranges.append((begin, end - begin))
+
+    def unmap(self) -> None:
+        """Let go of all pages; those that are read again come back from the system's cache."""
+        for begin, size in self._ranges:
+            self._madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 def _stacks(model: nn.Module, arithmetic: torch.dtype | None) -> Iterator[tuple[Any, str]]:

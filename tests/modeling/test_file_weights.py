@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from hpu_duo import HPUDuoModel
-from hpu_duo.modeling.packed_linear import can_pack, leave_files, plain_bytes
+from hpu_duo.modeling.packed_linear import can_pack, leave_files, pack_linears, plain_bytes
+from kernels_ref.x86 import library
 from tests.modeling.families import FAMILIES, save_random
 
 
@@ -19,13 +20,44 @@ def mapped(path: Path) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.skipif(not can_pack(torch.bfloat16), reason="packs nothing")
+@pytest.mark.skipif(not (can_pack(torch.bfloat16) or library.lanes()), reason="packs nothing")
 @pytest.mark.parametrize("quantization", ["auto", "int8"])
 def test_a_packed_model_leaves_its_file(quantization: str, tmp_path: Path) -> None:
     save_random(FAMILIES["llama_biases_tied"](), tmp_path).to(torch.bfloat16).save_pretrained(tmp_path)
     model = HPUDuoModel.from_pretrained(tmp_path, max_model_len=64, max_num_seqs=1, quantization=quantization)
     assert not mapped(tmp_path / "model.safetensors")
     assert model.generate([[3, 4, 5]], max_new_tokens=2).shape == (1, 5)
+
+
+def resident(path: Path) -> int:
+    """Kilobytes of the pages that this process has mapped of a file."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    return sum(
+        next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
+        for header in lines
+        if header.endswith(str(path))
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C")
+@pytest.mark.parametrize("is_written", [False, True])
+def test_packing_lets_go_of_pages_that_hold_what_the_file_does(is_written: bool, tmp_path: Path) -> None:
+    path, stored = tmp_path / "weights", torch.randn(2, 256, 256).bfloat16()
+    path.write_bytes(stored.view(torch.uint8).numpy().tobytes())
+    storage = torch.UntypedStorage.from_file(str(path), False, stored.nbytes)
+    weights = torch.empty(0, dtype=torch.bfloat16).set_(storage).view(stored.shape)
+    if is_written:
+        weights[1, 0, 0] += 1
+        stored[1, 0, 0] += 1
+    model = nn.ModuleList(nn.Linear(256, 256, bias=False).requires_grad_(False) for _ in stored)
+    for linear, weight in zip(model, weights, strict=True):
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+    assert weights.equal(stored)
+    assert resident(path) > 0
+    assert pack_linears(model, arithmetic=torch.float32) == 2
+    assert (resident(path) > 0) == is_written
+    assert weights.equal(stored)
 
 
 def test_what_is_left_moves_and_stays_tied() -> None:
