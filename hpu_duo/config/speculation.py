@@ -18,9 +18,11 @@ _OF_METHOD = {
     "suffix_decoding_": ("suffix", "duo"),
     "draft_sink": ("duo",),
     "draft_recent": ("duo",),
+    "draft_sample_method": ("duo", "draft_model", "mtp"),
     "model": ("draft_model",),
 }
 """Methods of a key, by how it begins."""
+_DRAWN = ("shared", "greedy")
 _SPARSER = (
     "all heads of a layer read the same blocks in drafts of method 'duo', see draft_sink and draft_recent"
 )
@@ -47,6 +49,8 @@ class SpeculativeConfig:
         suffix_decoding_min_token_prob: least probability of a draft, by how often it has followed.
         draft_sink, draft_recent: first and newest tokens of a text that drafts of "duo" read in heads that
             see all of it otherwise, in whole blocks.
+        draft_sample_method: how a model draws drafts of rows that are sampled: "shared" (with the number that
+            verifies them) or "greedy" (the likeliest token).
         draft_lens: tokens of a row that steps without prompts may verify, ascending from 1; each size is
             captured apart. None = 1, 4 and ``num_speculative_tokens + 1``.
         num_speculative_tokens_per_batch_size: ``[first, last, most]`` for ranges of numbers of rows: most
@@ -67,6 +71,7 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob: float = 0.1
     draft_sink: int = 16
     draft_recent: int = 64
+    draft_sample_method: str = "shared"
     draft_lens: tuple[int, ...] | None = None
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
 
@@ -88,6 +93,8 @@ class SpeculativeConfig:
             raise _error("suffix_decoding_max_spec_factor", "a number above 0", factor)
         if not _is_real(least) or not 0 <= least <= 1:
             raise _error("suffix_decoding_min_token_prob", "a number from 0 to 1", least)
+        if self.draft_sample_method not in _DRAWN:
+            raise _error("draft_sample_method", " or ".join(map(repr, _DRAWN)), self.draft_sample_method)
         self._check_lens()
         self._check_batch_sizes()
 

@@ -535,15 +535,18 @@ def _drafts(
         )
     fields = _draft_fields(speculation, tables, memory)
     graphs = graphs_of(fields.table(table, geometry.row_len), "drafts")
-    stages = place.runtime.compiles_operators
+    named = {
+        "stages": place.runtime.compiles_operators,
+        "is_greedy": speculation.draft_sample_method == "greedy",
+    }
     if draft is None or not draft.is_layer:
-        return DraftSteps(model, fields, graphs, place.device, own, stages=stages)
+        return DraftSteps(model, fields, graphs, place.device, own, **named)
     sizes = tables.largest(memory), geometry.decode_len, draft.blueprint.text_config.hidden_size
     states = HiddenStates.zeros(*sizes, draft.blueprint.dtype, place.device)
     keep_hidden(served.model, states.served)
     layer: Any = model.model
     layer.attach(states.served, states.kept)
-    return MtpSteps(states, model, fields, graphs, place.device, own, stages=stages)
+    return MtpSteps(states, model, fields, graphs, place.device, own, **named)
 
 
 def _draft_fields(speculation: SpeculativeConfig, tables: StepTables, memory: MemoryPlan) -> DraftTables:

@@ -219,6 +219,7 @@ def test_the_configuration_says_which_drafter_there_is() -> None:
         ),
         ({"num_speculative_tokens_per_batch_size": [[1, 4, 3], [4, 9, 1]]}, "ascending ranges of rows"),
         ({"num_speculative_tokens_per_batch_size": 4}, "a list of .*, got 4"),
+        ({"method": "duo", "draft_sample_method": "gumbel"}, "'shared' or 'greedy', got 'gumbel'"),
         ({"draft_lens": [1, 4]}, "draft_lens to be ascending integers from 1 to .* = 9, got"),
     ],
 )

@@ -70,11 +70,18 @@ def test_tokens_are_those_without_drafts(tiny: Tiny, params: SamplingParams, opt
 def test_drafts_that_see_everything_are_accepted(tiny: Tiny) -> None:
     """With a window as long as the text, a draft is what the model samples, greedy or drawn."""
     config = {**DUO, "draft_recent": 96, "num_speculative_tokens_per_batch_size": [[1, 4, 3]]}
-    drafting = tiny.load(max_num_batched_tokens=24, speculative_config=config)
-    serve(drafting, PROMPTS, [GREEDY, SEEDED, replace(SEEDED, top_k=5), GREEDY])
-    stats = drafting.stats().speculation
-    assert stats is not None
-    assert stats.num_accepted_tokens == stats.num_draft_tokens > 60
+    params, shares, tokens = [GREEDY, SEEDED, replace(SEEDED, top_k=5), GREEDY], [], []
+    for method in ("shared", "greedy"):
+        given = {**config, "draft_sample_method": method}
+        drafting = tiny.load(max_num_batched_tokens=24, speculative_config=given)
+        tokens.append(tokens_of(serve(drafting, PROMPTS, params)))
+        stats = drafting.stats().speculation
+        assert stats is not None
+        assert stats.num_draft_tokens > 60
+        shares.append(stats.num_accepted_tokens / stats.num_draft_tokens)
+    assert tokens[0] == tokens[1]
+    # The likeliest token is not what sampled rows always take.
+    assert 0.3 < shares[1] < 0.95 < shares[0] == 1
 
 
 def test_an_output_ends_where_it_does_without_drafts(tiny: Tiny) -> None:

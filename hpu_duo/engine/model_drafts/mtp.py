@@ -116,11 +116,11 @@ class MtpSteps(DraftSteps):
 
     Args:
         states: which the layer and the served model are attached to.
-        given: see ``DraftSteps``.
+        given, named: see ``DraftSteps``.
     """
 
-    def __init__(self, states: HiddenStates, *given: Any, stages: bool) -> None:
-        super().__init__(*given, stages=stages)
+    def __init__(self, states: HiddenStates, *given: Any, **named: bool) -> None:
+        super().__init__(*given, **named)
         self._states, self._chained = states, states.kept[:0]
 
     @property

@@ -51,6 +51,7 @@ class DraftSteps(NotPicklable):
         device: of the steps.
         own: of a model with its own stores; None where it drafts over those that the steps use.
         stages: whether a step reads its fields from one buffer, see ``DeviceRuntime.compiles_operators``.
+        is_greedy: whether drafts are the likeliest tokens, also of rows that are sampled.
 
     Attributes:
         graphs: captured drafts.
@@ -68,8 +69,10 @@ class DraftSteps(NotPicklable):
         own: OwnStores | None = None,
         *,
         stages: bool,
+        is_greedy: bool = False,
     ) -> None:
         self._model, self._tables, self._stages = model, tables, stages
+        self._is_greedy = is_greedy
         self._device, self._own = device, own
         self._inputs: dict[BatchShape, dict[str, torch.Tensor]] = {}
         self._step_inputs: DeviceInputs | None = None
@@ -209,7 +212,7 @@ class DraftSteps(NotPicklable):
         bucket, num_rows = self.tables.bucket(step), step.num_logits
         source = drafts.view(num_drafts, -1)
         self._model.live.set(bucket, bucket, 1)
-        batch, values = _of_drafts(sampling, num_rows), None
+        batch, values = _of_drafts(sampling, num_rows, is_greedy=self._is_greedy), None
         if sampling is not None and floats is not None and batch.route.has_row_values:
             values = floats[: sampling.route.num_row_floats].view(-1, num_rows, num_drafts + 1)
         found: list[torch.Tensor] = []
@@ -252,11 +255,11 @@ class DraftSteps(NotPicklable):
         return self._inputs[bucket]
 
 
-def _of_drafts(sampling: SamplingBatch | None, num_rows: int) -> SamplingBatch:
+def _of_drafts(sampling: SamplingBatch | None, num_rows: int, *, is_greedy: bool) -> SamplingBatch:
     """The sampling of a draft: temperature and filters of the rows, without anything else."""
     assert sampling is not None, "drafts are sampled"
     route = sampling.route
     plain = SamplingRoute(num_rows, route.vocab_size)
-    if route.has_random:
+    if route.has_random and not is_greedy:
         plain = replace(route, num_rows=num_rows, num_edits=0, num_seen=0, num_logprobs=-1, has_masks=False)
     return SamplingBatch(plain, sampling.floats[:0])
