@@ -170,6 +170,7 @@ def test_bytes_of_each_task_are_in_the_report_of_the_harness(
 ) -> None:
     import lm_eval
 
+    model = adapter(sparsity=0.5)  # makes the name known
     done = lm_eval.simple_evaluate(
         "hpu-duo",
         model_args={"dtype": "float32", "sparsity": 0.5},
@@ -178,7 +179,6 @@ def test_bytes_of_each_task_are_in_the_report_of_the_harness(
         bootstrap_iters=0,
     )
     rows = {row["task"]: row for row in done["config"]["kv_cache"]}
-    model = adapter(sparsity=0.5)
     count = model.subject.count
     choices = [
         model.subject.kv_bytes(1 + count(one["text"]) + count(choice) - 1)
