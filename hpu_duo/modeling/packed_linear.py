@@ -279,11 +279,14 @@ class _FilePages:
             return
         places = sorted(x.data_ptr() for x in _weights(model) if x.device.type == "cpu")
         begin = end = 0
+        is_clean = False
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             name, *rest = line.split(maxsplit=5)
             if not name.endswith(":"):  # the range, and an inode that is 0 without a file
                 begin, end = (int(x, 16) if rest[3] != "0" else 0 for x in name.split("-"))
-            elif name == "Anonymous:" and rest[0] == "0":
+            elif name == "Anonymous:":
+                is_clean = rest[0] == "0"
+            elif name == "Swap:" and is_clean and rest[0] == "0":
                 first = bisect_left(places, begin)
                 if first < len(places) and places[first] < end:
                     self._ranges.append((begin, end - begin))
@@ -291,6 +294,7 @@ class _FilePages:
     def unmap(self) -> None:
         """Let go of all pages; those that are read again come back from the system's cache."""
         for begin, size in self._ranges:
+            assert self._madvise is not None, "ranges are found where there is a system call"
             self._madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 

@@ -119,7 +119,7 @@ class MtpSteps(DraftSteps):
         given, named: see ``DraftSteps``.
     """
 
-    def __init__(self, states: HiddenStates, *given: Any, **named: bool) -> None:
+    def __init__(self, states: HiddenStates, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self._states, self._chained = states, states.kept[:0]
 
