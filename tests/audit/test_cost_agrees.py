@@ -55,13 +55,13 @@ def config_dir(path: Path, sizes: dict[str, int], num_layers: int = NUM_LAYERS) 
 @pytest.mark.parametrize(
     ("attention", "heads"),
     [
-        ("hpu", (GROUPED, 1)),
+        ("reference", (WITHOUT_GROUPS, 6)),
         *(
             pytest.param(attention, heads, marks=pytest.mark.exhaustive)
             for attention, heads in product(
                 ("reference", "hpu"), ((GROUPED, 4), (WITHOUT_GROUPS, 6), (WITHOUT_GROUPS, 16), (GROUPED, 1))
             )
-            if (attention, heads[1]) != ("hpu", 1)
+            if (attention, heads[1]) != ("reference", 6)
         ),
     ],
 )

@@ -40,10 +40,11 @@ H2O = "h2o 0.5, 20 slots, chunks of 16"
             "csu/q32/s8/u0/l4",
             [f"{H2O} of whole prompts"],
         ),
-        (
+        pytest.param(
             ("--kv-plan", "PLAN"),
             "csu/q32/s8/u16/l4",
             [H2O, "tova 0, 103 slots, chunks of 16"],
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )

@@ -121,21 +121,28 @@ def compare(plain: HPUDuoModel, drafting: HPUDuoModel, guess: Guesses, params: S
 
 
 def _cases() -> Iterator[Any]:
-    """All combinations, of which a Latin square stays. Requests that are preempted are fast."""
+    """Sizes and parameters with a guess for each prompt; in the last tier, with one guess for all of them."""
     fast = (("few blocks", "seeded"), ("few blocks", "samples"), ("rings", "forced"))
     for (row, sizes), (column, params) in product(enumerate(SIZES), enumerate(PARAMS)):
         marks = [pytest.mark.slow] if (row + column) % len(SIZES) == 0 else EXHAUSTIVE
-        yield pytest.param(sizes, params, marks=[] if (sizes, params) in fast else marks)
+        marks = [] if (sizes, params) in fast else marks
+        yield pytest.param(sizes, params, GUESSES, marks=marks, id=f"{sizes}-{params}")
+        for name, guess in GUESSES.items():
+            yield pytest.param(sizes, params, {name: guess}, marks=EXHAUSTIVE, id=f"{sizes}-{params}-{name}")
 
 
-@pytest.mark.parametrize(("sizes", "params"), list(_cases()))
-def test_outputs_are_those_without_a_drafter(tiny: Tiny, sizes: str, params: str) -> None:
+@pytest.mark.parametrize(("sizes", "params", "guesses"), list(_cases()))
+def test_outputs_are_those_without_a_drafter(
+    tiny: Tiny, sizes: str, params: str, guesses: dict[str, Guess]
+) -> None:
     plain, drafting = tiny.load(**SIZES[sizes]), tiny.load(**SIZES[sizes], decode_len=DECODE_LEN)
-    compare(plain, drafting, GUESSES, PARAMS[params])
+    compare(plain, drafting, guesses, PARAMS[params])
     stats = drafting.stats()
     assert stats.num_output_tokens == plain.stats().num_output_tokens
-    if params != "one token":
-        assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
+    if list(guesses) == ["wrong"]:
+        assert stats.num_accepted_tokens == 0
+    elif {"right", "half"} & guesses.keys() and params != "one token":
+        assert 0 < stats.num_accepted_tokens <= stats.num_drafted_tokens
     if (sizes, params) == ("few blocks", "seeded"):
         assert stats.num_preemptions > 0
 
@@ -174,7 +181,9 @@ def test_a_drafter_that_is_always_right_saves_most_steps(tiny: Tiny, pattern: An
     assert (stats.num_drafted_tokens, stats.num_accepted_tokens) == (30, 30)
 
 
-@pytest.mark.parametrize("max_tokens", range(6, 10))
+@pytest.mark.parametrize(
+    "max_tokens", [*range(6, 10), *(pytest.param(each, marks=EXHAUSTIVE) for each in (10, 11))]
+)
 def test_the_last_token_may_be_any_of_a_draft(tiny: Tiny, max_tokens: int) -> None:
     params = replace(GREEDY, max_tokens=max_tokens)
     compare(tiny.load(), tiny.load(decode_len=DECODE_LEN), right, params)
@@ -217,6 +226,13 @@ def test_what_ends_an_output_may_be_any_token_of_a_draft(
 
 
 @pytest.mark.parametrize(
+    "guesses",
+    [
+        pytest.param(GUESSES, id="all"),
+        *(pytest.param({name: guess}, marks=EXHAUSTIVE, id=name) for name, guess in GUESSES.items()),
+    ],
+)
+@pytest.mark.parametrize(
     "grammar",
     [
         {"regex": r"[A-Z]{2}-[0-9]{1,4}( [a-z]+)?!"},
@@ -225,14 +241,15 @@ def test_what_ends_an_output_may_be_any_token_of_a_draft(
     ],
     ids=["regex", "choice", "json"],
 )
-def test_drafts_keep_to_a_grammar(ending: Tiny, grammar: dict[str, Any]) -> None:
+def test_drafts_keep_to_a_grammar(ending: Tiny, grammar: dict[str, Any], guesses: dict[str, Guess]) -> None:
     params = SamplingParams(
         temperature=1.1, seed=8, max_tokens=20, structured_outputs=StructuredOutputs(**grammar)
     )
     plain, drafting = ending.load(), ending.load(decode_len=DECODE_LEN)
-    compare(plain, drafting, GUESSES, params)
-    # Choices may end before a draft that is right.
-    assert drafting.stats().num_accepted_tokens > 0 or "choice" in grammar
+    compare(plain, drafting, guesses, params)
+    # A choice may end before a draft that is right, where only one prompt has such drafts.
+    if list(guesses) == ["right"] or ("right" in guesses and "choice" not in grammar):
+        assert drafting.stats().num_accepted_tokens > 0
 
 
 def test_rows_that_are_sampled_on_the_host_take_no_drafts(tiny: Tiny) -> None:

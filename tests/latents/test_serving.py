@@ -20,6 +20,7 @@ from tests.modeling.driving import greedy_logits
 from tests.modeling.families import BLOCK, greedy, prompts_of
 from tests.modeling.test_value_sizes import NUM_NEW, OPTIONS, saved
 from tests.sim.workload import LIMITS, Workload
+from tests.tiers import every
 
 
 def test_other_formats_of_keys_and_values_are_refused_by_name(tmp_path: Path) -> None:
@@ -57,7 +58,7 @@ def test_a_saved_context_has_latents(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("simulated_hpu")
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["minicpm3", "deepseek_v3", "mimo_v2_flash"])
+@pytest.mark.parametrize("family", every(3, ["deepseek_v3", "minicpm3", "mimo_v2_flash"]))
 def test_a_simulated_hpu_forks_preempts_and_caches_prefixes_with_the_tokens_of_a_cpu(
     tmp_path: Path, family: str
 ) -> None:
