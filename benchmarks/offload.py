@@ -118,7 +118,12 @@ def storm(path: Path, *, swaps: bool) -> tuple[float, str]:
 def main() -> None:
     """Run the workloads, and print a page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--storm", type=int, metavar="LAYERS", help="only swap and recompute, by turns")
+    parser.add_argument(
+        "--storm",
+        type=int,
+        metavar="LAYERS",
+        help="only compare swapping with recomputing, on a model of so many layers",
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--sparsity", type=float, default=0.0)
     parser.add_argument("--out", type=Path)

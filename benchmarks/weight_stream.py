@@ -85,7 +85,7 @@ def predicted(sizes: OffloadModel, rate: float, compute: float, num_batches: int
 
 
 class Served:
-    """A checkpoint with all weights on the device, and with most of its layers on the host."""
+    """A checkpoint with all weights on the device, and with those of all layers on the host."""
 
     def __init__(self, path: Path, num_batches: int, graphs: str) -> None:
         num_rows = self.num_rows = ROWS * num_batches
@@ -151,10 +151,10 @@ def main() -> None:
             *lines,
             "",
             f"Groups of {ROWS} rows that pass through a loaded layer one after the other "
-            "(`offload_num_batches`), uncaptured; the speed of one group is 1.",
+            '(`offload_num_batches`), with `graphs="eager"`. Times are seconds of a decode.',
             "",
-            "| link, MB/s | groups | tokens/s | to one group | all on the device | streamed | predicted | "
-            "streamed : predicted | same tokens |",
+            "| link, MB/s | groups | tokens/s | speedup over one group | all on the device | streamed | "
+            "predicted | streamed : predicted | same tokens |",
             "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
             *grouped,
             "",
