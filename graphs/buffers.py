@@ -128,7 +128,7 @@ class DeviceInputs:
         self._views_of = lru_cache(_MAX_CACHED_BUCKETS)(partial(_device_views, self._items, shapes_of))
 
     def another(self) -> DeviceInputs:
-        """Return an equal one with a buffer of its own."""
+        """Return inputs of the same layout, with a buffer of their own."""
         return self._another()
 
     @property

@@ -122,8 +122,8 @@ class ModelConfig:
     )
     offload_num_batches: int = option(
         1,
-        "In how many groups of rows a step runs, which pass through a layer one after the other before the "
-        "next layer begins: its weights are loaded once, and a group needs the memory of a small step.",
+        "Groups of rows that a step is cut into; all pass through a layer before the next layer begins, so "
+        "its weights are loaded once, and a group needs the memory of a small step.",
         ENGINE,
     )
     attention: str = option("auto", "Attention kernels: auto, reference, sdpa, triton or hpu.", ENGINE)
@@ -163,6 +163,10 @@ class ModelConfig:
         check_at_least("offload_num_batches", self.offload_num_batches, 1)
         if isinstance(self.cpu_offload_gb, bool) or not 0 <= self.cpu_offload_gb < float("inf"):
             raise ValueError(f"expected cpu_offload_gb of 0 or more GiB, got {self.cpu_offload_gb!r}")
+        if not isinstance(self.offload_policy, str | None):
+            raise ValueError(f"expected offload_policy as text, got {self.offload_policy!r}")
+        if not isinstance(self.offload_disk, str | PathLike | None):
+            raise ValueError(f"expected offload_disk to be a folder, got {self.offload_disk!r}")
         if self.cpu_offload_gb and self.offload_policy is not None:
             raise ValueError("expected cpu_offload_gb or offload_policy, got both")
         check_choices(self)

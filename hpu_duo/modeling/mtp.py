@@ -65,6 +65,12 @@ def load_mtp(model: PreTrainedModel, path: str | Path, config: Any, dtype: torch
         )
         if missing := sorted(name for name in report.missing_keys if name.startswith(_OWN)):
             raise ValueError(f"{', '.join(missing[:5])} are missing")
+        wrong = [
+            f"expected {name} of shape {list(expected)}, got {list(shape)}"
+            for name, shape, expected in sorted(report.mismatched_keys)
+        ]
+        if wrong := [*wrong, *report.conversion_errors.values()]:
+            raise ValueError("; ".join(wrong[:5]))
     except (ValueError, RuntimeError, OSError) as error:
         raise ValueError(f"{_WHERE}: the layer in {path} cannot be loaded: {error}") from error
     found.__class__ = kind

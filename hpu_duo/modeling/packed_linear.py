@@ -266,7 +266,7 @@ def pack_linears(
 
 
 class _FilePages:
-    """The mapped files that weights of a model lie in, as far as no page of theirs was written to.
+    """Mapped files of a model's weights; mappings with a written page are left out.
 
     Pages that were read stay resident with their file, so packing would hold each weight twice.
     """

@@ -167,14 +167,14 @@ class StreamMover(NotPicklable):
     def move(self, source: Weights, target: torch.Tensor) -> Move:
         """Begin a copy behind what the computation has launched."""
         if isinstance(source, InFile):
-            buffer, mark = self._staged.pop(0)
+            buffer, mark = self._staged[0]
             if mark is not None:
                 mark.wait()  # the copy that has read it last
             source.read(buffer[: source.nbytes])
             with self._stream.after_launched():
                 target.copy_(buffer[: source.nbytes], non_blocking=True)
                 move = _StreamMove(self._stream.mark())
-            self._staged.append((buffer, move.mark))
+            self._staged = [*self._staged[1:], (buffer, move.mark)]
             return move
         with self._stream.after_launched():
             target.copy_(source, non_blocking=True)
@@ -198,7 +198,9 @@ def mover_for(runtime: DeviceRuntime, device: torch.device) -> Mover:
     if device.type == "cpu":
         return ThreadMover()
     if not isinstance(runtime, CopiesAside):
-        raise ValueError(f"cpu_offload_gb needs a CPU or CUDA, whose copies run beside steps, got {device}")
+        raise ValueError(
+            f"weights outside the device need a CPU or CUDA, whose copies run beside steps, got {device}"
+        )
     return StreamMover(runtime.copy_stream(), runtime.pin)
 
 
@@ -255,22 +257,26 @@ class WeightStream(NotPicklable):
         weights = [list(streamed_weights(layer)) for layer in layers]
         every = [id(weight) for each in weights for weight in each]
         if len({*every}) < len(every):
-            raise ValueError("expected layers with weights of their own with cpu_offload_gb, got shared ones")
+            raise ValueError("expected offloaded layers with weights of their own, got shared ones")
         sizes = [sum(_room(weight) for weight in each) for each in weights]
         self.disk_bytes = sum(sizes[number] for number in on_disk)
         self.num_bytes = sum(sizes) - self.disk_bytes
         self._buffer_of = buffer_numbers(len(layers), num_ahead)
-        free = host_memory().free
-        if self.num_bytes > free:
+        staged = (
+            max((sizes[number] for number in on_disk), default=0) if isinstance(mover, StreamMover) else 0
+        )
+        free, needed = host_memory().free, self.num_bytes + 2 * staged
+        if needed > free:
             raise ValueError(
-                f"expected cpu_offload_gb within the free memory of the host, {free:,} bytes, got "
-                f"{self.num_bytes:,} bytes of weights"
+                f"expected offloaded weights within the free memory of the host, {free:,} bytes, got "
+                f"{needed:,} bytes of weights"
             )
         memory = torch.empty(self.num_bytes, dtype=torch.uint8)
         if isinstance(mover, StreamMover):
-            weakref.finalize(self, mover.pin(memory))
-            if on_disk:
-                mover.stage(max(sizes[number] for number in on_disk))
+            if self.num_bytes:
+                weakref.finalize(self, mover.pin(memory))
+            if staged:
+                mover.stage(staged)
         on_host = iter(memory.split([size for number, size in enumerate(sizes) if number not in on_disk]))
         self._homes: list[Weights] = []
         num_buffers = max(self._buffer_of) + 1
@@ -326,6 +332,7 @@ class WeightStream(NotPicklable):
             buffer = self._buffer_of[number]
             if self._moves[buffer][0] != number:
                 home = self._homes[number]
+                self._moves[buffer] = -1, None  # an interrupt from here on has another step copy again
                 move = self.mover.move(home, self._on_device[buffer][: home.nbytes])
                 self._moves[buffer] = number, move
                 behind = self._homes[(number + 1) % num_layers]
@@ -333,7 +340,7 @@ class WeightStream(NotPicklable):
                     behind.expect()
         held, coming = self._moves[self._buffer_of[layer]]
         if coming is not None:
-            self._moves[self._buffer_of[layer]] = -1, None  # if it fails, another step copies again
+            self._moves[self._buffer_of[layer]] = -1, None
             coming.hold()
             self._moves[self._buffer_of[layer]] = held, None
 
@@ -350,7 +357,7 @@ def streamed_weights(layer: nn.Module) -> Iterator[torch.Tensor]:
             continue
         if tensor.layout != torch.strided:
             raise ValueError(
-                f"expected weights as rows or panels with cpu_offload_gb, got {name} in {tensor.layout}: "
+                f"expected offloaded weights as rows or panels, got {name} in {tensor.layout}: "
                 "pack_weights=False leaves them as rows"
             )
         seen.add(id(tensor))

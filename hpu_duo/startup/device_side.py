@@ -66,7 +66,7 @@ from hpu_duo.parallel.mixers import check_gates
 from hpu_duo.startup.blueprint import Blueprint, ChosenKernels, choose_kernels
 from hpu_duo.startup.draft_model import DraftModel, within
 from hpu_duo.startup.heads import ChosenHeads
-from hpu_duo.startup.offloading import host_link, link_bytes, streamed_layers, weight_shares
+from hpu_duo.startup.offloading import host_link, is_in_memory, link_bytes, streamed_layers, weight_shares
 from hpu_duo.startup.tables import StepTables, plan_with_graphs
 from kernels_ref import Blocks, ChosenBlocks, Implementation, Owner, Rings, Softmax
 from kernels_ref.formats.trial import format_problem
@@ -273,6 +273,10 @@ class DeviceSide:
         if streamed:
             mover, ahead = mover_for(runtime, device), config.model.offload_prefetch_step
             folder = None if (disk := config.model.offload_disk) is None else Path(disk)
+            if folder is not None and is_in_memory(folder):
+                _log.warning(
+                    "offload_disk=%s is in memory (tmpfs), so weights there take host memory", folder
+                )
             stream = WeightStream(streamed, device, mover, ahead, folder, on_disk)
         runtime.place(model)
         if draft is not None:
@@ -285,7 +289,7 @@ class DeviceSide:
         executor = _make_executor(config, step_model, store, tables, runtime, shared, drafts)
         hf_config = model.config if shared is None else shared.hf_config
         known = executor, hf_config.get_text_config().vocab_size, limits.max_model_len
-        num_groups = config.model.offload_num_batches
+        num_groups = min(config.model.offload_num_batches, limits.max_num_seqs)
         runner = Runner(*known) if num_groups == 1 else ZigZagRunner(*known, num_groups)
         runner.builder.drafts = None if drafts is None else drafts.tables
         return cls(runner, blueprint, limits, hf_config)

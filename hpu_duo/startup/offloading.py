@@ -52,7 +52,7 @@ def weight_shares(model: ModelConfig) -> tuple[float, float, float] | None:
     """Return the shares of layers on the device, the host and the disk; None without a policy.
 
     Raises:
-        ValueError: it is no policy that is executed, or the disk is not given, or given in vain.
+        ValueError: the policy moves more than weights, or it needs a disk and none is given, or the reverse.
     """
     if model.offload_policy is None:
         placement = Placement(1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0)
@@ -78,7 +78,7 @@ def weight_shares(model: ModelConfig) -> tuple[float, float, float] | None:
 def streamed_layers(
     model: ModelConfig, layers: Sequence[nn.Module]
 ) -> tuple[list[nn.Module], frozenset[int]]:
-    """Return the layers whose weights leave the device, and the places among them of those on the disk."""
+    """Return the layers whose weights leave the device, and the indices among them of those on the disk."""
     shares = weight_shares(model)
     if shares is None:
         chosen = choose_layers(layers, model.cpu_offload_gb * _GIB) if model.cpu_offload_gb else []

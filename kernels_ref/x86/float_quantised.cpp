@@ -27,7 +27,7 @@ constexpr int kRowStep = 6;                                  // rows of a pass o
 constexpr int kPassVectors = kIsWide ? 4 : 2;                // and its vectors
 constexpr int kPassItems = kPassVectors * kLanes;            // of those, for a pair of inputs
 constexpr int64_t kRowBlock = 240;                           // rows for which codes are widened once,
-constexpr int64_t kPart = 512;                               // and inputs
+constexpr int64_t kPart = kIsWide ? 256 : 512;               // and inputs
 constexpr int kLine = 64;                                    // bytes
 
 F scale_at(const QuantisedWeight &weight, int64_t place) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -270,6 +271,15 @@ def test_models_without_a_layer_that_can_draft_are_refused(
         tiny.load(speculative_config=config, tensor_parallel_size=2, retrieval_parallel="context")
     save_random(make_config("MellumConfig", **{**BASE, **ROUTED, **FULL, "num_experts": 4}), tmp_path)
     with pytest.raises(ValueError, match=r"method 'mtp': the layer in .* cannot be loaded: .* are missing"):
+        Tiny(tmp_path, None).load(speculative_config=config)
+    weights = load_file(mellum.path / "model.safetensors")
+    name = next(name for name in weights if "mtp" in name and "o_proj" in name)
+    shutil.copytree(mellum.path, tmp_path, dirs_exist_ok=True)
+    weights[name] = weights[name][:-2].clone()
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"cannot be loaded: expected .*o_proj.* of shape \[32, 32\], got \[30"
+    ):
         Tiny(tmp_path, None).load(speculative_config=config)
     monkeypatch.setattr(mtp.transformers, "__version__", "5.23.1")
     with pytest.raises(ValueError, match=r"method 'mtp' needs transformers 5\.24 or newer, got 5\.23\.1"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,10 +100,35 @@ def test_weights_in_files_reach_a_device_by_pinned_buffers(tmp_path: Path) -> No
     assert len(waits) == 5  # of 7 copies from files
 
 
+def test_files_without_weights_on_the_host_pin_buffers_alone_and_outlive_failed_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = [nn.Linear(8, 8) for _ in range(3)]
+    weight, pinned = layers[0].weight.detach().clone(), list[int]()
+    mark = SimpleNamespace(hold_computation=lambda: None, wait=lambda: None)
+
+    def pin(memory: torch.Tensor) -> Any:
+        pinned.append(memory.nbytes)
+        return lambda: None
+
+    mover = StreamMover(SimpleNamespace(after_launched=nullcontext, mark=lambda: mark), pin)
+    stream = WeightStream(layers, torch.device("cpu"), mover, 1, tmp_path, {0, 1, 2})
+    assert pinned == [256, 256]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", lambda *_: 0)
+        for _ in range(3):
+            with pytest.raises(OSError, match="expected 256 bytes of weights in a file, got 0"):
+                stream.arrive(0)
+    stream.arrive(0)
+    assert torch.equal(layers[0].weight, weight)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"offload_policy": "auto"}, "plan-offload finds"),
+        ({"offload_policy": (50, 50, 100, 0, 100, 0)}, "expected offload_policy as text, got"),
+        ({"offload_disk": True}, "expected offload_disk to be a folder, got True"),
         ({"offload_policy": "60,50,100,0,100,0"}, "weights that add up to 100 at most"),
         ({"offload_policy": "50,50,0,100,100,0"}, "stay on the device"),
         ({"offload_policy": "50,40,100,0,100,0"}, "offload_disk=None and 10 % on the disk"),
@@ -166,7 +192,7 @@ def test_a_layer_waits_for_its_weights_and_later_ones_are_on_their_way() -> None
 
 
 def test_devices_without_copies_beside_steps_are_refused(deep: Tiny, simulated_hpu: object) -> None:
-    with pytest.raises(ValueError, match="needs a CPU or CUDA"):
+    with pytest.raises(ValueError, match="need a CPU or CUDA"):
         deep.load(device="hpu-sim", cpu_offload_gb=1e-5)
 
 
@@ -220,3 +246,27 @@ def test_a_failed_copy_ends_the_step_and_is_repeated(deep: Tiny, expected: list[
     with pytest.raises(RuntimeError, match="the link is gone"):
         serve(model, PROMPTS, GREEDY)
     assert tokens_of(serve(model, PROMPTS, GREEDY)) == expected
+
+
+def test_an_interrupt_behind_the_begin_of_a_copy_has_it_copied_again() -> None:
+    layers = [nn.Linear(8, 8, bias=False) for _ in range(6)]
+    weights = [layer.weight.detach().clone() for layer in layers]
+
+    class Interrupted(ThreadMover):
+        num_moves = 0
+
+        def move(self, source: Any, target: torch.Tensor) -> Any:
+            self.num_moves += 1
+            begun = super().move(source, target)
+            if self.num_moves == 4:
+                raise KeyboardInterrupt
+            return begun
+
+    stream = WeightStream(layers, torch.device("cpu"), Interrupted())
+    for number in range(2):
+        stream.arrive(number)
+    with pytest.raises(KeyboardInterrupt):
+        stream.arrive(2)
+    for number, (layer, weight) in enumerate(zip(layers, weights)):
+        stream.arrive(number)
+        assert torch.equal(layer.weight, weight), number

@@ -144,8 +144,8 @@ def test_a_failed_layer_ends_the_step_of_all_groups(deep: Tiny) -> None:
     with pytest.raises(RuntimeError, match="this layer is broken"):
         model.engine.generate(prompts_of((3,) * 6), GREEDY)
     hook.remove()
-    model.engine.generate([], GREEDY)
     assert not model.engine.has_unfinished
+    assert tokens_of(serve(model, PROMPTS, GREEDY)) == tokens_of(serve(load(deep, 1), PROMPTS, GREEDY))
 
 
 @pytest.mark.parametrize(
@@ -153,6 +153,9 @@ def test_a_failed_layer_ends_the_step_of_all_groups(deep: Tiny) -> None:
     [
         ({"graphs": "replay"}, "got graphs='replay'"),
         ({"record_steps": "steps.bin"}, "got record_steps"),
+        ({"graphs": "eager", "fail_on_recompile": True}, "got fail_on_recompile"),
+        ({"speculative_config": {"method": "duo", "num_speculative_tokens": 2}}, "got a model that drafts"),
+        ({"tensor_parallel_size": 2}, "got tensor_parallel_size=2"),
         ({"offload_num_batches": 0}, "offload_num_batches"),
     ],
 )

@@ -112,7 +112,7 @@ def test_texts_come_back_by_streams_that_end_later(tiny: Tiny) -> None:
     assert tiers.counters.loaded_s > 0
 
 
-def test_the_memory_plan_leaves_room_for_buffers(tiny: Tiny) -> None:
+def test_the_bytes_of_a_links_buffers_are_known_before(tiny: Tiny) -> None:
     """As many bytes as a link allocates where more units move in a step than its buffers hold."""
     store, streams = tiny.load(**SMALL, **DUO, device="cpu").engine.runner.store, FakeStreams()
     link = StreamLink(block_units(store), row_units(store), 2, 512, streams, 10**9)

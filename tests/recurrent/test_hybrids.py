@@ -108,7 +108,8 @@ def test_logits_are_those_of_transformers_and_of_no_other_row(tmp_path: Path, na
         for prompt, (new, logits) in zip(prompts, found):
             expected = token_by_token(model, [*prompt, *new])[-7:-1]
             # Random experts amplify the rounding of states: 1.8e-4 is the most that was seen.
-            atol = 2.5e-4 if "Moe" in name else 1e-4
+            loose = ("Qwen3_5MoeTextConfig", "GraniteMoeHybridConfig")
+            atol = 2.5e-4 if name in loose else 1e-4
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=atol)
         results.append(found[-1][1])
     # Products of experts have other numbers of rows then.

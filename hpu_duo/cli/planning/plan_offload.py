@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -265,11 +266,12 @@ def _serve_with(policy: Policy) -> str | None:
     device, host, disk, kv, _, _, activations, _, _ = policy.placement
     if kv < 1 or activations < 1:
         return None
-    folder = " --offload-disk DIR" if disk else ""
-    return (
-        f"--offload-policy {100 * device:.4g},{100 * host:.4g},100,0,100,0{folder} "
-        f"--offload-num-batches {policy.num_batches} --max-num-seqs {policy.num_rows}"
-    )
+    has_disk = disk > 1e-4
+    on_device = (math.floor if has_disk else round)(1e4 * device) / 100
+    on_host = math.floor(1e4 * host) / 100 if has_disk else round(100 - on_device, 2)
+    folder = " --offload-disk DIR" if has_disk else ""
+    where = "" if on_device == 100 else f"--offload-policy {on_device:g},{on_host:g},100,0,100,0{folder} "
+    return f"{where}--offload-num-batches {policy.num_batches} --max-num-seqs {policy.num_rows}"
 
 
 def _numbers(machine: OffloadMachine) -> list[tuple[str, float]]:

@@ -54,7 +54,7 @@ class Group(NamedTuple):
 
 
 def cut(plan: StepPlan, num_groups: int, *, keeps_rows: bool) -> list[Group]:
-    """Cut a step in groups of about as many tokens; there are fewer if it has too few rows.
+    """Cut a step into groups of about equal numbers of tokens; fewer groups if it has too few rows.
 
     Copies and transfers of the step belong to the first group, which begins first.
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 
+from graphs.interrupts import interrupts_deferred
 from hpu_duo.modeling.attention import RunningStep
 from hpu_duo.not_picklable import NotPicklable
 from kernels_ref import Step
@@ -22,8 +22,8 @@ class _Abandoned(BaseException):
 class _Lane:
     """A step in a thread, which stops in front of each layer."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
         self._asked: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._answers: SimpleQueue[Any] = SimpleQueue()
         self._future: Future[torch.Tensor] | None = None
@@ -32,7 +32,8 @@ class _Lane:
         self, threads: ThreadPoolExecutor, step: Callable[[], torch.Tensor]
     ) -> Callable[[], Any] | None:
         """Run up to the first layer, and return it."""
-        self._future = threads.submit(self._run, step)
+        with interrupts_deferred():
+            self._future = threads.submit(self._run, step)
         return self._wait()
 
     def go_on(self, answer: Any) -> Callable[[], Any] | None:
@@ -41,7 +42,7 @@ class _Lane:
         return self._wait()
 
     def turn(self, layer: Callable[[], Any]) -> Any:
-        """Stop in front of a layer, and return what it has returned; called in the thread."""
+        """Give a layer to the caller's thread, and return its result; called in the step's thread."""
         self._asked.put(layer)
         answer = self._answers.get()
         if answer is _Abandoned:
@@ -54,16 +55,18 @@ class _Lane:
         return self._future.result()
 
     def abandon(self) -> None:
-        """End the thread, if it has not ended."""
+        """Have the thread end in front of its next layer, if it has not ended."""
+        self._answers.put(_Abandoned)
+
+    def join(self) -> None:
+        """Wait until the thread has ended."""
         if self._future is not None:
-            self._answers.put(_Abandoned)
             wait([self._future])
 
     def _run(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
-        is_cuda = self._device.type == "cuda"
-        place: AbstractContextManager[Any] = torch.cuda.device(self._device) if is_cuda else nullcontext()
         try:
-            with place, torch.inference_mode():
+            # Without a CUDA device the stream is None, and entering it does nothing.
+            with torch.cuda.stream(self._stream), torch.inference_mode():
                 return step()
         finally:
             self._asked.put(None)
@@ -102,7 +105,9 @@ class LayerTurns(NotPicklable):
         Raises:
             Exception: of a step or a layer; all other steps have ended then.
         """
-        running, lanes = self._running, [_Lane(self._device) for _ in steps]
+        is_cuda = self._device.type == "cuda"
+        stream = torch.cuda.current_stream(self._device) if is_cuda else None
+        running, lanes = self._running, [_Lane(stream) for _ in steps]
         layers: list[Callable[[], Any] | None] = []
         contexts: list[Step | None] = []
         try:
@@ -123,6 +128,9 @@ class LayerTurns(NotPicklable):
                     contexts[number] = running.step
             return [lane.result() for lane in lanes]
         finally:
-            for lane in lanes:
-                lane.abandon()
-            running.step = running.turn = None
+            with interrupts_deferred():
+                for lane in lanes:
+                    lane.abandon()
+                for lane in lanes:
+                    lane.join()
+                running.step = running.turn = None
