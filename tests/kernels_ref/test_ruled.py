@@ -63,13 +63,37 @@ def _skip_on_gpus() -> None:
         pytest.skip("Triton compiles for the GPU here, and these tensors are on the CPU")
 
 
-@settings(QUICK, max_examples=5)
-@given(scenario=ruled_scenarios(rules(), (None,)))
-def test_triton_kernels_equal_dense_attention_under_the_rule(scenario: Scenario) -> None:
+def triton_equals_dense(scenario: Scenario) -> None:
     pytest.importorskip("triton")
     _skip_on_gpus()
     with replacing_once():
         assert_equals_dense(Choice(Implementation.TRITON), scenario)
+
+
+@settings(QUICK, max_examples=5)
+@given(scenario=ruled_scenarios(rules(), (None,)))
+def test_triton_kernels_equal_dense_attention_under_the_rule(scenario: Scenario) -> None:
+    triton_equals_dense(scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@settings(QUICK, max_examples=60)
+@given(scenario=ruled_scenarios(rules(), (None,)))
+def test_triton_kernels_equal_dense_attention_under_many_rules(scenario: Scenario) -> None:
+    triton_equals_dense(scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_small", [False, True])
+@ALL
+@settings(QUICK, max_examples=150)
+@given(scenario=ruled_scenarios(rules()))
+def test_output_equals_dense_attention_under_many_rules(
+    choice: Choice, is_small: bool, scenario: Scenario
+) -> None:
+    assert_equals_dense(choice, scenario, **(SMALL if is_small else {}))
 
 
 @ON_HPU

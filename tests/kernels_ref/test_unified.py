@@ -21,6 +21,14 @@ pytestmark = pytest.mark.instruction_set
 QUICK = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 
 
+def equals_dense(choice: Choice, scenario: Scenario) -> None:
+    world = World(scenario)
+    out = choice.attend(world)
+    expected = world.dense()
+    torch.testing.assert_close(out[: len(expected)].double(), expected, atol=2e-5, rtol=2e-5)
+    assert (out[len(expected) :] == 0).all(), "padded rows are zero"
+
+
 @ALL
 @QUICK
 @given(scenario=scenarios(TWO_SIZES).filter(lambda s: s.kr + s.ks > 0))
@@ -30,11 +38,16 @@ QUICK = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCh
 def test_mixed_steps_equal_dense_attention_although_unused_slots_hold_nan(
     choice: Choice, scenario: Scenario
 ) -> None:
-    world = World(scenario)
-    out = choice.attend(world)
-    expected = world.dense()
-    torch.testing.assert_close(out[: len(expected)].double(), expected, atol=2e-5, rtol=2e-5)
-    assert (out[len(expected) :] == 0).all(), "padded rows are zero"
+    equals_dense(choice, scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@ALL
+@settings(QUICK, max_examples=300)
+@given(scenario=scenarios(TWO_SIZES).filter(lambda s: s.kr + s.ks > 0))
+def test_many_mixed_steps_equal_dense_attention(choice: Choice, scenario: Scenario) -> None:
+    equals_dense(choice, scenario)
 
 
 @ON_HPU
