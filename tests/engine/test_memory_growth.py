@@ -17,7 +17,7 @@ from tests.tiers import every
 
 WORKER = Path(__file__).with_name("soak.py")
 ROOT = WORKER.parents[2]
-NUM_REQUESTS, NUM_WARM = 3_000, 600
+NUM_REQUESTS, NUM_WARM = 1_600, 400
 MOST_MB = 50
 
 

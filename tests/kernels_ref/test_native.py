@@ -201,6 +201,7 @@ def test_the_prebuilt_library_is_not_for_cpus_that_lack_some_of_its_instructions
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_wheel_with_prebuilt_kernels_serves_without_a_compiler(tmp_path: Path) -> None:
     if shutil.which("g++") is None or not library.lanes():
         pytest.skip("needs g++, and a CPU with AVX2")
