@@ -50,9 +50,10 @@ class StepBatch:
         token_ids = np.concatenate([row.request.tokens[row.start : row.end] for row in plan.rows])
         num_samples = np.array([row.num_samples for row in plan.rows], np.int32)
         batch = flatten(rows_of(plan), token_ids, block_size, num_samples)
-        if not plan.fills_rows:
+        shape = _filled(batch.shape, plan)
+        if shape is batch.shape:
             return batch
-        return replace(batch, shape=_filled(batch.shape, plan), has_sources=plan.has_model_drafts)
+        return replace(batch, shape=shape, has_sources=plan.fills_rows and plan.has_model_drafts)
 
     @classmethod
     def empty(cls) -> StepBatch:
@@ -238,13 +239,20 @@ def rows_of(plan: StepPlan) -> StepRows:
 def exact_shape(plan: StepPlan, block_size: int) -> BatchShape:
     """The shape of a planned step, unpadded."""
     rows = rows_of(plan)
-    shape = _shape(rows, *count_context(rows, block_size), block_size)
-    return shape if not plan.fills_rows else _filled(shape, plan)
+    return _filled(_shape(rows, *count_context(rows, block_size), block_size), plan)
 
 
 def _filled(shape: BatchShape, plan: StepPlan) -> BatchShape:
-    """The shape of a step whose rows are as long as the longest one, so that it says how long they are."""
-    return replace(shape, query_len=shape.num_logits * plan.decode_len)
+    """The shape with padding that limits count on.
+
+    Where rows are as long as the longest one, the shape says how long they are. Where prompts run behind rows
+    whose blocks are still on their way, there may be fewer tokens than rows of logits.
+    """
+    if plan.fills_rows:
+        return replace(shape, query_len=shape.num_logits * plan.decode_len)
+    if shape.phase.causal and shape.query_len < shape.num_logits:
+        return replace(shape, query_len=shape.num_logits)
+    return shape
 
 
 def fill(

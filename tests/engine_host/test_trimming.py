@@ -97,7 +97,8 @@ def test_a_cut_step_and_the_next_have_as_many_logit_rows_as_the_whole_one(
     # In the fourth row, whose number is what counts.
     whole = StepPlan((ScheduledRow(request, 3, 0, 6, True),))
     cut = StepPlan((ScheduledRow(request, 3, 0, 3, False),))
-    assert exact_shape(cut, 4) == replace(exact_shape(whole, 4), query_len=3)
+    # A step has as many tokens as rows of logits, or padding.
+    assert exact_shape(cut, 4) == replace(exact_shape(whole, 4), query_len=4)
     costs = {
         BatchShape(Phase(causal=True), 3, 0, 0, now): 3.0,
         BatchShape(Phase(causal=True, shared=True), 3, 1, 0, next_step): 10.0,
