@@ -130,7 +130,7 @@ class TextIndex:
         least, previous, size, text = self.oldest + self.gram, self._previous_at, self._size, self._text_at
         while place >= least and most > 0:
             most -= 1
-            # Most of those that only share a hash are told apart here, at no cost of an array.
+            # A cheap check before arrays are compared: most hash collisions have another last token.
             if text[(place - 1) % size] == last:
                 found.append(place)
             earlier = previous[place % size]

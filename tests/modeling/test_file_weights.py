@@ -19,8 +19,11 @@ def mapped(path: Path) -> bool:
     return str(path) in Path("/proc/self/maps").read_text()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.skipif(not (can_pack(torch.bfloat16) or library.lanes()), reason="packs nothing")
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is there on Linux only")
+@pytest.mark.skipif(
+    not (can_pack(torch.bfloat16) or library.lanes()),
+    reason="linears are packed only with a compiler, and AVX2 or torch's oneDNN",
+)
 @pytest.mark.parametrize("quantization", ["auto", "int8"])
 def test_a_packed_model_leaves_its_file(quantization: str, tmp_path: Path) -> None:
     save_random(FAMILIES["llama_biases_tied"](), tmp_path).to(torch.bfloat16).save_pretrained(tmp_path)
@@ -39,7 +42,7 @@ def resident(path: Path) -> int:
     )
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is there on Linux only")
 @pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C")
 @pytest.mark.parametrize("is_written", [False, True])
 def test_packing_lets_go_of_pages_that_hold_what_the_file_does(is_written: bool, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Models in which some layers have states instead of keys and values."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,18 @@ def token_by_token(model: Any, tokens: list[int]) -> torch.Tensor:
             cache = output.past_key_values
             found.append(output.logits[0, -1])
     return torch.stack(found)
+
+
+def within_rounding(model: Any, tokens: list[int]) -> tuple[torch.Tensor, float]:
+    """Logits of the last tokens in float64, and how far float32 may be from them.
+
+    That is 1e-4, or half as much again as transformers' own float32 pass over the text differs: up to 2.6e-4
+    where random experts amplify rounding.
+    """
+    exact = token_by_token(copy.deepcopy(model).double(), tokens)[-7:-1]
+    with torch.inference_mode():
+        once = model(torch.tensor([tokens])).logits[0, -7:-1]
+    return exact.float(), max(1e-4, 1.5 * float((once - exact).abs().max()))
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -107,9 +120,10 @@ def test_logits_are_those_of_transformers_and_of_no_other_row(tmp_path: Path, na
         found = greedy_logits(served.engine, prompts, 6, forced=[[3, 4, 5, 6, 7, 8]] * 3)
         for prompt, (new, logits) in zip(prompts, found):
             expected = token_by_token(model, [*prompt, *new])[-7:-1]
-            # Random experts amplify the rounding of states: 1.8e-4 is the most that was seen.
-            loose = ("Qwen3_5MoeTextConfig", "GraniteMoeHybridConfig")
-            atol = 2.5e-4 if name in loose else 1e-4
+            # Random experts amplify the rounding of delta rules: 1.3e-4 is the most that was seen.
+            atol = 2e-4 if name == "Qwen3_5MoeTextConfig" else 1e-4
+            if name == "GraniteMoeHybridConfig":
+                expected, atol = within_rounding(model, [*prompt, *new])
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=atol)
         results.append(found[-1][1])
     # Products of experts have other numbers of rows then.
