@@ -52,7 +52,7 @@ LONG = (
     "c-u/q2048/s0/u64/l17",
     "c--/q2048/s0/u0/l1",
 )
-CASES = [("LlamaConfig", shape) for shape in LONG]
+CASES = [("LlamaConfig", shape) for shape in LONG[1:]]
 CASES += [(name, shape) for name in SIZES if name not in ("LlamaConfig", MANY) for shape in LONG[::2]]
 
 
@@ -161,7 +161,7 @@ def test_no_graph_of_many_experts_is_large(shape: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape", "attention"),
-    every(15, [(*case, attention) for attention in ("hpu", "reference") for case in CASES]),
+    every(30, [(*case, attention) for attention in ("hpu", "reference") for case in CASES]),
 )
 def test_no_graph_of_a_known_model_is_large(name: str, attention: str, shape: str, tmp_path: Path) -> None:
     check(graphs_of(name, attention, shape, tmp_path))

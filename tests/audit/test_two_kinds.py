@@ -32,15 +32,9 @@ def layer_operators(path: Path, attention: str, num_retrieval: int, bucket: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("attention", "bucket"),
-    [
-        ("hpu", "--u/q1/s0/u64/l1"),
-        pytest.param("reference", "--u/q16/s0/u512/l16", marks=pytest.mark.exhaustive),
-        pytest.param("hpu", "--u/q16/s0/u512/l16", marks=pytest.mark.exhaustive),
-        pytest.param("reference", "--u/q1/s0/u64/l1", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("attention", ["hpu", "reference"])
+@pytest.mark.parametrize("bucket", ["--u/q1/s0/u64/l1", "--u/q16/s0/u512/l16"])
 def test_a_decode_layer_with_two_kinds_has_a_fifth_more_operators_at_most(
     tmp_path: Path, attention: str, bucket: str
 ) -> None:

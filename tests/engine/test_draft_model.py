@@ -128,6 +128,7 @@ def test_each_rank_has_all_of_the_draft(tiny: Tiny) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("simulated_hpu")
 def test_a_simulated_hpu_compiles_nothing_and_reads_once_a_step(tiny: Tiny, shallow: Path) -> None:
     expected = serve(tiny.load(), PROMPTS, SEEDED)

@@ -17,14 +17,14 @@ from tests.tiers import every
 
 WORKER = Path(__file__).with_name("soak.py")
 ROOT = WORKER.parents[2]
-NUM_REQUESTS, NUM_WARM = 1_600, 400
-MOST_MB = 50
+NUM_REQUESTS, NUM_WARM = 800, 300
+MOST_MB = 25
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("graphs", every(2, ["replay", "eager"]))
-def test_thousands_of_random_requests_in_bfloat16_leave_memory_where_it_was(
+def test_hundreds_of_random_requests_in_bfloat16_leave_memory_where_it_was(
     tmp_path: Path, graphs: str
 ) -> None:
     config = LlamaConfig(

@@ -88,6 +88,7 @@ def test_every_request_gets_what_it_would_get_alone(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", every(6, range(3, 9)))
 def test_every_request_of_many_more_gets_what_it_would_get_alone(tiny: Tiny, seed: int) -> None:
     check_against_each_alone(tiny, PATTERN if seed % 2 else None, 300, seed)

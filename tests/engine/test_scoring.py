@@ -107,7 +107,9 @@ def test_tokens_verified_together_score_as_one_after_the_other(
     "options",
     [
         {"graphs": CompileBackend("eager"), "attention": "sdpa"},
-        {"graphs": CompileBackend("eager"), "attention": "reference"},
+        pytest.param(
+            {"graphs": CompileBackend("eager"), "attention": "reference"}, marks=pytest.mark.exhaustive
+        ),
         {"device": "hpu-sim"},
     ],
     ids=["compile-sdpa", "compile-reference", "hpu-sim"],

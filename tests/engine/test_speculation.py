@@ -18,7 +18,7 @@ from hpu_duo.sampling import FieldError, SamplingParams
 from hpu_duo.startup.recorded_steps import options_of, read_log
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import prompts_of
-from tests.tiers import EXHAUSTIVE
+from tests.tiers import EXHAUSTIVE, every
 
 LOOPS = [[5, 9, 6, 8, 7] * 5, [3, 4] * 8, *prompts_of([17, 1], seed=4)]
 """Prompts of which two repeat themselves, so that drafts are found at once."""
@@ -193,7 +193,7 @@ def chi_square(tiny: Tiny, prompt: list[int], outputs: list[list[int]], temperat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("of_model", [False, True])
+@pytest.mark.parametrize("of_model", every(2, [True, False]))
 def test_draws_behind_and_in_place_of_drafts_follow_the_distribution(tiny: Tiny, of_model: bool) -> None:
     """A second, independent check: chi-square of 20,000 tokens, most of which had a draft."""
     (prompt,), num_tokens = prompts_of([9], seed=2), 20

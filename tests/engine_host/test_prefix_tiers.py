@@ -244,11 +244,6 @@ TestTieredPrefixes.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 @pytest.mark.slow
-class TestMoreTieredPrefixes(TieredMachine.TestCase):  # type: ignore[misc, name-defined, valid-type]
-    settings = settings(max_examples=200, stateful_step_count=60)
-
-
-@pytest.mark.slow
 @pytest.mark.exhaustive
 class TestManyTieredPrefixes(TieredMachine.TestCase):  # type: ignore[misc, name-defined, valid-type]
     settings = settings(max_examples=1_000, stateful_step_count=60)

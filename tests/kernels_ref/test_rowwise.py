@@ -16,7 +16,6 @@ from torch import Tensor
 
 from kernels_ref.rowwise import Builder, Code, Index, Rows, is_available
 from tests.kernels_ref.row_cases import random, rows_of, run
-from tests.tiers import every
 
 needs_compiler = pytest.mark.skipif(not is_available(), reason="the interpreter cannot be built here")
 pytestmark = [needs_compiler, pytest.mark.instruction_set]
@@ -276,7 +275,8 @@ def test_what_is_read_where_it_lies_is_left_as_it_is() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", every(2, ["default", "avx2"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_cpus_with_fewer_instructions_compute_the_same(capability: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", __file__]
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}

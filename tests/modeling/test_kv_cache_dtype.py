@@ -26,10 +26,11 @@ from kernels_ref.formats.int4 import Int4
 from kernels_ref.formats.int8 import Int8
 from tests.engine.tiny import PATTERN, Tiny, make_tiny, serve, tokens_of
 from tests.modeling.families import BLOCK, prompts_of
-from tests.tiers import crossed
+from tests.tiers import EXHAUSTIVE, crossed
 
 NAMES = ["int8_per_token_head", "int4_per_token_head", "fp8", "fp8_per_token_head", "k8v4"]
-RINGS = [pytest.param(name, marks=[] if name == NAMES[1] else pytest.mark.slow) for name in NAMES]
+FURTHER = {NAMES[1]: (), "k8v4": pytest.mark.slow}
+RINGS = [pytest.param(name, marks=FURTHER.get(name, EXHAUSTIVE)) for name in NAMES]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 DUO = {"pattern": PATTERN}
 SKIP = "kv_cache_dtype_skip_layers"

@@ -30,6 +30,7 @@ from tests.quantised.test_checkpoints import LAYOUTS, SIZES, load, tokens, twins
 from tests.quantised.writers import KINDS, write_twins
 from tests.ranks.test_memory import anonymous_bytes
 from tests.ranks.work import Case, serve
+from tests.tiers import every
 
 TWINS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "zeros": ("int8 zeros", "biases", {}),
@@ -154,7 +155,7 @@ def peak_of_loading(member: Member, path: Path, rounding: str | None = None) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fp8 block", "gptq"])
+@pytest.mark.parametrize("name", every(2, ["gptq", "fp8 block"]))
 def test_a_load_takes_the_plain_model_and_about_a_layer(name: str, tmp_path: Path) -> None:
     for directory, sizes in (("large", WIDE), ("small", SIZES)):
         save_random(make_config("LlamaConfig", **sizes), tmp_path / f"plain {directory}")
@@ -164,7 +165,7 @@ def test_a_load_takes_the_plain_model_and_about_a_layer(name: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["int8", "int4", INC])
+@pytest.mark.parametrize("name", every(3, ["int4", "int8", INC]))
 def test_a_load_that_rounds_takes_the_codes_and_about_a_layer(name: str, tmp_path: Path) -> None:
     for directory, sizes in (("large", WIDE), ("small", SIZES)):
         save_random(make_config("LlamaConfig", **sizes), tmp_path / directory)

@@ -71,11 +71,14 @@ def peak_of_loading(member: Member, path: Path, parallel: dict[str, Any]) -> tup
     return peak[0], sum(parameter.nbytes for parameter in share.model.parameters())
 
 
-FURTHER = [("llama", 2), *((name, 4) for name in FAMILIES if name not in ("llama", "widths of experts"))]
 CASES = [
-    ("llama", 4),
-    *((name, 2) for name in FAMILIES if name != "llama"),
-    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in FURTHER),
+    *((name, 2) for name in ("llama", "rows by kind", "widths of experts")),
+    *(pytest.param(name, 2, marks=pytest.mark.exhaustive) for name in ("rows by group", "whole experts")),
+    *(
+        pytest.param(name, 4, marks=pytest.mark.exhaustive)
+        for name in FAMILIES
+        if name != "widths of experts"
+    ),
 ]
 
 

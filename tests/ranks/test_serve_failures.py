@@ -102,7 +102,11 @@ def ends_with_an_error(events: list[str], named: str) -> None:
     ("number", "named"),
     [
         (signal.SIGKILL, r"rank 1 ended with exit code -9; all ranks have ended"),
-        (signal.SIGSTOP, r"rank 1 sent no heartbeat for \d s; all ranks have ended"),
+        pytest.param(
+            signal.SIGSTOP,
+            r"rank 1 sent no heartbeat for \d s; all ranks have ended",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_a_stream_ends_with_an_error_that_names_the_rank_and_the_server_with_it(
@@ -151,6 +155,7 @@ def test_calls_end_before_ranks_do_where_all_processes_are_told_to_stop() -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_server_that_is_told_to_stop_leaves_no_stopped_rank_behind() -> None:
     with server("--rank-timeout-seconds", "60", "--drain-seconds", "1") as one:
         with (

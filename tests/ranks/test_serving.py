@@ -174,6 +174,7 @@ def test_simulated_hpus_capture_everything_ahead(zoo: Zoo, num_ranks: int) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled_ranks_give_the_tokens_of_one(zoo: Zoo) -> None:
     # Rank 0 is this process: whoever counts exchanges there keeps torch from compiling.
     prompts, greedy = prompts_of((3, 20), seed=4), SamplingParams(max_tokens=6, temperature=0)

@@ -245,6 +245,7 @@ def test_an_update_takes_replicas_one_after_the_other_and_no_call_notices(
     assert names == {"builtin", "another"}
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_a_replica_lie_in_one_bundle_and_end_together(cluster: Cluster, expected: str) -> None:
     cluster.deploy(tensor_parallel_size=2, router="least-loaded", **HEALTH)
     with cluster.http() as http:

