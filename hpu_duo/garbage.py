@@ -6,6 +6,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_known_left_out = False
+"""Whether objects have been left out of collections here: ``gc`` would count them all, one by one, to say so."""
+
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
@@ -21,7 +24,8 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if not gc.get_freeze_count():  # else what is left out of collections would come back
+            # What is left out of collections would come back.
+            if not (_known_left_out or gc.get_freeze_count()):
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
@@ -32,8 +36,17 @@ def leave_out_what_is_there() -> None:
 
     For a serving process: one collection of all loaded objects would take longer than a step.
     """
+    global _known_left_out
     gc.collect()
     gc.freeze()
+    _known_left_out = True
+
+
+def take_back() -> None:
+    """Let collections visit again what was left out of them."""
+    global _known_left_out
+    gc.unfreeze()
+    _known_left_out = False
 
 
 _YOUNG, _MIDDLE, _OLD = 300, 1, 2200
@@ -78,6 +91,6 @@ class IdleCollector:
         self._num_idle = 0
         self._num_collections += 1
         if self._num_collections % self._full_every == 0:
-            gc.unfreeze()
+            take_back()
         leave_out_what_is_there()
         return True

@@ -10,7 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpu_duo.garbage import IdleCollector, collector_paused, leave_out_what_is_there, short_collections
+from hpu_duo.garbage import (
+    IdleCollector,
+    collector_paused,
+    leave_out_what_is_there,
+    short_collections,
+    take_back,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +24,7 @@ def _enabled_again() -> Iterator[None]:
     was_enabled = gc.isenabled()
     yield
     (gc.enable if was_enabled else gc.disable)()
-    gc.freeze()  # as conftest.py has left it
+    leave_out_what_is_there()  # as conftest.py has left it
 
 
 def test_the_collector_rests_inside_and_runs_again_behind_it() -> None:
@@ -54,9 +60,9 @@ def test_an_error_inside_ends_the_pause() -> None:
 @pytest.mark.parametrize("is_serving", [False, True])
 def test_what_came_in_a_pause_is_old_behind_it_and_what_was_left_out_stays_out(is_serving: bool) -> None:
     gc.enable()
-    gc.unfreeze()
+    take_back()
     if is_serving:
-        gc.freeze()
+        leave_out_what_is_there()
     with collector_paused():
         kept = [[number] for number in range(5_000)]
     assert (gc.get_freeze_count() > 0) == is_serving
@@ -77,7 +83,7 @@ def test_what_is_there_is_left_out_of_later_collections() -> None:
     try:
         assert gc.get_freeze_count() > 1000
     finally:
-        gc.unfreeze()
+        take_back()
 
 
 def test_a_process_that_serves_collects_old_objects_when_idle_only() -> None:
@@ -110,7 +116,7 @@ def test_a_process_that_serves_collects_old_objects_when_idle_only() -> None:
         assert gc.get_threshold() == before
     finally:
         gc.callbacks.remove(note)
-        gc.unfreeze()
+        take_back()
 
 
 def test_cycles_that_outlived_idle_collections_are_found_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,4 +136,4 @@ def test_cycles_that_outlived_idle_collections_are_found_in_the_end(monkeypatch:
             assert any(collector.tick(is_idle=True) for _ in range(10))
             assert found() is None
     finally:
-        gc.unfreeze()
+        take_back()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -503,10 +504,16 @@ def default_table(limits: StepLimits, specs: Sequence[LayerSpec], text_config: A
 def planned_table(limits: StepLimits, specs: Sequence[LayerSpec], text_config: Any) -> BucketTable:
     """As many buckets as the default has, planned for the stated workload: they pad a fraction of it.
 
-    Needs seconds, less than the compilation of one of them on an accelerator.
+    Needs seconds, less than the compilation of one of them on an accelerator, and nothing where the process
+    has planned it before.
     """
     default = default_table(limits, specs, text_config)
-    return plan_buckets(limits, len(default), default.cost, resolution=_QUICK)
+    return _planned(limits, len(default), default.cost)
+
+
+@lru_cache(maxsize=64)
+def _planned(limits: StepLimits, num_buckets: int, cost: CostFunction) -> BucketTable:
+    return plan_buckets(limits, num_buckets, cost, resolution=_QUICK)
 
 
 def model_cost(limits: StepLimits, specs: Sequence[LayerSpec], text_config: Any) -> CostFunction:
