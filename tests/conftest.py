@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 from hpu_duo.garbage import collector_paused, leave_out_what_is_there
 from tests.forked import start_forked
@@ -29,6 +30,10 @@ HAS_GPU = torch.cuda.is_available()
 settings.register_profile("hpu-duo", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None, print_blob=True)
 settings.load_profile("hpu-duo")
+if hasattr(providers, "_get_local_constants"):
+    # Examples would hold constants of all modules that a worker happens to have imported, and so differ from run
+    # to run; to parse those modules takes a worker fifteen seconds.
+    providers._get_local_constants = lambda: providers._local_constants
 
 if not HAS_GPU:
     # Triton reads this when it is imported, which any test may cause. This file is run before all of them,
