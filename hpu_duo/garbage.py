@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _known_left_out = False
-"""Whether objects have been left out of collections here: ``gc`` would count them all, one by one, to say so."""
+"""Whether this module has left objects out of collections; ``gc`` counts them one by one to say so."""
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
 from hpu_duo.garbage import collector_paused, leave_out_what_is_there
+from hpu_duo.startup.tables import default_table
 from tests.forked import start_forked
 from tests.tiers import may_have_slow_tests
 
@@ -31,8 +32,8 @@ settings.register_profile("hpu-duo", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None, print_blob=True)
 settings.load_profile("hpu-duo")
 if hasattr(providers, "_get_local_constants"):
-    # Examples would hold constants of all modules that a worker happens to have imported, and so differ from run
-    # to run; to parse those modules takes a worker fifteen seconds.
+    # Examples would hold constants of all modules that a worker has imported by then, and so differ from run to
+    # run. To parse those modules takes a worker fifteen seconds, besides.
     providers._get_local_constants = lambda: providers._local_constants
 
 if not HAS_GPU:
@@ -100,6 +101,15 @@ def forked_ranks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.multiprocessing.start_processes", start_forked)
         yield
+
+
+@pytest.fixture
+def default_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give engines of cards the default buckets, of which there are as many as are planned otherwise.
+
+    For tests of what engines compute with any buckets: each plan takes seconds.
+    """
+    monkeypatch.setattr("hpu_duo.startup.tables.planned_table", default_table)
 
 
 @pytest.fixture(scope="session")

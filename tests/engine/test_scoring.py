@@ -14,7 +14,7 @@ from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing, serve
 from tests.modeling.families import VOCAB, greedy, prompts_of
 from tests.tiers import crossed
 
-pytestmark = pytest.mark.instruction_set
+pytestmark = [pytest.mark.instruction_set, pytest.mark.usefixtures("default_buckets")]
 
 TOLERANCE = 1e-4
 ROOM = {"max_num_batched_tokens": 64}

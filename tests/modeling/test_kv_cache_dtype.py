@@ -28,6 +28,8 @@ from tests.engine.tiny import PATTERN, Tiny, make_tiny, serve, tokens_of
 from tests.modeling.families import BLOCK, prompts_of
 from tests.tiers import EXHAUSTIVE, crossed
 
+pytestmark = pytest.mark.usefixtures("default_buckets")
+
 NAMES = ["int8_per_token_head", "int4_per_token_head", "fp8", "fp8_per_token_head", "k8v4"]
 FURTHER = {NAMES[1]: (), "k8v4": pytest.mark.slow}
 RINGS = [pytest.param(name, marks=FURTHER.get(name, EXHAUSTIVE)) for name in NAMES]

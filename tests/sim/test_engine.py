@@ -33,7 +33,7 @@ from tests.modeling.families import (
 )
 from tests.sim.workload import LIMITS, Workload
 
-pytestmark = pytest.mark.usefixtures("simulated_hpu")
+pytestmark = pytest.mark.usefixtures("simulated_hpu", "default_buckets")
 
 SMALL: dict[str, Any] = {
     "dtype": "float32",
@@ -91,7 +91,7 @@ def test_120_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_
 
 @pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
 def test_cached_prefixes_need_nothing_new_after_warm_up(tiny: Tiny, pattern: HeadPattern | None) -> None:
-    work = Workload.random(60, seed=4)
+    work = Workload.random(40, seed=4)
     options = {**LIMITS, "pattern": pattern}
     snapshots = {"num_prefix_snapshots": 5} if pattern else {}  # more than the share of so few blocks
     served = tiny.load(device="hpu-sim", **options, **snapshots)
@@ -132,9 +132,16 @@ def _check_traffic(
     assert max(step.d2h_reads for step in steps) == 1
 
 
+@pytest.fixture(scope="module")
+def warmed(simulated_hpu: sim.SimulatedHpu, tiny: Tiny) -> HPUDuoModel:
+    """A warmed-up engine with the buckets that are planned for it."""
+    served = tiny.load(device="hpu-sim", pattern=PATTERN, **LIMITS)
+    served.warmup()
+    return served
+
+
 def _copies(served: HPUDuoModel, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[int]:
     """Host-to-device copies of each step."""
-    served.warmup()
     with sim.watch() as seen:
         served.engine.generate(prompts, params)
     return [step.h2d_copies for step in seen.report().steps]
@@ -158,58 +165,56 @@ COPIES = {
 
 
 @pytest.mark.parametrize("name", COPIES)
-def test_a_step_copies_once_and_once_more_to_sample(tiny: Tiny, name: str) -> None:
+def test_a_step_copies_once_and_once_more_to_sample(warmed: HPUDuoModel, name: str) -> None:
     params, num_copies = COPIES[name]
-    served = tiny.load(device="hpu-sim", pattern=PATTERN, **LIMITS)
-    assert _copies(served, prompts_of([5]), [params]) == [num_copies] * 6
-    assert _copies(served, prompts_of([5, 7]), [params, COPIES["plain greedy"][0]]) == [num_copies] * 6
+    assert _copies(warmed, prompts_of([5]), [params]) == [num_copies] * 6
+    assert _copies(warmed, prompts_of([5, 7]), [params, COPIES["plain greedy"][0]]) == [num_copies] * 6
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.2])
-def test_grammars_cost_one_more_copy_and_nothing_new_after_warm_up(
-    tmp_path: Path, temperature: float
-) -> None:
+def test_grammars_cost_one_more_copy_and_nothing_new_after_warm_up(tmp_path: Path) -> None:
     ending = make_tiny(tmp_path, {2: "<eos>"})
     GenerationConfig(pad_token_id=0, eos_token_id=2).save_pretrained(tmp_path)
     prompts = prompts_of([5, 12, 30], seed=4)
     wanted = StructuredOutputs(regex="[A-Z]{2}-[0-9]{1,4}( [a-z]+)?!")
-    common: dict[str, Any] = {"temperature": temperature, "seed": 3, "max_tokens": 12}
-    params = [
-        SamplingParams(structured_outputs=wanted, **common),
-        SamplingParams(structured_outputs=wanted, logprobs=2, repetition_penalty=1.3, n=2, **common),
-        SamplingParams(**common),
-    ]
     served = ending.load(device="hpu-sim", pattern=PATTERN, **LIMITS)
     served.warmup()
-    with sim.watch() as seen:
-        done = served.engine.generate(prompts, params)
-    report = seen.report()
-    assert not report.excused
-    assert (report.new_graphs, report.new_recipes) == (0, 0)
-    assert report.max_reads == 1
-    assert max(step.h2d_copies for step in report.steps) == 3
     on_cpu = ending.load(device="cpu", pattern=PATTERN, buckets=served.engine.runner.graphs.table, **LIMITS)
-    assert tokens_of(done) == tokens_of(on_cpu.engine.generate(prompts, params))
+    for temperature in (0.0, 1.2):
+        common: dict[str, Any] = {"temperature": temperature, "seed": 3, "max_tokens": 12}
+        params = [
+            SamplingParams(structured_outputs=wanted, **common),
+            SamplingParams(structured_outputs=wanted, logprobs=2, repetition_penalty=1.3, n=2, **common),
+            SamplingParams(**common),
+        ]
+        with sim.watch() as seen:
+            done = served.engine.generate(prompts, params)
+        report = seen.report()
+        assert not report.excused
+        assert (report.new_graphs, report.new_recipes) == (0, 0)
+        assert report.max_reads == 1
+        assert max(step.h2d_copies for step in report.steps) == 3
+        assert tokens_of(done) == tokens_of(on_cpu.engine.generate(prompts, params))
 
 
 @pytest.mark.parametrize("name", ["plain greedy", "penalised"])
-def test_forks_and_rows_that_move_add_no_copy(tiny: Tiny, name: str) -> None:
+def test_forks_and_rows_that_move_add_no_copy(
+    warmed: HPUDuoModel, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params, num_copies = COPIES[name]
-    served = tiny.load(device="hpu-sim", pattern=PATTERN, **LIMITS)
     forking = replace(params, n=3)
     short = replace(params, max_tokens=2)
     carried_out = 0
-    carry_out = served.engine.runner.store.carry_out
+    store = warmed.engine.runner.store
+    carry_out = store.carry_out
 
     def counted(blocks: torch.Tensor, rows: torch.Tensor) -> None:
         nonlocal carried_out
         carried_out += 1
         carry_out(blocks, rows)
 
-    served.warmup()
-    served.engine.runner.store.carry_out = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(store, "carry_out", counted)
     # Samples fork behind the prompt; the last row takes the place of the first one, which ends.
-    copies = _copies(served, prompts_of([5, 13]), [short, forking])
+    copies = _copies(warmed, prompts_of([5, 13]), [short, forking])
     assert set(copies) == {num_copies}
     assert carried_out >= 2
 

@@ -22,7 +22,7 @@ from tests.engine.tiny import PATTERN, Tiny, tokens_of
 from tests.modeling.families import FAMILIES, IS_5, Zoo, greedy, prompts_of, save_random
 from tests.sim.workload import LIMITS, Workload
 
-pytestmark = pytest.mark.usefixtures("simulated_hpu")
+pytestmark = pytest.mark.usefixtures("simulated_hpu", "default_buckets")
 
 ALL_OPERATORS = (ATTENTION, SOFTMAX, BLOCK_SOFTMAX)
 NORM, ROTARY = "rms_norm", "rotary_pos_embedding"
