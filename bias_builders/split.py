@@ -28,6 +28,8 @@ class StepRows:
         decode_len: most new tokens of a decode row (M).
         region: of each row's prompt, where prompts are stored whole until computed, negative for none, int32
             ``[n]``; else None.
+        num_away: leading blocks of each row that are stored elsewhere, and not in its table, int32 ``[n]``;
+            None = no row has any. All of them were filled before the step.
     """
 
     row_id: Int32Array
@@ -37,6 +39,7 @@ class StepRows:
     num_blocks: Int32Array
     decode_len: int = 1
     region: Int32Array | None = None
+    num_away: Int32Array | None = None
 
     @property
     def num_rows(self) -> int:
@@ -162,13 +165,18 @@ def split_context(rows: StepRows, block_size: int) -> tuple[SharedPart, UniquePa
 
 def _context(rows: StepRows, block_size: int) -> _Context:
     """The readers of a block: one for each decode row, and two for a prompt row, so that it is shared."""
-    used_blocks = np.minimum(-(-rows.context_len // block_size), rows.num_blocks)
+    num_context = -(-rows.context_len // block_size)
+    if rows.num_away is not None:
+        num_context = num_context - rows.num_away
+    used_blocks = np.minimum(num_context, rows.num_blocks)
     entry = np.arange(rows.num_rows, dtype=np.int32).repeat(used_blocks)
     ordinal = ranges(used_blocks)
     block = rows.block_ids
     if len(entry) != len(block):
         table_start = rows.num_blocks.cumsum() - rows.num_blocks
         block = block[table_start[entry] + ordinal]
+    if rows.num_away is not None:
+        ordinal = ordinal + rows.num_away[entry]
     num_readers = np.bincount(block)
     if not rows.is_decode.all():
         num_readers += np.bincount(block[~rows.is_decode[entry]], minlength=len(num_readers))

@@ -144,7 +144,8 @@ class Request:
         num_tokens_when_admitted: ``num_tokens`` at the last admission.
         row: ring row, ``NO_ROW`` unless running.
         region: of a prompt that is stored whole until computed, else ``NO_REGION``.
-        block_table: int32; valid up to ``num_blocks``.
+        block_table: int32; valid up to ``num_blocks``, from the number of ``host_blocks`` on.
+        host_blocks: blocks in host memory, which are its leading ones; see ``hpu_duo.kv.host_blocks``.
         stop_tokens: tokens that end the output once ``min_tokens`` have been sampled.
         parent, sample_index: for the samples of one prompt: sample 0, which is the parent of all others.
 
@@ -209,6 +210,7 @@ class Request:
         self.row, self.region = NO_ROW, NO_REGION
         self.block_table = np.zeros(0, dtype=np.int32)
         self.num_blocks = 0
+        self.host_blocks: list[int] = []
 
         stop_tokens = frozenset(params.stop_token_ids)
         num_forced = len(params.forced_token_ids)
@@ -386,6 +388,11 @@ class Request:
         if token in self.stop_tokens and self.num_output_tokens >= self.params.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_tokens == len(self.tokens) else None
+
+    @property
+    def device_table(self) -> np.ndarray:
+        """The part of ``block_table`` with blocks of the device."""
+        return self.block_table[len(self.host_blocks) : self.num_blocks]
 
     def reserve_block_table(self, num_blocks: int) -> None:
         """Grow ``block_table`` to ``num_blocks`` entries."""

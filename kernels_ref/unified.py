@@ -5,9 +5,9 @@ Shapes: Q query tokens, H query heads, K key/value heads, G = H / K, D head size
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 
@@ -17,7 +17,7 @@ from kernels_ref.formats import LATENT
 from kernels_ref.groups import GroupKind, HeadGroup, LatentKV, Owner
 from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators
 from kernels_ref.impl import Implementation, Kernels, kernels, looped
-from kernels_ref.partial import Partial, Scoring, Softmax, normalise, placed, sink_logits
+from kernels_ref.partial import Partial, Scoring, Softmax, merge, normalise, placed, sink_logits
 from kernels_ref.recurrent.kind import Recurrence, prepare_recurrences
 from kernels_ref.rows import RowKind
 from kernels_ref.step import DecodeRows, PartInputs, PlanKey, Step, StepParts, StepTensors
@@ -188,6 +188,68 @@ class RowKernels:
         return getattr(self.inner, name)
 
 
+class ElsewherePartials(NamedTuple):
+    """Attention to keys that are stored elsewhere.
+
+    Attributes:
+        of_tokens: of all tokens, ``[Q, K, G, ...]``, or None.
+        of_rows: of the tokens of decode rows, ``[N * M, K, G, ...]``, or None.
+    """
+
+    of_tokens: Partial | None
+    of_rows: Partial | None
+
+
+class Elsewhere(Protocol):
+    """Attention of a layer to keys that are stored elsewhere, while its own kernels run."""
+
+    def begin(
+        self, place: int, run: Kernels, inputs: PartInputs, step: Step
+    ) -> Callable[[], ElsewherePartials] | None:
+        """Begin the attention of a group of heads.
+
+        Args:
+            place: number of the group.
+            run: kernels of the layer.
+
+        Returns:
+            What waits for the partials; None if no keys of the group are elsewhere.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class JoiningKernels:
+    """Kernels of a group of heads of which some keys are stored elsewhere.
+
+    Args:
+        inner: all kernels but ``finish``.
+        join: returns the partials over these keys.
+    """
+
+    inner: Kernels
+    join: Callable[[], ElsewherePartials]
+
+    def finish(
+        self,
+        q_QKGD: torch.Tensor,
+        of_tokens: list[Partial],
+        of_rows: Partial | None,
+        decode_slot: torch.Tensor,
+        sinks_KG: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Merge the partials over keys elsewhere too."""
+        tokens, rows = self.join()
+        if rows is not None:
+            of_rows = rows if of_rows is None else merge(of_rows, rows)
+        further = [] if tokens is None else [tokens]
+        return self.inner.finish(q_QKGD, [*of_tokens, *further], of_rows, decode_slot, sinks_KG)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a kernel of ``inner``."""
+        return getattr(self.inner, name)
+
+
 def unified_attention(
     q_QHD: torch.Tensor,
     k_QKD: torch.Tensor | LatentKV,
@@ -196,6 +258,7 @@ def unified_attention(
     step: Step,
     spec: LayerSpec,
     sinks_H: torch.Tensor | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> torch.Tensor:
     """Store the new keys and values and attend with every head of a layer.
 
@@ -204,6 +267,7 @@ def unified_attention(
             latents get those instead of keys, and values that are not read.
         cache: units of each group, written in place; iterated once.
         sinks_H: learned attention-sink logit of each query head.
+        elsewhere: attention to keys that are not in ``cache``; None = all are.
     Returns:
         ``[Q, H, D]`` in the dtype of ``q_QHD``; zero for padding.
     """
@@ -218,7 +282,7 @@ def unified_attention(
     q_QKGD = (q_QHD * spec.scale).unflatten(1, (-1, spec.group_size))
     sinks_KG = None if sinks_H is None else sinks_H.view(-1, spec.group_size)
     outputs, end = [], 0
-    for group, units in zip(spec.groups, cache):
+    for place, (group, units) in enumerate(zip(spec.groups, cache)):
         begin, end = end, end + group.num_heads
         new: Any
         if isinstance(k_QKD, LatentKV):
@@ -227,7 +291,10 @@ def unified_attention(
             new = NewKV(k_QKD[:, begin:end], v_QKD[:, begin:end])
         sinks = None if sinks_KG is None else sinks_KG[begin:end]
         inputs = PartInputs(q_QKGD[:, begin:end], new, units, step.tensors, scoring, sinks=sinks)
-        output = group.kind.attend(run, inputs, step)
+        of_group = run
+        if elsewhere is not None and (join := elsewhere.begin(place, run, inputs, step)) is not None:
+            of_group = cast("Kernels", JoiningKernels(run, join))
+        output = group.kind.attend(of_group, inputs, step)
         # A group that only stores heads of other ranks has no result.
         if group.num_heads or len(spec.groups) == 1:
             outputs.append(output)

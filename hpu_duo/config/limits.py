@@ -123,6 +123,7 @@ class CacheConfig:
         swap_space: GiB of all ranks together for swapped requests, beside ``kv_offloading_size``.
         kv_offloading_disk: folder; what has reached host memory is written there too.
         kv_offloading_disk_size: GiB of its files.
+        cpu_attention: GiB of blocks of running requests; see ``hpu_duo.kv.host_blocks``.
         ring_dtype: format in which rings, and heads with a budget, keep keys and values: a name like that of
             ``kv_cache_dtype``.
         device_memory_utilization: vLLM's ``gpu_memory_utilization``; see ``hpu_duo.config.limits``.
@@ -278,6 +279,14 @@ class CacheConfig:
     kv_offloading_disk_size: float | None = option(
         None, "GiB of files in --kv-offloading-disk.", LIMITS, metavar="GIB", unset="none"
     )
+    cpu_attention: float | None = option(
+        None,
+        "GiB of host memory for KV blocks that do not fit the device; CPUs attend to them there. See "
+        "docs/offload.md.",
+        LIMITS,
+        metavar="GIB",
+        unset="none",
+    )
     kv_offloading_blocks_per_step: int | None = option(
         None,
         "Most blocks that a step copies to the host, and as many from there.",
@@ -348,6 +357,14 @@ class CacheConfig:
         object.__setattr__(self, "kv_cache_dtype_skip_layers", tuple(map(str, named)))
 
     def _check_offloading(self) -> None:
+        size = self.cpu_attention
+        if size is not None and (isinstance(size, bool) or not 0 < size < math.inf):
+            raise ValueError(f"expected cpu_attention to be GiB above 0 or None, got {size!r}")
+        if size is not None and self.enable_prefix_caching:
+            raise ValueError(
+                f"cpu_attention={size} needs enable_prefix_caching=False: blocks on the host belong to one "
+                "request"
+            )
         if self.kv_offloading_backend != "native":
             is_lmcache = self.kv_offloading_backend == "lmcache"
             reason = ": LMCache stores no rings of streaming heads" if is_lmcache else ""

@@ -41,7 +41,7 @@ class Admission:
             )
         needed, num_blocks = (
             allocations.num_blocks_for(request.max_cached_tokens),
-            allocations.blocks.num_blocks,
+            allocations.capacity,
         )
         if needed > num_blocks:
             raise ValueError(
@@ -72,7 +72,7 @@ class Admission:
             hit: the cached prefix that it would begin with.
         """
         needed = self._num_blocks_due + self._allocations.num_blocks_due(request, hit)
-        return self._has_row_and_token(step) and needed <= self._allocations.num_available
+        return self._has_row_and_token(step) and needed <= self._allocations.num_obtainable
 
     def displaced_for(self, request: Request, hit: PrefixHit | None, step: StepDraft) -> list[Request]:
         """Return the running requests that the policy preempts so that a waiting one fits.
@@ -116,4 +116,4 @@ class Admission:
         num_due = self._num_blocks_due - sum(map(allocations.num_blocks_due, displaced))
         num_freed = sum(map(allocations.num_blocks_of_its_own, displaced))
         needed = num_due + allocations.num_blocks_due(request, hit)
-        return needed <= allocations.num_available + num_freed
+        return needed <= allocations.num_obtainable + num_freed

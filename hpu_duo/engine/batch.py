@@ -224,15 +224,17 @@ def _region_blocks(rows: StepRows, block_size: int) -> int:
 def rows_of(plan: StepPlan) -> StepRows:
     """Return the rows of a planned step, with their block tables."""
     rows = plan.rows
-    tables = [row.request.block_table[: row.request.num_blocks] for row in rows]
+    away = [len(row.request.host_blocks) for row in rows]
+    tables = [row.request.block_table[begin : row.request.num_blocks] for row, begin in zip(rows, away)]
     return StepRows(
         row_id=np.array([row.ring_row for row in rows], np.int32),
         start=np.array([row.start for row in rows], np.int32),
         num_new=np.array([row.num_new_tokens for row in rows], np.int32),
         block_ids=np.concatenate(tables),
-        num_blocks=np.array([len(table) for table in tables], np.int32),
+        num_blocks=np.fromiter(map(len, tables), np.int32, len(tables)),
         decode_len=plan.decode_len,
         region=np.array([row.region for row in rows], np.int32),
+        num_away=np.array(away, np.int32) if any(away) else None,
     )
 
 
@@ -298,6 +300,8 @@ def _fill_tokens(
     causal_row = np.where(rows.is_decode, no_row, rows.row_id).repeat(rows.num_new)
     if len(rows.block_ids):
         table_start = rows.num_blocks.cumsum() - rows.num_blocks
+        if rows.num_away is not None:
+            table_start = table_start - rows.num_away
         block = rows.block_ids[table_start.repeat(rows.num_new) + position // geometry.block_size]
     else:
         block = np.full(len(position), geometry.null_block, dtype=np.int32)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from graphs import StepLimits
+from hpu_duo.kv.host_blocks import HostBlocks
 from hpu_duo.kv.pool import BlockCopy, BlockMove, BlockPool, BlockSwap, Copy, RowCopy, RowPool
 from hpu_duo.kv.prefix import PrefixCache, PrefixHit
 from hpu_duo.kv.prefix_tree import Adoption, PrefixNode
@@ -41,6 +42,7 @@ class KVAllocations:
     Attributes:
         staged_units: ids of the reserved blocks, and rows.
         tiers: what the prefix cache evicts goes there; None = it is lost.
+        host: leading blocks of requests in host memory; None = requests have none.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class KVAllocations:
         # Blocks without content: allocated since the last copies were returned.
         self._fresh: set[int] = set()
         self.tiers: PrefixTiers | None = None
+        self.host: HostBlocks | None = None
         self.prefixes: PrefixCache | None = None
         if caches_prefixes:
             self.prefixes = PrefixCache(
@@ -143,6 +146,16 @@ class KVAllocations:
         """Number of blocks that can be allocated: free ones, and idle ones of the prefix cache."""
         return self.blocks.num_free + self.blocks.num_idle
 
+    @property
+    def num_obtainable(self) -> int:
+        """Number of blocks that requests can get: available ones, and those that may move to the host."""
+        return self.num_available + (0 if self.host is None else self.host.num_free)
+
+    @property
+    def capacity(self) -> int:
+        """Number of all blocks for requests, on the device and on the host."""
+        return self.blocks.num_blocks + (0 if self.host is None else self.host.num_blocks)
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the blocks that ``num_tokens`` tokens of one request need; 0 where no head needs blocks."""
         return -(-num_tokens // self.block_size) if self.uses_blocks else 0
@@ -183,8 +196,8 @@ class KVAllocations:
 
     def num_blocks_of_its_own(self, request: Request) -> int:
         """Return the blocks of the request that are not shared."""
-        held = request.block_table[: request.num_blocks].tolist()
-        return sum(self.blocks.num_holders(block) == 1 for block in held)
+        held = request.device_table.tolist()
+        return len(request.host_blocks) + sum(self.blocks.num_holders(block) == 1 for block in held)
 
     def num_cached_tokens(self, hit: PrefixHit | None) -> int:
         """Return the number of cached tokens of a request that begins with a hit."""
@@ -226,10 +239,13 @@ class KVAllocations:
         Where there are regions, a prompt is allocated one too, until its first decode.
 
         Returns:
-            False, and nothing has changed, if too few blocks are free.
+            False, and the request has what it had, if too few blocks are free, those included that could
+            move to the host.
         """
         missing = self.num_blocks_for(num_tokens) - request.num_blocks
         if missing > 0:
+            if missing > self.num_available and self.host is not None:
+                self._move_to_host(missing - self.num_available)
             if missing > self.num_available:
                 return False
             self._append_blocks(request, self._allocate(missing))
@@ -241,6 +257,13 @@ class KVAllocations:
                 # There are as many as prompt rows in a step, and rows that continue already have theirs.
                 request.region = self.regions.acquire(request)
         return True
+
+    def _move_to_host(self, count: int) -> None:
+        """Move up to ``count`` blocks to the host, from the requests with the most to move."""
+        assert self.host is not None, "expected blocks on the host"
+        opened = [self.rows.owner(row) for row in range(self.rows.num_rows)]
+        requests = [each for each in opened if each is not None]
+        self._copies += self.host.move(requests, count, self.blocks)
 
     def num_free_slots(self, request: Request) -> int:
         """Tokens behind the known ones for which the request has blocks, or free ones are left.
@@ -282,7 +305,9 @@ class KVAllocations:
             self.prefixes.release(request)
         self._release_region(request)
         self.rows.release(request.row)
-        self.blocks.release(request.block_table[: request.num_blocks].tolist())
+        self.blocks.release(request.device_table.tolist())
+        if request.host_blocks and self.host is not None:
+            self.host.release(request)
         request.row = NO_ROW
         request.num_blocks = 0
 
@@ -295,14 +320,14 @@ class KVAllocations:
         and the slack of its rings: that token is in the slot that the child writes next.
 
         Returns:
-            False, and nothing has changed, if there is no free row or no free block, or what a prompt stores
-            depends on where it ends.
+            False, and nothing has changed, if there is no free row or no free block, the parent has blocks
+            on the host, or what a prompt stores depends on where it ends.
         """
         num_private = 1 if self.uses_blocks else 0
         if self.prefix_grid or not self._can_rewind:
             # The state of a row after the whole prompt differs from that before its last token.
             return False
-        if self.rows.num_free == 0 or self.num_available < num_private:
+        if self.rows.num_free == 0 or self.num_available < num_private or parent.host_blocks:
             return False
         self.open(child)
         if self.uses_blocks:
@@ -371,7 +396,7 @@ class KVAllocations:
         for row in range(self.rows.num_used):
             request = self.rows.owner(row)
             assert request is not None, "expected dense used rows"
-            table = request.block_table[: request.num_blocks]
+            table = request.device_table
             table[:] = now[table]
 
     def _copies_of(self, move: BlockMove) -> list[Copy]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count, takewhile
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
@@ -322,7 +322,15 @@ class RowCopy:
     dst: int
 
 
-Copy: TypeAlias = BlockCopy | BlockSwap | RowCopy
+@dataclass(frozen=True)
+class HostCopy:
+    """Copy block ``src`` of the device onto block ``dst`` of the host."""
+
+    src: int
+    dst: int
+
+
+Copy: TypeAlias = BlockCopy | BlockSwap | RowCopy | HostCopy
 
 
 @dataclass(frozen=True)
@@ -331,10 +339,12 @@ class CopyLists:
 
     Attributes:
         blocks, rows: int32 ``[2, n]``: sources, and the destinations below them, which are distinct.
+        to_host: the same, from blocks of the device to blocks of the host.
     """
 
     blocks: npt.NDArray[np.int32]
     rows: npt.NDArray[np.int32]
+    to_host: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((2, 0), np.int32))
 
     @classmethod
     def of(cls, copies: Sequence[Copy]) -> CopyLists:
@@ -342,22 +352,31 @@ class CopyLists:
         if not copies:
             return NO_COPIES
         rows = [copy for copy in copies if isinstance(copy, RowCopy)]
-        return cls(_pairs([copy for copy in copies if not isinstance(copy, RowCopy)]), _pairs(rows))
+        blocks, to_host = _sources([copy for copy in copies if not isinstance(copy, RowCopy)])
+        moved = [(src, dst) for dst, src in to_host.items()]
+        return cls(_pairs(blocks), _pairs(_sources(rows)[0]), np.array(moved, np.int32).reshape(-1, 2).T)
 
 
-def _pairs(copies: Sequence[Copy]) -> npt.NDArray[np.int32]:
+def _sources(copies: Sequence[Copy]) -> tuple[dict[int, int], dict[int, int]]:
+    """The unit whose content each destination had before the first copy, and each destination on the host."""
     source_of: dict[int, int] = {}
+    to_host: dict[int, int] = {}
     for copy in copies:
         if isinstance(copy, BlockSwap):
             one, other = (source_of.get(block, block) for block in (copy.one, copy.other))
             source_of[copy.one], source_of[copy.other] = other, one
         else:
-            source_of[copy.dst] = source_of.get(copy.src, copy.src)
+            target = to_host if isinstance(copy, HostCopy) else source_of
+            target[copy.dst] = source_of.get(copy.src, copy.src)
+    return source_of, to_host
+
+
+def _pairs(source_of: Mapping[int, int]) -> npt.NDArray[np.int32]:
     pairs = [(src, dst) for dst, src in source_of.items() if src != dst]
     return np.array(pairs, np.int32).reshape(-1, 2).T
 
 
-NO_COPIES = CopyLists(_pairs(()), _pairs(()))
+NO_COPIES = CopyLists(_pairs({}), _pairs({}))
 """The net effect of no copies."""
 
 

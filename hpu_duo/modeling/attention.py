@@ -34,6 +34,7 @@ from kernels_ref import (
     unified_attention,
 )
 from kernels_ref.formats.fp8 import Fp8
+from kernels_ref.unified import Elsewhere
 from kernels_ref.units import gather
 
 RowTensors: TypeAlias = tuple[tuple[torch.Tensor, ...], ...]
@@ -221,6 +222,7 @@ class AttentionLayer(nn.Module):
         latents: the projection of a layer that stores latents, which gets them in place of keys and values.
 
     Attributes:
+        elsewhere: attention to keys besides those of the stores; None = there are none.
         counts_clipped: whether heads store keys or values in a format of constant scales.
         clipped: int32 ``[2]``, elements of keys and of values of prompts that were beyond its range, where
             ``counts_clipped``. Decodes are not counted: they would run one more operator.
@@ -253,6 +255,7 @@ class AttentionLayer(nn.Module):
                 persistent=False,
             )
         self.spec, self.running = spec, running
+        self.elsewhere: Elsewhere | None = None
         self.parts = tuple(self._register(i, units) for i, units in enumerate(cache))
         self.layouts = tuple((part.layout, part.region_layout) for part in self.parts)
         self._rows = tuple(
@@ -300,7 +303,7 @@ class AttentionLayer(nn.Module):
         if self.counts_clipped and step.parts.causal:
             self._count_clipped(k, v, step)
         keys: torch.Tensor | LatentKV = k if self.latents is None else self.latents(k, v)
-        output = unified_attention(q, keys, v, cache, step, self.spec, sinks)
+        output = unified_attention(q, keys, v, cache, step, self.spec, sinks, self.elsewhere)
         if self.has_scales:
             output = output * v_scale
         for kind, names in self._rows:

@@ -30,6 +30,7 @@ from hpu_duo.modeling.weight_stream import WeightStream
 from hpu_duo.not_picklable import NotPicklable
 from kernels_ref import LayerCache, LayerSpec, Recurrence, Step, prepare_step, stores_of
 from kernels_ref.loops import RegionOf
+from kernels_ref.unified import Elsewhere
 from kernels_ref.units import SCRATCH_STORES, KVUnits, UnitLayout, copy_units
 
 if TYPE_CHECKING:
@@ -200,6 +201,11 @@ class StepModel(NotPicklable):
         arrive = None if self.stream is None else self.stream.arrival_of(layer)
         served = ServedLayer(self._runners, kind, layer, self.running, arrive)
         layer.forward = TrailingLayer(served, self.running) if is_trailing else served
+
+    def attend_elsewhere(self, of_layers: Sequence[Elsewhere]) -> None:
+        """Let each layer attend to keys besides those of its stores too."""
+        for layer, elsewhere in zip(self._attention, of_layers, strict=True):
+            layer.elsewhere = elsewhere
 
     def num_clipped(self) -> int:
         """Count elements of keys and values of prompts that constant scales have clipped.

@@ -29,7 +29,6 @@ from hpu_duo.engine.model_drafts.steps import DraftSteps, OwnStores
 from hpu_duo.engine.model_drafts.tables import DraftTables, DraftWindow
 from hpu_duo.engine.step_input import message_fields
 from hpu_duo.engine.stepper import Runner
-from hpu_duo.engine.zigzag.runner import ZigZagRunner, check_groups
 from hpu_duo.heads import permute_heads
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
@@ -55,18 +54,21 @@ from hpu_duo.modeling.recurrent import layers_besides
 from hpu_duo.modeling.row_fusion import arrange
 from hpu_duo.modeling.scatters import without_scatters
 from hpu_duo.modeling.step_model import StepModel
-from hpu_duo.modeling.weight_stream import (
-    WeightStream,
-    buffer_numbers,
-    mover_for,
-    weight_bytes,
-)
+from hpu_duo.modeling.weight_stream import WeightStream, buffer_numbers, mover_for, weight_bytes
 from hpu_duo.parallel import ContextParallelBlocks, SpreadLogits, StepExchanges, Sums, connect
 from hpu_duo.parallel.mixers import check_gates
 from hpu_duo.startup.blueprint import Blueprint, ChosenKernels, choose_kernels
 from hpu_duo.startup.draft_model import DraftModel, within
 from hpu_duo.startup.heads import ChosenHeads
-from hpu_duo.startup.offloading import host_link, is_in_memory, link_bytes, streamed_layers, weight_shares
+from hpu_duo.startup.offloading import (
+    check_runner,
+    host_link,
+    is_in_memory,
+    link_bytes,
+    runner_of,
+    streamed_layers,
+    weight_shares,
+)
 from hpu_duo.startup.tables import StepTables, plan_with_graphs
 from kernels_ref import Blocks, ChosenBlocks, Implementation, Owner, Rings, Softmax
 from kernels_ref.formats.trial import format_problem
@@ -106,8 +108,7 @@ class Place:
             device = own_device(device, rank)
         runtime = runtime_for(device, lazy)
         backend = _backend(config, device, runtime)
-        if config.model.offload_num_batches > 1:
-            check_groups(config, device, backend.name)
+        check_runner(config, device, backend.name)
         weight_shares(config.model)  # refused before weights are read, as the next
         if not config.model.offloads_weights:
             return cls(device, runtime, backend)
@@ -147,7 +148,7 @@ def _backend(config: EngineConfig, device: torch.device, runtime: DeviceRuntime)
             raise ValueError(f"device {runtime.name!r} captures steps in its own way, got graphs={chosen!r}")
         return own
     if isinstance(chosen, str):
-        if chosen in CHOSEN_LATER and config.model.offload_num_batches > 1:
+        if chosen in CHOSEN_LATER and (config.model.offload_num_batches > 1 or config.cache.cpu_attention):
             chosen = "eager"
         chosen = _make_backend(chosen_name(chosen, device.type, runtime.is_lazy))
     problem = chosen.problem(device)
@@ -288,9 +289,7 @@ class DeviceSide:
         drafts = _drafts(config, step_model, tables, memory, place, draft)
         executor = _make_executor(config, step_model, store, tables, runtime, shared, drafts)
         hf_config = model.config if shared is None else shared.hf_config
-        known = executor, hf_config.get_text_config().vocab_size, limits.max_model_len
-        num_groups = min(config.model.offload_num_batches, limits.max_num_seqs)
-        runner = Runner(*known) if num_groups == 1 else ZigZagRunner(*known, num_groups)
+        runner = runner_of(config, executor, hf_config.get_text_config().vocab_size, limits)
         runner.builder.drafts = None if drafts is None else drafts.tables
         return cls(runner, blueprint, limits, hf_config)
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import nn
 
 from graphs import StepLimits
@@ -17,6 +18,10 @@ from hpu_duo.config.engine import ModelConfig
 from hpu_duo.config.limits import CacheConfig
 from hpu_duo.device.runtime import DeviceRuntime, host_memory
 from hpu_duo.device.streams import CopiesAside
+from hpu_duo.engine.on_host.runner import HostRunner, check_host_attention
+from hpu_duo.engine.stepper import Runner
+from hpu_duo.engine.zigzag.runner import ZigZagRunner, check_groups
+from hpu_duo.kv.host_blocks import HostBlocks
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore, block_units, row_units
 from hpu_duo.kv.tiers.disk import DiskTier, SegmentFolder
@@ -38,6 +43,7 @@ from hpu_duo.writable import check_directory
 if TYPE_CHECKING:
     from hpu_duo.config.engine import EngineConfig
     from hpu_duo.engine.engine import Engine
+    from hpu_duo.engine.executor import Executor
     from hpu_duo.engine.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
@@ -123,6 +129,43 @@ def staged_units(cache: CacheConfig | None, memory: MemoryPlan, num_filled: int)
                 f"{num_rows} are reserved for transfers, got {memory.num_snapshots}"
             )
     return Staged(num_blocks, num_rows)
+
+
+def host_blocks(cache: CacheConfig | None, memory: MemoryPlan) -> int:
+    """Return the blocks of running requests that the host holds; 0 without ``cpu_attention``.
+
+    Raises:
+        ValueError: there are no heads with blocks, or the size is below one block.
+    """
+    if cache is None or cache.cpu_attention is None:
+        return 0
+    if not memory.uses_blocks:
+        raise ValueError(
+            f"expected heads that store all tokens with cpu_attention={cache.cpu_attention}, got none"
+        )
+    total = int(cache.cpu_attention * _GIB)
+    if total < memory.block_bytes:
+        raise ValueError(
+            f"expected cpu_attention of one block or more, {memory.block_bytes:,} bytes, got {total:,} bytes"
+        )
+    return total // memory.block_bytes
+
+
+def check_runner(config: EngineConfig, device: torch.device, backend: str) -> None:
+    """Raise ValueError for what steps in groups, or with blocks on the host, do not have."""
+    if config.model.offload_num_batches > 1:
+        check_groups(config, device, backend)
+    if config.cache.cpu_attention is not None:
+        check_host_attention(config, device, backend)
+
+
+def runner_of(config: EngineConfig, executor: Executor, vocab_size: int, limits: StepLimits) -> Runner:
+    """Return what runs steps: as they are, in groups of rows, or with blocks on the host."""
+    known = executor, vocab_size, limits.max_model_len
+    if num_blocks := host_blocks(config.cache, executor.store.plan):
+        return HostRunner(*known, num_blocks)
+    num_groups = min(config.model.offload_num_batches, limits.max_num_seqs)
+    return Runner(*known) if num_groups == 1 else ZigZagRunner(*known, num_groups)
 
 
 class HostSlots(NamedTuple):
@@ -263,6 +306,8 @@ def attach_tiers(
     cache: CacheConfig, memory: MemoryPlan, limits: StepLimits, scheduler: Scheduler, link: Link | None
 ) -> None:
     """Connect a scheduler to host memory, if it has any: the prefix cache, and preempted requests."""
+    if num_host_blocks := host_blocks(cache, memory):
+        scheduler.allocations.host = HostBlocks(num_host_blocks, limits.block_size)
     if cache.kv_offloading_size is None or link is None:
         return
     slots = HostSlots.of(cache.kv_offloading_size, memory, cache.swap_space or 0.0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from graphs import CARD_STEP_TOKENS, StepLimits
 from hpu_duo.config.engine import CacheConfig, SchedulerConfig
 from hpu_duo.kv.allocations import block_moves
+from hpu_duo.kv.host_blocks import fewest_blocks
 from hpu_duo.kv.plan import MemoryPlan
-from hpu_duo.startup.offloading import staged_units
+from hpu_duo.startup.offloading import host_blocks, staged_units
 
 
 def resolve_limits(
@@ -37,11 +38,16 @@ def resolve_limits(
         ValueError: too few blocks for the configured ``max_model_len``, or for transfers.
     """
     moves, decode_len = block_moves(scheduler.max_num_batched_tokens, memory.block_size), scheduler.decode_len
-    staged = staged_units(cache, memory, moves)
+    staged, num_on_host = staged_units(cache, memory, moves), host_blocks(cache, memory)
+    if num_on_host and memory.num_blocks < (fewest := fewest_blocks(moves, scheduler.max_num_seqs)):
+        raise ValueError(
+            f"expected num_blocks of {fewest} or more with cpu_attention, for the new tokens of a step and "
+            f"the last blocks of {scheduler.max_num_seqs} requests, got {memory.num_blocks}"
+        )
     return StepLimits(
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        max_model_len=_held_len(scheduler, memory, max_len, staged.num_blocks),
+        max_model_len=_held_len(scheduler, memory, max_len, num_on_host - staged.num_blocks),
         block_size=memory.block_size,
         num_blocks=memory.num_blocks,
         uses_blocks=memory.uses_blocks,
@@ -69,12 +75,13 @@ def resolve_limits(
     )
 
 
-def _held_len(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int, num_staged: int) -> int:
+def _held_len(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int, num_further: int) -> int:
     """Return ``max_len``, or fewer tokens if fewer fit into the blocks and the length is not configured.
 
-    ``num_staged`` of the blocks are not for requests.
+    Args:
+        num_further: blocks besides those of the plan; below 0 if some of those are not for requests.
     """
-    num_blocks = memory.num_blocks - num_staged
+    num_blocks = memory.num_blocks + num_further
     held = num_blocks * memory.block_size if memory.uses_blocks else None
     # The last token of a request is sampled and never cached.
     if held is None or max_len <= held + 1:

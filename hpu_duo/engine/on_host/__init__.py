@@ -1,0 +1,1 @@
+"""Blocks of running requests in host memory, and attention to them there."""

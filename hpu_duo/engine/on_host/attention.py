@@ -1,0 +1,387 @@
+"""Attention of a step's rows to their blocks in host memory, as partial triples.
+
+Shapes: Q query tokens, N rows, M most tokens of a decode row, K key/value heads, G query heads of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bias_builders import NOWHERE, Leading
+from hpu_duo.engine.on_host.worker import Worker
+from hpu_duo.engine.step_plan import StepPlan
+from hpu_duo.kv.pool import CopyLists
+from hpu_duo.kv.store import reserved_zeros
+from hpu_duo.not_picklable import NotPicklable
+from kernels_ref import (
+    Blocks,
+    Implementation,
+    KVUnits,
+    LayerCache,
+    LayerSpec,
+    Partial,
+    Rings,
+    Step,
+    StepTensors,
+    UnitLayout,
+    empty,
+    merge,
+)
+from kernels_ref.impl import Kernels, kernels
+from kernels_ref.partial import fold, packed, unfold, unpacked
+from kernels_ref.step import BlockStep, PartInputs, SlotMasks
+from kernels_ref.unified import Elsewhere, ElsewherePartials
+from kernels_ref.units import units_of
+
+TILE_BYTES = 4 << 20
+"""Bytes of keys and values that move to the device at a time."""
+
+
+class HostRow(NamedTuple):
+    """A row of a step with blocks on the host.
+
+    Attributes:
+        ring_row: its row.
+        first: flat index of its first new token.
+        num_new: new tokens.
+        blocks: on the host, in order.
+        is_decode: whether it decodes.
+    """
+
+    ring_row: int
+    first: int
+    num_new: int
+    blocks: tuple[int, ...]
+    is_decode: bool
+
+
+class HostContext(NamedTuple):
+    """The part of a step that lies on the host.
+
+    Attributes:
+        copies: blocks of the device, and the blocks of the host that they are copied to before the step
+            writes anything, int32 ``[2, n]``.
+        rows: those with blocks there.
+    """
+
+    copies: npt.NDArray[np.int32]
+    rows: tuple[HostRow, ...]
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> HostContext:
+        """Return that of a planned step."""
+        rows, first = [], 0
+        for row in plan.rows:
+            if row.request.host_blocks:
+                blocks, is_decode = tuple(row.request.host_blocks), row.num_new_tokens <= plan.decode_len
+                rows.append(HostRow(row.ring_row, first, row.num_new_tokens, blocks, is_decode))
+            first += row.num_new_tokens
+        return cls(CopyLists.of(plan.moves).to_host, tuple(rows))
+
+
+@dataclass
+class HostTraffic:
+    """Bytes that have crossed the link.
+
+    Attributes:
+        blocks: of blocks that moved to the host.
+        queries, triples: of attention there.
+        contexts: of blocks that were copied to the device for one step.
+    """
+
+    blocks: int = 0
+    queries: int = 0
+    triples: int = 0
+    contexts: int = 0
+
+
+@dataclass(frozen=True)
+class _Attending:
+    """Rows that attend on the host in a step, and those whose blocks move to the device."""
+
+    there: tuple[HostRow, ...] = ()
+    moved: tuple[HostRow, ...] = ()
+    owner: torch.Tensor = field(default_factory=lambda: _ints(0))
+    num_blocks: int = 0
+
+
+class HostAttention(NotPicklable):
+    """Stores of blocks on the host, and attention to them.
+
+    Decode rows attend there: their queries cross the link, and a triple for each comes back. The new tokens
+    of a prompt are many for one context, so its blocks are copied to the device, a tile at a time, and its
+    kernels attend to a tile while the next one is copied.
+
+    Args:
+        layers: stores of the device.
+        specs: attention of each layer.
+        num_blocks: blocks of the host.
+        worker: does the work of the host.
+
+    Attributes:
+        worker: as given; may be replaced between steps.
+        moves_decodes: copy the blocks of decode rows to the device too, instead of attending there.
+        traffic: bytes so far.
+        num_bytes: of the stores on the host.
+        staging_bytes: of the tiles on the device.
+
+    Raises:
+        ValueError: a layer has heads or states that are not served.
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerCache], specs: Sequence[LayerSpec], num_blocks: int, worker: Worker
+    ) -> None:
+        check_specs(specs)
+        self.worker, self.moves_decodes, self.traffic = worker, False, HostTraffic()
+        self._device, self._host = dict[tuple[int, int], KVUnits](), dict[tuple[int, int], KVUnits]()
+        self._tiles = dict[tuple[object, int], tuple[KVUnits, KVUnits]]()
+        for number, (spec, cache) in enumerate(zip(specs, layers)):
+            for place, (group, units) in enumerate(zip(spec.groups, cache)):
+                if isinstance(group.kind, Blocks):
+                    self._device[number, place] = units
+                    self._host[number, place] = _like(units, num_blocks)
+                    key = units.encoding, units.layout.num_heads
+                    if key not in self._tiles:
+                        num_tile = max(1, min(num_blocks, TILE_BYTES // unit_bytes(units)))
+                        self._tiles[key] = _like(units, num_tile), _like(units, num_tile)
+        self.num_bytes = sum(units.num_bytes for units in self._host.values())
+        self.staging_bytes = sum(each.num_bytes for tiles in self._tiles.values() for each in tiles)
+        self._now = _Attending()
+
+    @torch.inference_mode()
+    def begin(self, context: HostContext) -> None:
+        """Copy blocks to the host, and attend for the rows of a step from now on."""
+        if context.copies.shape[1]:
+            source, target = (torch.from_numpy(each.astype(np.int64)) for each in context.copies)
+            for key, units in self._device.items():
+                for device, host in zip(units.views, self._host[key].views):
+                    host.index_copy_(0, target, device.index_select(0, source))
+                self.traffic.blocks += len(source) * unit_bytes(units)
+        moved = [row for row in context.rows if self.moves_decodes or not row.is_decode]
+        there = [row for row in context.rows if row.is_decode and not self.moves_decodes]
+        if not context.rows:
+            return
+        owner = torch.full((max((max(row.blocks) for row in there), default=-1) + 1,), len(there))
+        for entry, row in enumerate(there):
+            owner[list(row.blocks)] = entry
+        total = sum(len(row.blocks) for row in there)
+        self._now = _Attending(tuple(there), tuple(moved), owner.to(torch.int32), total)
+
+    def end(self) -> None:
+        """Attend for no rows until the next step begins."""
+        self.worker.drain()
+        self._now = _Attending()
+
+    def of_layers(self, num_layers: int) -> list[Elsewhere]:
+        """Return what attends for each layer."""
+        return [_OfLayer(self, number) for number in range(num_layers)]
+
+    def begin_part(
+        self, key: tuple[int, int], run: Kernels, inputs: PartInputs, step: Step
+    ) -> Callable[[], ElsewherePartials] | None:
+        """Begin the attention of a group of heads of a layer; returns what waits for it.
+
+        Args:
+            key: numbers of the layer and of the group.
+            run: the kernels of the device.
+        """
+        now = self._now
+        if not (now.there or now.moved) or key not in self._host:
+            return None
+        there = None
+        if now.there:
+            # Taken here, before anything else runs: the queries as the device has them.
+            tokens = _tokens(now.there, step)
+            there = self.worker.begin(partial(self._attend, self._host[key], inputs, tokens, step.decode_len))
+        moved = self._begin_tiles(key, run, inputs, step) if now.moved else None
+
+        def join() -> ElsewherePartials:
+            of_tokens, of_rows = (None, None) if moved is None else moved()
+            if there is not None:
+                found = there()
+                of_rows = of_rows or _of_rows(inputs, step)
+                _put(of_rows, _places(now.there, step.decode_len), found)
+            return ElsewherePartials(of_tokens, of_rows)
+
+        return join
+
+    def _attend(self, host: KVUnits, inputs: PartInputs, tokens: torch.Tensor, decode_len: int) -> Partial:
+        """Attend on the host for decode rows: the triples of their tokens, ``[n * M, K, G, ...]``."""
+        now, worker = self._now, self.worker
+        num_bytes = len(tokens) * inputs.q[0].nbytes
+        q = worker.move(num_bytes, lambda: inputs.q.index_select(0, tokens))
+        self.traffic.queries += num_bytes
+        found = _whole_blocks(kernels(Implementation.SDPA), host, inputs, fold(q, decode_len), now.owner)
+        worker.host_reads(now.num_blocks * unit_bytes(host))
+        triple = packed(unfold(found, decode_len))
+        self.traffic.triples += triple.nbytes
+        return unpacked(worker.move(triple.nbytes, triple.clone))
+
+    def _begin_tiles(
+        self, key: tuple[int, int], run: Kernels, inputs: PartInputs, step: Step
+    ) -> Callable[[], tuple[Partial | None, Partial | None]]:
+        """Begin to copy the blocks of rows to the device; returns what attends to them there."""
+        host, moved = self._host[key], self._now.moved
+        buffers = self._tiles[host.encoding, host.layout.num_heads]
+        size = buffers[0].layout.num_units - 1
+        begins = ((row, begin) for row in moved for begin in range(0, len(row.blocks), size))
+        tiles = [(row, row.blocks[begin : begin + size]) for row, begin in begins]
+
+        def copy(number: int) -> KVUnits:
+            units, blocks = buffers[number % 2], torch.tensor(tiles[number][1])
+            num_bytes = len(blocks) * unit_bytes(host)
+            self.worker.move(num_bytes, partial(_copy_units, host, units, blocks))
+            self.traffic.contexts += num_bytes
+            return units
+
+        coming = self.worker.begin(partial(copy, 0))
+
+        def join() -> tuple[Partial | None, Partial | None]:
+            nonlocal coming
+            found = dict[HostRow, Partial]()
+            for number, (row, blocks) in enumerate(tiles):
+                units = coming()
+                if number + 1 < len(tiles):
+                    coming = self.worker.begin(partial(copy, number + 1))
+                part = _tile(run, units, inputs, step, row, len(blocks))
+                self.worker.device_reads(len(blocks) * unit_bytes(host))
+                found[row] = merge(found[row], part) if row in found else part
+            of_tokens = of_rows = None
+            for row, part in found.items():
+                if row.is_decode:
+                    of_rows = of_rows or _of_rows(inputs, step)
+                    _put(of_rows, _places((row,), step.decode_len), part)
+                else:
+                    of_tokens = of_tokens or empty(inputs.q, host.encoding.value_dim)
+                    _put(of_tokens, torch.arange(row.first, row.first + row.num_new), part)
+            return of_tokens, of_rows
+
+        return join
+
+
+class _OfLayer(NamedTuple):
+    """The attention of one layer; see ``Elsewhere``."""
+
+    attention: HostAttention
+    number: int
+
+    def begin(
+        self, place: int, run: Kernels, inputs: PartInputs, step: Step
+    ) -> Callable[[], ElsewherePartials] | None:
+        """Begin the attention of a group of heads."""
+        return self.attention.begin_part((self.number, place), run, inputs, step)
+
+
+def check_specs(specs: Sequence[LayerSpec]) -> None:
+    """Raise ValueError unless all heads store all tokens, or a window on the device, and some all tokens."""
+    kinds = {group.kind for spec in specs for group in spec.groups}
+    others = {
+        kind.describe() or kind.name
+        for kind in kinds
+        if not (isinstance(kind, Rings) or (isinstance(kind, Blocks) and kind.rule is None))
+    }
+    others |= {kind.name for spec in specs for kind in spec.rows}
+    others |= {"layers that read the keys of an earlier one" for spec in specs if not spec.writes}
+    if not any(isinstance(kind, Blocks) for kind in kinds):
+        others |= {"no head that stores all tokens"}
+    if others:
+        raise ValueError(
+            "cpu_attention serves heads that store all tokens, and heads with a window beside them: got "
+            f"{', '.join(sorted(others))}"
+        )
+
+
+def unit_bytes(units: KVUnits) -> int:
+    """Bytes of the keys and values of a unit, as they are stored."""
+    return sum(view[0].nbytes for view in units.views)
+
+
+def _like(units: KVUnits, num_units: int) -> KVUnits:
+    """Units in host memory of the sizes and format of others, and one more, which padding reads."""
+    layout = UnitLayout.dense(num_units + 1, units.layout.num_heads, units.layout.num_slots)
+    num_vectors, cpu = layout.num_units * layout.unit_stride, torch.device("cpu")
+    tensors = [reserved_zeros((num_vectors, each.shape[-1]), each.dtype, cpu) for each in units.tensors]
+    return units_of(tuple(tensors), layout, units.encoding)
+
+
+def _copy_units(source: KVUnits, target: KVUnits, blocks: torch.Tensor) -> None:
+    for one, other in zip(source.views, target.views):
+        other[: len(blocks)].copy_(one.index_select(0, blocks))
+
+
+def _ints(*sizes: int, value: int = 0) -> torch.Tensor:
+    return torch.full(sizes, value, dtype=torch.int32)
+
+
+def _step_tensors(**fields: torch.Tensor) -> StepTensors:
+    """The plan of a step with these fields; nothing reads the others."""
+    return StepTensors(**{name: fields.get(name, _ints(0)) for name in StepTensors._fields})
+
+
+def _whole_blocks(
+    run: Kernels, units: KVUnits, inputs: PartInputs, q_NKHD: torch.Tensor, owner: torch.Tensor
+) -> Partial:
+    """The tokens of rows against all slots of the blocks that they own: ``[N, K, M * G, ...]``."""
+    num_rows, null = len(q_NKHD), units.layout.num_units - 1
+    tail_start = _ints(num_rows, 1, value=NOWHERE)
+    tensors = _step_tensors(owner=owner, tail_block=_ints(num_rows, 1, value=null), tail_start=tail_start)
+    # As many tokens as queries of a head, of which each sees no slot of a tail.
+    tails = Leading(_ints(num_rows, 1, 1))
+    plan = BlockStep(_ints(0), tails, _ints(num_rows, 1), SlotMasks.of(tails, units.layout.num_slots))
+    return run.unique_blocks(inputs._replace(q=q_NKHD, units=units, tensors=tensors, rule=None), plan)
+
+
+def _tile(
+    run: Kernels, units: KVUnits, inputs: PartInputs, step: Step, row: HostRow, num_blocks: int
+) -> Partial:
+    """The new tokens of a row against a tile of its blocks on the device, ``[num_new, K, G, ...]``."""
+    if row.is_decode:
+        q = fold(inputs.q.index_select(0, _tokens((row,), step)), step.decode_len)
+        return unfold(_whole_blocks(run, units, inputs, q, _ints(num_blocks)), step.decode_len)
+    q, size = inputs.q[row.first : row.first + row.num_new], units.layout.num_slots
+    number = torch.arange(num_blocks, dtype=torch.int32)
+    end = _ints(1, value=num_blocks * size)
+    reads = torch.cat([_ints(1, num_blocks, value=1), _ints(1, num_blocks)])
+    tensors = _step_tensors(
+        positions=end.expand(row.num_new),
+        row=_ints(row.num_new),
+        causal_row=_ints(row.num_new),
+        row_start=end,
+        row_num_new=_ints(1, value=row.num_new),
+        row_query_start=_ints(1),
+        shared_block=number,
+        shared_start=number * size,
+        shared_reads=reads,
+    )
+    return run.shared_blocks(inputs._replace(q=q, units=units, tensors=tensors, rule=None))
+
+
+def _tokens(rows: Sequence[HostRow], step: Step) -> torch.Tensor:
+    """Flat index of each token of decode rows, any valid index where there is none, ``[n * M]``."""
+    first = torch.tensor([row.first for row in rows])[:, None] + torch.arange(step.decode_len)
+    return first.clamp(max=len(step.tensors.positions) - 1).view(-1)
+
+
+def _places(rows: Sequence[HostRow], decode_len: int) -> torch.Tensor:
+    """Places of these tokens among those of all decode rows, ``[n * M]``."""
+    first = torch.tensor([row.ring_row * decode_len for row in rows])[:, None]
+    return (first + torch.arange(decode_len)).view(-1)
+
+
+def _of_rows(inputs: PartInputs, step: Step) -> Partial:
+    """The partial of decode rows that see nothing, ``[N * M, K, G, ...]``."""
+    q = inputs.q[:1].expand(len(step.row_token), *inputs.q.shape[1:])
+    return empty(q, inputs.units.encoding.value_dim)
+
+
+def _put(total: Partial, places: torch.Tensor, part: Partial) -> None:
+    for whole, some in zip(total, part):
+        whole.index_copy_(0, places, some)

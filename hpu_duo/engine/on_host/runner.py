@@ -1,0 +1,76 @@
+"""Runs steps of which some rows have blocks on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hpu_duo.config.engine import EngineConfig
+from hpu_duo.device.runtime import host_memory
+from hpu_duo.engine.executor import Executor
+from hpu_duo.engine.on_host.attention import HostAttention, HostContext
+from hpu_duo.engine.on_host.worker import WorkerThread
+from hpu_duo.engine.step_plan import StepPlan
+from hpu_duo.engine.stepper import NO_ERRORS, Runner, StepHandle
+from hpu_duo.sampling import SamplingRow
+
+
+def check_host_attention(config: EngineConfig, device: torch.device, backend: str) -> None:
+    """Raise ValueError for what engines with blocks on the host do not have."""
+    num_ranks, speculation = config.parallel.tensor_parallel_size, config.scheduler.speculation
+    refused = {
+        f"graphs={backend!r}": backend != "eager",
+        f"device={device.type!r}": device.type != "cpu",
+        f"tensor_parallel_size={num_ranks}": num_ranks > 1,
+        "kv_offloading_size": config.cache.kv_offloading_size is not None,
+        "offload_num_batches": config.model.offload_num_batches > 1,
+        "a model that drafts": speculation is not None and speculation.is_by_model,
+        "record_steps": config.run.record_steps is not None,
+    }
+    for name, is_refused in refused.items():
+        if is_refused:
+            raise ValueError(
+                "cpu_attention calls the host inside each layer, which recorded and compiled graphs cannot: "
+                "expected graphs='eager' on one CPU, without kv_offloading_size, offload_num_batches, "
+                f"record_steps and models that draft, got {name}"
+            )
+
+
+class HostRunner(Runner):
+    """Runs steps whose rows attend to blocks on the host too.
+
+    Args:
+        num_blocks: blocks of the host.
+
+    Attributes:
+        host: the stores there, and attention to them.
+
+    Raises:
+        ValueError: the host has too little free memory, or the model has heads that are not served.
+    """
+
+    def __init__(self, executor: Executor, vocab_size: int, max_model_len: int, num_blocks: int) -> None:
+        super().__init__(executor, vocab_size, max_model_len)
+        needed, free = num_blocks * executor.store.plan.block_bytes, host_memory().free
+        if needed > free:
+            raise ValueError(
+                f"expected cpu_attention within the free memory of the host, {free:,} bytes, got {needed:,} "
+                "bytes"
+            )
+        specs = executor.model.specs
+        self.host = HostAttention(executor.store.layers, specs, num_blocks, WorkerThread())
+        executor.model.attend_elsewhere(self.host.of_layers(len(specs)))
+
+    def launch(
+        self,
+        plan: StepPlan,
+        sampling: Mapping[int, Sequence[SamplingRow]],
+        errors: Mapping[int, Exception] = NO_ERRORS,
+    ) -> StepHandle:
+        """Copy blocks to the host, and run the step; see ``Runner.launch``."""
+        self.host.begin(HostContext.of(plan))
+        try:
+            return super().launch(plan, sampling, errors)
+        finally:
+            self.host.end()

@@ -1,0 +1,88 @@
+"""A thread that attends on the host, or copies from it, while the device computes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from hpu_duo.not_picklable import NotPicklable
+
+T = TypeVar("T")
+_SLEEP_S = 5e-4
+"""Shortest wait for which a thread sleeps; shorter ones would be rounded up by the system."""
+
+
+class Worker(Protocol):
+    """Runs work of the host beside the device; says what crosses the link and what is read by whom."""
+
+    def begin(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Begin work behind what was begun before; returns what waits for its result."""
+        ...
+
+    def move(self, num_bytes: int, copy: Callable[[], T]) -> T:
+        """Copy something that crosses the link; called by work only."""
+        ...
+
+    def host_reads(self, num_bytes: int) -> None:
+        """Work has attended to keys and values of so many bytes on the host."""
+        ...
+
+    def device_reads(self, num_bytes: int) -> None:
+        """The device has attended to so many bytes that were moved."""
+        ...
+
+    def drain(self) -> None:
+        """Wait for all work, whose results nobody wants any more."""
+        ...
+
+
+class WorkerThread(NotPicklable):
+    """Works in one thread.
+
+    Args:
+        bytes_per_s: of a link to simulate, either way; None = as fast as memory is copied.
+    """
+
+    def __init__(self, bytes_per_s: float | None = None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._thread = ThreadPoolExecutor(1, "hpu-duo-host-attention")
+        self._last: Future[Any] | None = None
+
+    def begin(self, work: Callable[[], T]) -> Callable[[], T]:
+        """See ``Worker``; what the work raises is raised by the wait."""
+        future = self._thread.submit(_in_inference_mode, work)
+        self._last = future
+        return future.result
+
+    def move(self, num_bytes: int, copy: Callable[[], T]) -> T:
+        """Copy, for as long as the link takes."""
+        began = time.perf_counter()
+        copied = copy()
+        if self._bytes_per_s is not None:
+            end = began + num_bytes / self._bytes_per_s
+            if (rest := end - time.perf_counter()) > _SLEEP_S:
+                time.sleep(rest - _SLEEP_S)
+            while time.perf_counter() < end:
+                pass
+        return copied
+
+    def host_reads(self, num_bytes: int) -> None:
+        """Attention took its own time."""
+
+    def device_reads(self, num_bytes: int) -> None:
+        """So did this."""
+
+    def drain(self) -> None:
+        """Wait for the last work, which runs behind all others."""
+        if self._last is not None:
+            self._last.exception()
+            self._last = None
+
+
+def _in_inference_mode(work: Callable[[], T]) -> T:
+    with torch.inference_mode():
+        return work()

@@ -1,0 +1,84 @@
+"""Leading blocks of running requests in host memory, to which their heads attend there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hpu_duo.kv.pool import BlockPool, HostCopy
+from hpu_duo.request import Request
+
+_STAYING = 3
+"""Blocks of a request that stay on the device beside those of its new tokens, at most: the last one that is
+whole, one that is filled in part, and one that new tokens begin."""
+
+
+def fewest_blocks(num_new_blocks: int, max_num_seqs: int) -> int:
+    """Return the blocks that the device needs for any step, if all others may be on the host.
+
+    Args:
+        num_new_blocks: blocks that the tokens of a step fill.
+    """
+    return num_new_blocks + _STAYING * max_num_seqs
+
+
+class HostBlocks:
+    """Allocates blocks of the host to running requests.
+
+    A block moves there when the device has none left, and stays until its request ends or is preempted. The
+    blocks of a request on the host are always its leading ones, and each is full. Its last full block stays
+    on the device, as do blocks that other requests share.
+
+    Args:
+        num_blocks: blocks of the host.
+        block_size: tokens of a block.
+
+    Attributes:
+        num_blocks: as given.
+        num_moved: blocks that have moved so far.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks, self.num_moved = num_blocks, 0
+        self._pool, self._block_size = BlockPool(num_blocks), block_size
+
+    @property
+    def num_free(self) -> int:
+        """Number of blocks without a request."""
+        return self._pool.num_free
+
+    @property
+    def num_used(self) -> int:
+        """Number of blocks of requests."""
+        return self.num_blocks - self._pool.num_free
+
+    def _num_whole(self, request: Request) -> int:
+        """Number of blocks on the device that may move if no other request shares them."""
+        return request.num_computed_tokens // self._block_size - 1 - len(request.host_blocks)
+
+    def move(self, requests: Iterable[Request], count: int, blocks: BlockPool) -> list[HostCopy]:
+        """Move up to ``count`` blocks, from the request with the most that may move on.
+
+        Args:
+            requests: all with a row.
+            blocks: of the device, where those that move are freed.
+
+        Returns:
+            The copies, in order, to be executed before a step writes anything.
+        """
+        copies: list[HostCopy] = []
+        for request in sorted(requests, key=self._num_whole, reverse=True):
+            for _ in range(min(self._num_whole(request), count - len(copies), self._pool.num_free)):
+                block = int(request.block_table[len(request.host_blocks)])
+                if blocks.num_holders(block) != 1:
+                    break
+                [slot] = self._pool.allocate(1)
+                copies.append(HostCopy(block, slot))
+                request.host_blocks.append(slot)
+                blocks.release([block])
+        self.num_moved += len(copies)
+        return copies
+
+    def release(self, request: Request) -> None:
+        """Free the blocks of a request."""
+        self._pool.release(request.host_blocks)
+        request.host_blocks = []

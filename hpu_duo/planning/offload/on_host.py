@@ -1,0 +1,55 @@
+"""Seconds of a decode's attention in one layer to a context on the host: there, or moved to the device."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+_FLOAT32 = 4
+
+
+class HostContextSizes(NamedTuple):
+    """Bytes of a layer and a step.
+
+    Attributes:
+        contexts: keys and values of all rows that lie on the host, as they are stored.
+        queries: of these rows, in the model's dtype.
+        triples: partial results of these rows.
+        tile: of keys and values that move at a time.
+    """
+
+    contexts: float
+    queries: float
+    triples: float
+    tile: float
+
+    @classmethod
+    def of(
+        cls, num_rows: int, num_heads: int, head_dim: int, contexts: float, tile: float, dtype_bytes: int = 2
+    ) -> HostContextSizes:
+        """Return the sizes of some decode rows; a triple has ``head_dim + 2`` floats for each query head."""
+        vectors = num_rows * num_heads
+        triples = vectors * (head_dim + 2) * _FLOAT32
+        return cls(contexts, vectors * head_dim * dtype_bytes, triples, min(tile, contexts))
+
+    def attended(self, link: float, host: float) -> float:
+        """Seconds of attention on the host: queries there, the contexts read, triples back.
+
+        Args:
+            link: bytes a second, either way.
+            host: bytes of keys and values that the host attends to in a second.
+        """
+        return (self.queries + self.triples) / link + self.contexts / host
+
+    def moved(self, link: float, device: float) -> float:
+        """Seconds of copies to the device, which attends to each tile while the next one is copied.
+
+        Args:
+            device: bytes of keys and values that the device attends to in a second.
+        """
+        last = self.contexts - (math.ceil(self.contexts / self.tile) - 1) * self.tile
+        return max(self.contexts / link + last / device, self.tile / link + self.contexts / device)
+
+    def pays(self, link: float, host: float, device: float) -> bool:
+        """Whether attention on the host is faster than moving the contexts."""
+        return self.attended(link, host) < self.moved(link, device)

@@ -1,0 +1,308 @@
+"""Rows with blocks on the host have the tokens of an engine whose device holds them all."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from hpu_duo import HeadPattern, HPUDuoModel
+from hpu_duo.engine.on_host.attention import TILE_BYTES, HostAttention, HostContext, HostRow, _like
+from hpu_duo.engine.on_host.runner import HostRunner
+from hpu_duo.engine.on_host.worker import Worker, WorkerThread
+from hpu_duo.planning.offload import HostContextSizes
+from hpu_duo.sampling import SamplingParams
+from kernels_ref import (
+    Blocks,
+    HeadGroup,
+    Implementation,
+    LayerSpec,
+    NewKV,
+    Partial,
+    Scoring,
+    Step,
+    StepParts,
+    StepTensors,
+    merge,
+    normalise,
+    of_stores,
+)
+from kernels_ref.impl import kernels
+from kernels_ref.partial import attend
+from kernels_ref.step import PartInputs
+from kernels_ref.unified import ElsewherePartials
+from tests.engine.test_random_workload import random_params, run_all
+from tests.engine.tiny import Tiny, assert_holds_nothing, serve, tokens_of
+from tests.modeling.families import BASE, BLOCK, prompts_of, save_random
+
+pytestmark = pytest.mark.instruction_set
+
+NUM_BLOCKS, NUM_ON_HOST = 11, 24
+PATTERN = HeadPattern(
+    np.zeros((2, 2), np.float32), sink=2, recent=6, retrieval=np.array([[True, False], [False, True]])
+)
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+DRAWN = SamplingParams(temperature=1, max_tokens=12, seed=3)
+PROMPTS = prompts_of((76, 5, 81, 9, 70, 33))
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """A tiny Llama."""
+    path = tmp_path_factory.mktemp("host")
+    return Tiny(path, save_random(LlamaConfig(**{**BASE, "num_hidden_layers": 2}), path))
+
+
+def load(tiny: Tiny, num_on_host: int = NUM_ON_HOST, **options: Any) -> HPUDuoModel:
+    """Serve with few blocks on the device, and some on the host."""
+    sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "num_blocks": NUM_BLOCKS, "graphs": "eager"}
+    plain = {**sizes, "enable_prefix_caching": False, **options}
+    if not num_on_host:
+        return tiny.load(**{**plain, "num_blocks": 64})
+    block_bytes = tiny.load(**{**plain, "num_blocks": 64}).engine.runner.store.plan.block_bytes
+    return tiny.load(**plain, cpu_attention=(num_on_host + 0.5) * block_bytes / 2**30)
+
+
+def host_of(model: HPUDuoModel) -> HostRunner:
+    """Return the runner with blocks on the host."""
+    runner = model.engine.runner
+    assert isinstance(runner, HostRunner)
+    return runner
+
+
+@pytest.mark.parametrize(
+    ("moves_decodes", "options"),
+    [
+        (False, {}),
+        (False, {"attention": "sdpa", "kv_cache_dtype": "int8_per_token_head"}),
+        (False, {"attention": "sdpa", "pattern": PATTERN, "speculative_config": DRAFTS}),
+        (True, {"attention": "sdpa", "pattern": PATTERN, "speculative_config": DRAFTS}),
+    ],
+    ids=["reference", "int8", "duo-drafts", "duo-drafts-moved"],
+)
+def test_tokens_are_those_of_a_larger_device(
+    tiny: Tiny, moves_decodes: bool, options: dict[str, Any]
+) -> None:
+    params = [GREEDY, DRAWN] * 3
+    wanted = tokens_of(serve(load(tiny, 0, **options), PROMPTS, params))
+    model = load(tiny, **options)
+    runner = host_of(model)
+    runner.host.moves_decodes = moves_decodes
+    assert tokens_of(serve(model, PROMPTS, params)) == wanted
+    host, traffic = model.engine.scheduler.allocations.host, runner.host.traffic
+    assert host is not None
+    assert host.num_moved > 0 == host.num_used
+    assert traffic.contexts > 0  # behind chunks of prompts
+    assert (traffic.triples > 0) is not moves_decodes
+
+
+def test_bytes_are_queries_and_triples(tiny: Tiny) -> None:
+    model = load(tiny)
+    runner, engine = host_of(model), model.engine
+    for prompt in PROMPTS[:3]:
+        engine.add_request(prompt, GREEDY)
+    text, traffic = tiny.model.config, runner.host.traffic
+    heads, dim = text.num_attention_heads, text.hidden_size // text.num_attention_heads
+    num_steps = 0
+    while engine.has_unfinished:
+        before = replace(traffic)
+        running = [each for each in engine.scheduler._running if each.num_uncomputed_tokens == 1]
+        engine.step()
+        rows = sum(bool(each.host_blocks) for each in running)
+        if running and all(each.finish_reason is None for each in running):
+            vectors = rows * heads * text.num_hidden_layers
+            assert traffic.triples - before.triples == vectors * (dim + 2) * 4
+            assert traffic.queries - before.queries == vectors * dim * 4
+            num_steps += rows > 0
+    assert num_steps > 0
+
+
+def test_a_full_host_preempts_and_no_token_changes(tiny: Tiny) -> None:
+    options = {"max_num_seqs": 4, "num_blocks": 14, "attention": "sdpa"}
+    model, rng = load(tiny, 3, pattern=PATTERN, **options), random.Random(5)
+    lengths = [rng.choice((1, 9, 30, rng.randint(1, 50))) for _ in range(8)]
+    work = [
+        (prompt, replace(random_params(rng), max_tokens=rng.randint(20, 45)))
+        for prompt in prompts_of(lengths, seed=6)
+    ]
+    done = run_all(model, work, rng)
+    assert_holds_nothing(model)
+    host = model.engine.scheduler.allocations.host
+    assert host is not None
+    assert host.num_moved > 0 == host.num_used
+    assert model.stats().num_preemptions > 0
+    prompts, params = zip(*work)
+    for number, samples in enumerate(
+        serve(load(tiny, 0, pattern=PATTERN, attention="sdpa"), prompts, params)
+    ):
+        for sample in samples:
+            got, _ = done[number, sample.sample_index]
+            assert got == sample.token_ids[: len(got)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"graphs": "replay"}, "got graphs='replay'"),
+        ({"tensor_parallel_size": 2}, "got tensor_parallel_size=2"),
+        ({"record_steps": "steps.bin"}, "got record_steps"),
+        ({"offload_num_batches": 2}, "got offload_num_batches"),
+        (
+            {"pattern": PATTERN, "kv_policy": "h2o", "kv_budget": 12},
+            "serves heads that store all tokens",
+        ),
+        ({"num_blocks": 10}, "expected num_blocks of 11 or more"),
+        ({"enable_prefix_caching": True}, "needs enable_prefix_caching=False"),
+        ({"cpu_attention": 1e-9}, "expected cpu_attention of one block or more"),
+        ({"cpu_attention": True}, "expected cpu_attention to be GiB"),
+        ({"cpu_attention": 1e6}, "within the free memory of the host"),
+    ],
+)
+def test_what_is_not_served_is_refused(tiny: Tiny, options: dict[str, Any], message: str) -> None:
+    sizes = {"max_num_seqs": 3, "num_blocks": NUM_BLOCKS, "enable_prefix_caching": False}
+    with pytest.raises(ValueError, match=message):
+        tiny.load(**{**sizes, "cpu_attention": 1e-3, **options})
+
+
+def test_a_text_longer_than_both_hold_is_refused(tiny: Tiny) -> None:
+    model = load(tiny, 1, max_model_len=None)
+    held = (NUM_BLOCKS + 1) * BLOCK
+    assert model.engine.scheduler.limits.max_model_len == held + 1
+    with pytest.raises(ValueError, match=f"leave room for an output token in max_model_len={held + 1}"):
+        model.engine.add_request([1] * (held + 2), GREEDY)
+
+
+class VirtualWorker:
+    """Works on a clock: of the link, of the host, and of the device beside both."""
+
+    def __init__(self, link: float, host: float, device: float) -> None:
+        self.now = self._host_now = 0.0
+        self._link, self._host, self._device = link, host, device
+
+    def begin(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        self._host_now = max(self._host_now, self.now)
+        result, end = work(), self._host_now
+
+        def join() -> Any:
+            self.now = max(self.now, end)
+            return result
+
+        return join
+
+    def move(self, num_bytes: int, copy: Callable[[], Any]) -> Any:
+        self._host_now += num_bytes / self._link
+        return copy()
+
+    def host_reads(self, num_bytes: int) -> None:
+        self._host_now += num_bytes / self._host
+
+    def device_reads(self, num_bytes: int) -> None:
+        self.now += num_bytes / self._device
+
+    def drain(self) -> None:
+        """Nothing runs on."""
+
+
+class Layer:
+    """A layer with a group of heads, whose first blocks have moved to the host, and a step of some rows.
+
+    Args:
+        rows: new tokens of each row, and its blocks on the host.
+    """
+
+    def __init__(
+        self, rows: Sequence[tuple[int, int]], worker: Worker, sizes: tuple[int, int, int, int], seed: int = 0
+    ) -> None:
+        heads, group, dim, slots = sizes
+        generator, total = torch.Generator().manual_seed(seed), sum(each for _, each in rows)
+        k, v = (torch.randn(total + 1, heads, slots, dim, generator=generator) for _ in "kv")
+        self.k, self.v, units = k, v, of_stores(k, v)
+        spec = LayerSpec((HeadGroup(heads, Blocks()),), group, dim, 1.0, None, Implementation.SDPA)
+        self.attention = HostAttention([(units,)], [spec], total, worker)
+        ids = torch.randperm(total, generator=generator).tolist()
+        num_query, most = sum(num for num, _ in rows), max(num for num, _ in rows if num <= 2)
+        self.q, first, found = torch.randn(num_query, heads, group, dim, generator=generator), 0, []
+        self.blocks: list[list[int]] = []
+        for number, (num_new, num_blocks) in enumerate(rows):
+            mine, ids = ids[:num_blocks], ids[num_blocks:]
+            found.append(HostRow(number, first, num_new, tuple(mine), num_new <= 2))
+            self.blocks.append(mine)
+            first += num_new
+        copies = np.tile(np.arange(total, dtype=np.int32), (2, 1))
+        self.rows, self.context = found, HostContext(copies, tuple(found))
+        nothing = torch.zeros(0, dtype=torch.int32)
+        tensors = StepTensors(*[nothing] * len(StepTensors._fields))._replace(
+            positions=torch.zeros(num_query, dtype=torch.int32)
+        )
+        parts = StepParts(causal=True, shared=True, unique=True)
+        self.step = Step(parts, tensors, most, torch.zeros(len(rows) * most), nothing, {})
+        self.inputs = PartInputs(self.q, NewKV(nothing, nothing), units, tensors, Scoring())
+
+    def attend(self) -> ElsewherePartials:
+        """Begin the step, attend, and end it."""
+        self.attention.begin(self.context)
+        join = self.attention.begin_part((0, 0), kernels(Implementation.SDPA), self.inputs, self.step)
+        assert join is not None
+        partials = join()
+        self.attention.end()
+        return partials
+
+
+@pytest.mark.parametrize("moves_decodes", [False, True])
+def test_merged_triples_are_full_attention(moves_decodes: bool) -> None:
+    rng = random.Random(1)
+    for seed in range(20):
+        sizes = (rng.choice((1, 2)), rng.choice((1, 2, 4)), rng.choice((8, 16)), rng.choice((4, 8)))
+        rows = [(rng.choice((1, 1, 2, 5)), rng.randint(1, 9)) for _ in range(rng.randint(1, 4))] + [(1, 3)]
+        layer = Layer(rows, WorkerThread(), sizes, seed)
+        layer.attention.moves_decodes = moves_decodes
+        if seed % 2:  # tiles of two blocks
+            tile = layer.attention._tiles
+            for key, units in tile.items():
+                tile[key] = tuple(_like(each, 2) for each in units)
+        of_tokens, of_rows = layer.attend()
+        for row, blocks in zip(layer.rows, layer.blocks):
+            # What is on the device is one more block, which all rows see here.
+            q = layer.q[row.first : row.first + row.num_new]
+            one, both = (
+                attend(
+                    torch.einsum("qkgd,kbsd->qkgbs", q, layer.k[some].transpose(0, 1)).flatten(3),
+                    None,
+                    layer.v[some].transpose(0, 1).flatten(1, 2)[None, :],
+                )
+                for some in ([-1], [*blocks, -1])
+            )
+            if row.is_decode:
+                assert of_rows is not None
+                begin = row.ring_row * layer.step.decode_len
+                there = Partial(*(each[begin : begin + row.num_new] for each in of_rows))
+            else:
+                assert of_tokens is not None
+                there = Partial(*(each[row.first : row.first + row.num_new] for each in of_tokens))
+            merged = normalise(merge(there, one), torch.float32)
+            torch.testing.assert_close(merged, normalise(both, torch.float32), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("link", [8e9, 32e9])
+def test_the_formula_has_the_times_of_the_clock(link: float) -> None:
+    heads, group, dim, slots, num_rows, host, device = 2, 4, 64, 128, 2, 20e9, 400e9
+    times = []
+    for moves_decodes in (False, True):
+        worker = VirtualWorker(link, host, device)
+        layer = Layer([(1, 16384 // slots)] * num_rows, worker, (heads, group, dim, slots))
+        layer.attention.moves_decodes = moves_decodes
+        layer.attend()
+        times.append(worker.now)
+    contexts, tile = num_rows * 16384 * heads * 2 * dim * 4, TILE_BYTES
+    sizes = HostContextSizes.of(num_rows, heads * group, dim, contexts, tile, dtype_bytes=4)
+    assert layer.attention.traffic.contexts == contexts
+    assert times[0] == pytest.approx(sizes.attended(link, host), rel=0.01)
+    assert times[1] == pytest.approx(sizes.moved(link, device), rel=0.01)
+    assert sizes.pays(link, host, device) is (times[0] < times[1]) is (link < host)
