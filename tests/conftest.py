@@ -32,8 +32,8 @@ settings.register_profile("hpu-duo", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None, print_blob=True)
 settings.load_profile("hpu-duo")
 if hasattr(providers, "_get_local_constants"):
-    # Examples would hold constants of all modules that a worker has imported by then, and so differ from run to
-    # run. To parse those modules takes a worker fifteen seconds, besides.
+    # Examples would hold constants of all modules that a worker has imported by then, and so differ from run
+    # to run. To parse those modules takes a worker fifteen seconds, besides.
     providers._get_local_constants = lambda: providers._local_constants
 
 if not HAS_GPU:

@@ -48,7 +48,7 @@ def num_compiled() -> int:
     return int(dict(metrics.metric_global("graph_compilation").stats())["TotalNumber"])
 
 
-@pytest.fixture(params=["traced", "vendor"])
+@pytest.fixture(params=[pytest.param("traced", marks=pytest.mark.exhaustive), "vendor"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileBackend]:
     for _ in importable(monkeypatch):
         choose_mode(monkeypatch, is_lazy=False)

@@ -18,6 +18,7 @@ from hpu_duo.request import Request, RequestStatus
 from hpu_duo.sampling import SamplingParams
 from tests.modeling.budget_driving import BUDGET
 from tests.modeling.families import Zoo, prompts_of
+from tests.tiers import EXHAUSTIVE
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
 SEEDED = SamplingParams(temperature=0.7, seed=3, max_tokens=24, ignore_eos=True, logprobs=1)
@@ -99,6 +100,7 @@ WHOLE: dict[str, Any] = {"kv_prompt": "whole", "max_num_batched_tokens": 40, "kv
     [
         ("h2o", GREEDY, {}),
         ("streaming-llm:sink=2,positions=cache", SEEDED, WHOLE),
+        pytest.param("local", SEEDED, {"graphs": CompileBackend("eager")}, marks=EXHAUSTIVE),
         *(
             pytest.param(policy, params, options, marks=pytest.mark.slow)
             for policy, params, options in (
@@ -106,7 +108,6 @@ WHOLE: dict[str, Any] = {"kv_prompt": "whole", "max_num_batched_tokens": 40, "kv
                 ("tova", SEEDED, {}),
                 ("snapkv:window=3,kernel=3", SEEDED, {"attention": "sdpa", "graphs": "replay"}),
                 ("streaming-llm:sink=2", GREEDY, {}),
-                ("local", SEEDED, {"graphs": CompileBackend("eager")}),
                 ("expected-attention:sink=2,future=4", SEEDED, {}),
                 ("fixed:stride=16,columns=1", GREEDY, {"kv_budget": 21}),
                 ("h2o:positions=cache", SEEDED, {}),

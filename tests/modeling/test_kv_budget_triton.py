@@ -85,7 +85,7 @@ def test_whole_prompts_are_cut_once(zoo: Zoo, policy: str) -> None:
     assert_served(zoo, "llama", policy, **WHOLE)
 
 
-@pytest.mark.parametrize("graphs", ["replay", CompileBackend("eager")])
+@pytest.mark.parametrize("graphs", every(2, ["replay", CompileBackend("eager")]))
 def test_captured_steps_follow_the_definition(zoo: Zoo, graphs: str | CompileBackend) -> None:
     assert_served(zoo, "llama", "h2o", graphs=graphs, buckets=TABLE)
 

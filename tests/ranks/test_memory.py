@@ -72,8 +72,11 @@ def peak_of_loading(member: Member, path: Path, parallel: dict[str, Any]) -> tup
 
 
 CASES = [
-    *((name, 2) for name in ("llama", "rows by kind", "widths of experts")),
-    *(pytest.param(name, 2, marks=pytest.mark.exhaustive) for name in ("rows by group", "whole experts")),
+    *((name, 2) for name in ("llama", "widths of experts")),
+    *(
+        pytest.param(name, 2, marks=pytest.mark.exhaustive)
+        for name in ("rows by kind", "rows by group", "whole experts")
+    ),
     *(
         pytest.param(name, 4, marks=pytest.mark.exhaustive)
         for name in FAMILIES

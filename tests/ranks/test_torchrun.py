@@ -75,6 +75,7 @@ def test_ranks_of_two_launches_give_the_tokens_of_one() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_machines_with_another_setting_are_refused_by_its_name() -> None:
     (code, _, told), (other_code, _, _) = two_machines("--max-num-seqs", "7")
     assert code != 0

@@ -44,7 +44,10 @@ PLAN = KVPlan(
         pytest.param(
             {"kv_policy": "h2o", "kv_budget": 10, "kv_prompt": "whole"}, marks=pytest.mark.exhaustive
         ),
-        {"kv_policy": "snapkv:window=4", "kv_budget": 10, "kv_prompt": "whole", "pattern": PATTERN},
+        pytest.param(
+            {"kv_policy": "snapkv:window=4", "kv_budget": 10, "kv_prompt": "whole", "pattern": PATTERN},
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param({"kv_policy": "h2o", "kv_budget": 10, **DRAFTS}, marks=pytest.mark.exhaustive),
         {"kv_policy": "tova:positions=cache", "kv_budget": 10, "pattern": PATTERN, **DRAFTS},
     ],
