@@ -144,7 +144,7 @@ def test_the_commands_take_the_options_and_say_what_is_kept(models: dict[str, Pa
         found: dict[str, Any] = json.loads(result.stdout)
         return found
 
-    plan = ("--kv-plan", models["plan.yaml"])
+    plan, quick = ("--kv-plan", models["plan.yaml"]), ("--strategy", "thinned")
     scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
     expected = deployed(
         models["llama"], scheduler, {"enable_prefix_caching": False}, kv_plan=models["plan.yaml"]
@@ -152,7 +152,7 @@ def test_the_commands_take_the_options_and_say_what_is_kept(models: dict[str, Pa
     (found,) = run("capacity", "--context", 80, *plan)["capacities"]
     assert found["points"][0]["bytes_per_request"] == expected.bytes_per_request(80)
     assert "plan.yaml" in found["kept"]
-    planned = run("plan", "--hardware", "gaudi3", "--max-model-len", 80, "--context", 80, *plan)
+    planned = run("plan", "--hardware", "gaudi3", "--max-model-len", 80, "--context", 80, *plan, *quick)
     assert planned["hardware"]["capacities"][0]["points"] == [found["points"][0]]
     assert planned["limits"]["chunk_grid"] == 56
     (found,) = run("capacity", "--context", 80, "--kv-policy", "h2o", "--kv-budget", 0.2)["capacities"]

@@ -77,6 +77,7 @@ def test_layouts_of_models(layout: str, tmp_path: Path) -> None:
     assert tokens(load(path, quantization_execution="stored")) == tokens(load(plain))
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks_serve_codes(tmp_path: Path) -> None:
     plain, quantised = case_of(tmp_path, *TWINS["groups"])
     model = {"quantization_execution": "stored"}

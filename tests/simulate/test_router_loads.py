@@ -15,6 +15,7 @@ from hpu_duo.lab.simulate.run_log import RunLog
 from hpu_duo.lab.simulate.server import SimulatedServer
 from hpu_duo.lab.simulate.sessions import SessionArrivals
 from hpu_duo.lab.traces import make_workload
+from tests.tiers import crossed
 
 NUM_REPLICAS, NUM_REQUESTS = 8, 400
 LIMITS = StepLimits(
@@ -75,8 +76,7 @@ def served(name: str, load: str, num_requests: int = NUM_REQUESTS) -> tuple[floa
     )
 
 
-@pytest.mark.parametrize("router", ["e2", "cache-aware", "d2lpm"])
-@pytest.mark.parametrize("load", OF_NO_WORTH.values(), ids=OF_NO_WORTH)
+@pytest.mark.parametrize(("load", "router"), crossed(OF_NO_WORTH, ["e2", "cache-aware", "d2lpm"]))
 def test_requests_do_not_pile_up_for_what_saves_nothing(load: str, router: str) -> None:
     share, first_s, end_s = served(router, load)
     _, least_first_s, least_end_s = served("least-loaded", load)

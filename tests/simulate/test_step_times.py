@@ -141,7 +141,7 @@ class Clock:
 def test_an_engine_is_measured_in_every_phase_and_left_as_it_was(tiny: Tiny, graphs: str) -> None:
     engine = tiny.load(num_blocks=64, graphs=graphs).engine
     # By this clock a step takes a second, and asking for the time does so too.
-    times = measure_steps(engine, max_seconds=2500.0, clock=Clock(), description={"device": "cpu"})
+    times = measure_steps(engine, max_seconds=1000.0, clock=Clock(), description={"device": "cpu"})
     assert not engine.has_unfinished
     assert engine.step_recorder is None
     assert engine.scheduler.allocations.blocks.num_used == 0
