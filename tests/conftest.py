@@ -14,7 +14,6 @@ from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
 from hpu_duo.garbage import collector_paused, leave_out_what_is_there
-from hpu_duo.startup.tables import default_table
 from tests.forked import start_forked
 from tests.tiers import may_have_slow_tests
 
@@ -109,7 +108,9 @@ def default_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
     For tests of what engines compute with any buckets: each plan takes seconds.
     """
-    monkeypatch.setattr("hpu_duo.startup.tables.planned_table", default_table)
+    from hpu_duo.startup import tables
+
+    monkeypatch.setattr(tables, "planned_table", tables.default_table)
 
 
 @pytest.fixture(scope="session")

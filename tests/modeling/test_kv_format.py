@@ -111,6 +111,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.usefixtures("default_buckets")
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_kinds_of_heads_and_backends_attend_to_what_the_store_gives_back(
     tiny: Tiny, name: str, monkeypatch: pytest.MonkeyPatch

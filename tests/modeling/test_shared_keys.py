@@ -67,6 +67,7 @@ def test_gemma3n_is_an_error_on_an_hpu_whose_graphs_cannot_read_the_host(tmp_pat
         served.engine.generate(prompts_of([20]), SamplingParams(temperature=0, max_tokens=3))
 
 
+@pytest.mark.usefixtures("default_buckets")
 @pytest.mark.parametrize(
     ("name", "capture"),
     [

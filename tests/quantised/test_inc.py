@@ -132,6 +132,7 @@ def test_block_lists_are_respected(
             found.kv([0])
 
 
+@pytest.mark.usefixtures("default_buckets")
 @pytest.mark.parametrize("device", ["GAUDI2", "GAUDI3"])
 def test_the_deployed_flow_on_the_simulated_device(
     device: str, plain: Path, nodes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

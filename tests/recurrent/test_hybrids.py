@@ -95,6 +95,7 @@ def _cases() -> Iterator[Any]:
             yield pytest.param(name, CAPTURE[way], marks=marks, id=f"{name}-{way}")
 
 
+@pytest.mark.usefixtures("default_buckets")
 @pytest.mark.parametrize(("name", "capture"), list(_cases()))
 def test_tokens_are_those_of_transformers(tmp_path: Path, name: str, capture: dict[str, Any]) -> None:
     """Chunks, mixed batches, moved rows, and a prefix that is taken up where its state was."""

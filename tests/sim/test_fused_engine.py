@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from graphs import BucketTable
 from hpu_duo import HPUDuoModel
 from hpu_duo.lab import sim
 from hpu_duo.lab.sim import fused
@@ -168,8 +169,16 @@ def test_families_are_fused_where_they_are_plain_and_get_the_tokens_of_transform
     model = save_random(config, tmp_path, seed=1)
     prompts, params = prompts_of([19, 6], seed=6), SamplingParams(temperature=0, max_tokens=4)
     sizes: dict[str, Any] = {"block_size": 8, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+    most = 0 if family == "mistral_sliding" else 8
+    table = BucketTable.from_strings([f"--u/q2/s0/u{most}/l2", f"csu/q16/s{most}/u{most}/l2"])
     served = HPUDuoModel.from_pretrained(
-        tmp_path, device="hpu-sim", attention="hpu", dtype="float32", max_model_len=32, **sizes
+        tmp_path,
+        device="hpu-sim",
+        attention="hpu",
+        dtype="float32",
+        max_model_len=32,
+        buckets=table,
+        **sizes,
     )
     with counted(monkeypatch) as calls, sim.watch() as seen:
         done = served.engine.generate(prompts, params)

@@ -112,7 +112,7 @@ def test_buckets_captured_by_requests_are_as_good_as_warmed_ones(
     assert served.engine.runner.graphs.counters.captures > 0
 
 
-@pytest.mark.usefixtures("simulated_hpu")
+@pytest.mark.usefixtures("simulated_hpu", "default_buckets")
 def test_on_the_simulated_hpu_long_prefills_are_compiled_in_warm_up_and_nothing_later(
     tiny: Tiny, eager_tokens: list[list[list[int]]]
 ) -> None:
@@ -126,7 +126,7 @@ def test_on_the_simulated_hpu_long_prefills_are_compiled_in_warm_up_and_nothing_
     assert [source.name for source in served.engine.runner.watch.sources][-1] == "the simulated HPU"
 
 
-@pytest.mark.usefixtures("simulated_hpu")
+@pytest.mark.usefixtures("simulated_hpu", "default_buckets")
 def test_hpu_graphs_record_the_engine_of_the_simulated_hpu(
     tiny: Tiny, eager_tokens: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
