@@ -47,6 +47,7 @@ def test_plain_weights_are_not_served_from_codes(tmp_path: Path) -> None:
         load(plain, quantization_execution="stored")
 
 
+@pytest.mark.usefixtures("default_buckets")
 def test_bytes_of_a_checkpoint_are_those_of_its_files(tmp_path: Path) -> None:
     plain, path = twins(tmp_path, "LlamaConfig", KINDS["gptq mixed"])
     stored = sum(each.nbytes for each in load_file(path / "model.safetensors").values())
