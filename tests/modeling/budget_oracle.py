@@ -152,21 +152,15 @@ class BudgetOracle:
                     self._make_room(held[head], end, self.budget - 1)
                 if "positions=cache" in self.policy:
                     self._renumber(scores, range(head * group, (head + 1) * group), held[head], start, end)
-                for number in range(group):
-                    for query in range(start, end):
-                        sees = [*held[head], *range(start, query + 1)]
-                        own = head * group + number
-                        mask[own, query, sees] = True
-                        line = torch.softmax(
-                            torch.cat(
-                                [
-                                    scores[own, query, sees],
-                                    scores[own, query, :0] if sinks is None else sinks[own, None],
-                                ]
-                            ),
-                            dim=0,
-                        )
-                        weights[head].append(dict(zip(sees, line.tolist())))
+                there = [*held[head], *range(start, end)]
+                sees = torch.ones(end - start, len(there), dtype=torch.bool).tril(len(held[head]))
+                for own in range(head * group, (head + 1) * group):
+                    mask[own, start:end][:, there] = sees
+                    shown = scores[own, start:end][:, there].where(sees, -torch.inf)
+                    if sinks is not None:
+                        shown = torch.cat([shown, sinks[own].expand(end - start, 1)], dim=1)
+                    for number, line in enumerate(torch.softmax(shown, dim=1).tolist(), len(held[head]) + 1):
+                        weights[head].append(dict(zip(there[:number], line)))
             everyone = [
                 [weights[head][(number + 1) * (end - start) - 1]] for head in mine for number in range(group)
             ]
@@ -195,8 +189,7 @@ class BudgetOracle:
         assert self.vectors is not None
         for head in heads:
             places = [*sorted(held), *range(start, end)]
-            for pair, score in self.vectors.scores_by_place(head, places, end - start).items():
-                scores[(head, *pair)] = score
+            scores[head, start:end][:, places] = self.vectors.scores_by_place(head, places, end - start)
 
     def _expected(self, head: int, old: dict[int, float], start: int, end: int) -> dict[int, float]:
         """Scores of expected attention; a decoded token gets the highest one."""
