@@ -11,10 +11,10 @@ from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing, serve, tokens_of
 from tests.modeling.families import prompts_of
+from tests.tiers import crossed
 
 
-@pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("seed", "pattern"), crossed(range(6), {"full": None, "duo": PATTERN}))
 def test_aborts_at_random_times_leave_the_others_unchanged(
     tiny: Tiny, pattern: HeadPattern | None, seed: int
 ) -> None:

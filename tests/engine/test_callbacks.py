@@ -12,6 +12,7 @@ from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import Tiny, assert_holds_nothing, serve, tokens_of
 from tests.modeling.families import prompts_of
+from tests.tiers import crossed
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 OUTER, INNER = prompts_of([9, 5])
@@ -38,8 +39,10 @@ def step(engine: Engine, _: RequestOutput) -> None:
     engine.step()
 
 
-@pytest.mark.parametrize("callback", [drain, generate, score, add_and_abort, step])
-@pytest.mark.parametrize("num_samples", [1, 2])
+@pytest.mark.parametrize(
+    ("callback", "num_samples"),
+    crossed({each.__name__: each for each in (drain, generate, score, add_and_abort, step)}, [1, 2]),
+)
 def test_a_call_gets_all_of_its_tokens_whatever_its_callback_calls(
     tiny: Tiny, callback: Callable[[Engine, RequestOutput], None], num_samples: int
 ) -> None:

@@ -10,6 +10,7 @@ from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import BLOCK, prompts_of
+from tests.tiers import crossed
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 TEXT = prompts_of((60,))[0]
@@ -25,8 +26,13 @@ def _cached(served: HPUDuoModel) -> int:
     return cache.counters.num_hit_tokens
 
 
-@pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
-@pytest.mark.parametrize("options", [{}, {"graphs": "replay"}, {"attention": "auto"}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    crossed(
+        {"eager": {}, "replay": {"graphs": "replay"}, "auto": {"attention": "auto"}},
+        {"full": None, "duo": PATTERN},
+    ),
+)
 def test_later_requests_take_up_what_they_share(
     tiny: Tiny, pattern: HeadPattern | None, options: dict[str, Any]
 ) -> None:

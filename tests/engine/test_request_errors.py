@@ -25,6 +25,7 @@ from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import Tiny, assert_holds_nothing, serve, tokens_of
 from tests.modeling.families import prompts_of
+from tests.tiers import crossed
 
 NAMES = ("a", "b", "c", "d")
 PROMPTS = dict(zip(NAMES, prompts_of([6, 9, 20, 1])))
@@ -164,9 +165,9 @@ def poison(model: HPUDuoModel, name: str, phase: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(model.engine.runner, phase, failing)
 
 
-@pytest.mark.parametrize("phase", ["launch", "finish"])
-@pytest.mark.parametrize("num_samples", [1, 2])
-@pytest.mark.parametrize("num_blocks", [16, None])
+@pytest.mark.parametrize(
+    ("num_blocks", "num_samples", "phase"), crossed([16, None], [1, 2], ["launch", "finish"])
+)
 def test_who_makes_steps_fail_is_found(
     tiny: Tiny, num_samples: int, num_blocks: int | None, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,8 +92,9 @@ def test_samples_of_one_prompt_are_counted_each(tiny: Tiny, pattern: HeadPattern
         serve(served, prompts_of((2 * BLOCK + 5, 9)), several)
 
 
-@pytest.mark.parametrize("caches", [True, False])
-@PATTERNS
+@pytest.mark.parametrize(
+    ("pattern", "caches"), crossed({"full": None, "duo": PATTERN}, {"cached": True, "cold": False})
+)
 def test_preempted_requests_are_counted_again(tiny: Tiny, pattern: HeadPattern | None, caches: bool) -> None:
     prompts = prompts_of((13, 5, 22, 9))
     served = tiny.load(pattern=pattern, num_blocks=9, max_model_len=60, enable_prefix_caching=caches)

@@ -8,6 +8,7 @@ from hpu_duo import HeadPattern
 from hpu_duo.sampling import SamplingParams, derive_seed
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import VOCAB, greedy, prompts_of
+from tests.tiers import crossed
 
 pytestmark = pytest.mark.instruction_set
 
@@ -15,8 +16,7 @@ HOT: dict[str, Any] = {"temperature": 1.3, "top_k": 40, "top_p": 0.97, "min_p": 
 PATTERNS = pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
 
 
-@PATTERNS
-@pytest.mark.parametrize("length", [1, 8, 9, 21])
+@pytest.mark.parametrize(("length", "pattern"), crossed([1, 8, 9, 21], {"full": None, "duo": PATTERN}))
 def test_greedy_samples_of_one_prompt_are_copies(
     tiny: Tiny, pattern: HeadPattern | None, length: int
 ) -> None:

@@ -79,18 +79,25 @@ def test_the_continuations_of_a_prompt_share_its_prefill(tiny: Tiny, decode_len:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "attention"), [(None, "sdpa"), (PATTERN, "sdpa"), (PATTERN, "reference")]
+    ("options", "dtype"),
+    crossed(
+        {
+            "full": {"attention": "sdpa"},
+            "duo": {"pattern": PATTERN, "attention": "sdpa"},
+            "duo-reference": {"pattern": PATTERN, "attention": "reference"},
+        },
+        ["float32", "bfloat16"],
+    ),
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tokens_verified_together_score_as_one_after_the_other(
-    tiny: Tiny, pattern: HeadPattern | None, attention: str, dtype: str
+    tiny: Tiny, options: dict[str, Any], dtype: str
 ) -> None:
     """Prompts and continuations end anywhere in blocks and rings, which turn several times."""
     prompts = [*texts(3, 5, 1, 70), [7]]
     continuations = [texts(30 + number, 1 + number % 3, 1, 22) for number in range(6)]
     found = []
     for decode_len in (1, 2, 8):
-        served = tiny.load(pattern=pattern, attention=attention, dtype=dtype, decode_len=decode_len, **ROOM)
+        served = tiny.load(dtype=dtype, decode_len=decode_len, **options, **ROOM)
         found.append(served.score(prompts, continuations))
     # Processors round bfloat16 products in their own order: 0.104 was seen. Another token is 1 off and more.
     tolerance = TOLERANCE if dtype == "float32" else 0.2

@@ -180,11 +180,17 @@ def test_a_preempted_request_goes_on_under_the_rule(zoo: Zoo) -> None:
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
-@pytest.mark.parametrize(("name", "pattern"), [("llama", None), ("llama_mha", None), ("llama_mha", PATTERN)])
+@pytest.mark.parametrize(
+    ("heads", "attention"),
+    crossed(
+        {"llama": ("llama", None), "llama_mha": ("llama_mha", None), "pattern": ("llama_mha", PATTERN)},
+        ["reference", "sdpa"],
+    ),
+)
 def test_each_head_may_have_a_rule_of_its_own(
-    zoo: Zoo, name: str, pattern: HeadPattern | None, attention: str
+    zoo: Zoo, heads: tuple[str, HeadPattern | None], attention: str
 ) -> None:
+    name, pattern = heads
     rule = (
         "strided:stride=5;full"
         if name == "llama"

@@ -13,11 +13,22 @@ from hpu_duo.modeling.loading import dtype_option
 from tests.modeling.dense_oracle import oracle_logits
 from tests.modeling.driving import greedy_logits, teacher_forced
 from tests.modeling.families import BLOCK, VOCAB, prompts_of, save_random
+from tests.tiers import crossed
 
 pytestmark = pytest.mark.instruction_set
 
 NUM_NEW = 12
 SLACK = 1.5
+
+
+MODELS = pytest.mark.parametrize(
+    ("model", "attention"),
+    crossed(
+        {f"{seed}-{head_dim}": (seed, head_dim) for seed, head_dim in ((0, 16), (1, 16), (2, 16), (0, 64))},
+        ["reference", "sdpa"],
+    ),
+)
+"""Seeds and head sizes, with each implementation in turn."""
 
 
 def make_checkpoint(directory: Path, seed: int, head_dim: int) -> tuple[Any, Any]:
@@ -65,11 +76,11 @@ def errors(logits: list[torch.Tensor], expected: list[torch.Tensor]) -> tuple[fl
     return difference.max().item(), difference.mean().item()
 
 
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
-@pytest.mark.parametrize(("seed", "head_dim"), [(0, 16), (1, 16), (2, 16), (0, 64)])
+@MODELS
 def test_error_is_no_more_than_that_of_transformers(
-    tmp_path: Path, seed: int, head_dim: int, attention: str
+    tmp_path: Path, model: tuple[int, int], attention: str
 ) -> None:
+    seed, head_dim = model
     exact, rounded = make_checkpoint(tmp_path, seed, head_dim)
     prompts, new = prompts_of(seed=seed), prompts_of([NUM_NEW] * 6, seed=seed + 100)
     expected = [teacher_forced(exact, *text) for text in zip(prompts, new)]
@@ -82,11 +93,11 @@ def test_error_is_no_more_than_that_of_transformers(
     assert ours[1] <= SLACK * theirs[1]
 
 
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
-@pytest.mark.parametrize(("seed", "head_dim"), [(0, 16), (1, 16), (2, 16), (0, 64)])
+@MODELS
 def test_error_with_streaming_heads_is_no_more_than_that_of_a_masked_model(
-    tmp_path: Path, seed: int, head_dim: int, attention: str
+    tmp_path: Path, model: tuple[int, int], attention: str
 ) -> None:
+    seed, head_dim = model
     exact, rounded = make_checkpoint(tmp_path, seed, head_dim)
     mask = np.array([[True, False], [False, False], [False, True]])
     pattern = HeadPattern(mask.astype(np.float32), 2, 9, retrieval=mask)

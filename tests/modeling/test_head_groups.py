@@ -18,6 +18,7 @@ from tests.modeling.dense_oracle import masked_logits, sees
 from tests.modeling.driving import greedy_logits
 from tests.modeling.families import BLOCK, LENGTHS, Zoo, prompts_of
 from tests.modeling.segments import Segments
+from tests.tiers import crossed
 
 SIZE, WINDOW, NUM_NEW = 7, Window(2, 5), 8
 # Layers of blocks alone, without blocks, and with all kinds; the first head that streams has a ring.
@@ -81,8 +82,7 @@ def assert_follows_the_rules(zoo: Zoo, served: HPUDuoModel) -> None:
         assert new == expected.argmax(dim=-1).tolist()
 
 
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
-@pytest.mark.parametrize("budget", [8, 13, 64])
+@pytest.mark.parametrize(("attention", "budget"), crossed(["reference", "sdpa"], [8, 13, 64]))
 def test_a_third_kind_follows_its_rule_in_batches_chunks_and_decodes(
     zoo: Zoo, attention: str, budget: int
 ) -> None:

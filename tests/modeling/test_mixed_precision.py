@@ -19,6 +19,7 @@ from kernels_ref.x86 import library
 from tests.engine.tiny import serve, tokens_of
 from tests.modeling.families import BLOCK, FAMILIES, greedy, prompts_of, save_random
 from tests.modeling.int8_format import rounded_ahead
+from tests.tiers import crossed
 
 NUM_NEW = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
@@ -43,9 +44,14 @@ def save(family: str, dtype: torch.dtype, directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("graphs", ["eager", "replay"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "dtype", "graphs"),
+    crossed(
+        ["llama", "qwen2", "gemma2", "mixtral"],
+        {"bfloat16": torch.bfloat16, "float16": torch.float16},
+        ["eager", "replay"],
+    ),
+)
 def test_tokens_are_those_of_float32_on_the_same_weights(
     family: str, dtype: torch.dtype, graphs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

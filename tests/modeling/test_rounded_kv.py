@@ -17,6 +17,7 @@ from kernels_ref.formats import ROUNDED, Rounded
 from tests.engine.tiny import PATTERN, Tiny, make_tiny, serve, tokens_of
 from tests.modeling.families import prompts_of
 from tests.modeling.int8_format import rounded_ahead
+from tests.tiers import crossed
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 TABLE = BucketTable.from_strings(["csu/q16/s48/u48/l4"])
@@ -35,8 +36,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ROUNDED, ids=str)
+@pytest.mark.parametrize(("kind", "dtype"), crossed(list(KINDS), {str(each): each for each in ROUNDED}))
 def test_tokens_attend_to_keys_and_values_as_they_are_stored(
     tiny: Tiny, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from hpu_duo.modeling.quantised.rounding import FORMATS
 from tests.engine.tiny import PATTERN
 from tests.modeling.families import BLOCK, FAMILIES, IS_5, make_config, prompts_of, save_random
 from tests.quantised.writers import KINDS, LINEAR, Kind, fp8, mxfp4, set_config, write_twins
+from tests.tiers import crossed
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -104,8 +105,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["gptq", "fp8 tensor"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "name"), crossed(list(LAYOUTS), ["gptq", "fp8 tensor"]))
 def test_layouts_of_models(layout: str, name: str, tmp_path: Path) -> None:
     config, fields, names = LAYOUTS[layout]
     plain, quantised = twins(tmp_path, config, KINDS[name], names, **fields)

@@ -32,6 +32,7 @@ from tests.modeling.families import (
     save_random,
 )
 from tests.sim.workload import LIMITS, Workload
+from tests.tiers import crossed
 
 pytestmark = pytest.mark.usefixtures("simulated_hpu", "default_buckets")
 
@@ -286,8 +287,7 @@ EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
 
 
 @pytest.mark.skipif(not IS_5, reason="before 5, transformers needs shapes that depend on the routing")
-@pytest.mark.parametrize("num_experts", [4, 16])
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize(("family", "num_experts"), crossed(EXPERTS, [4, 16]))
 def test_experts_are_routed_on_the_device_like_on_the_cpu_without_an_exception(
     family: str, num_experts: int, tmp_path: Path
 ) -> None:

@@ -39,11 +39,17 @@ def recorded(tiny: Tiny, path: Path, **options: Any) -> StepLog:
     return read_log(path)
 
 
+@pytest.fixture(scope="module")
+def log(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> StepLog:
+    return recorded(tiny, tmp_path_factory.mktemp("recorded") / "steps")
+
+
 def again(tiny: Tiny, log: StepLog, **changes: Any) -> HPUDuoModel:
     """A fresh engine, loaded as the recording says but for some changes."""
     return HPUDuoModel.from_pretrained(tiny.path, **{**options_of(log.origin), **changes})
 
 
+@pytest.mark.usefixtures("default_buckets")
 @pytest.mark.parametrize(
     "options",
     [{}, {"pattern": None}, {"graphs": "replay", "attention": "sdpa"}, {"device": "hpu-sim"}],
@@ -96,9 +102,8 @@ def test_tokens_of_the_host_are_counted_as_not_replayable(tiny: Tiny, tmp_path: 
     ],
 )
 def test_steps_of_another_engine_are_refused(
-    tiny: Tiny, tmp_path: Path, changes: dict[str, Any], named: str
+    tiny: Tiny, log: StepLog, changes: dict[str, Any], named: str
 ) -> None:
-    log = recorded(tiny, tmp_path / "steps")
     with pytest.raises(ValueError, match=f"expected an engine like the one whose steps were .*{named}"):
         replay(again(tiny, log, **changes).engine, tiny.path, log)
 
