@@ -81,16 +81,16 @@ inline __attribute__((always_inline)) void prefetch(const void *step, int first,
   for (int line = first; line < stop; ++line) __builtin_prefetch((const char *)step + line * kLine, 0, LEVEL);
 }
 
-// Adds one input of all rows and tiles.
-template <class Stored, int ODD, int ROWS, int TILES>
+// Adds one input of all rows and tiles, of which VECTORS are taken.
+template <class Stored, int ODD, int ROWS, int TILES, int VECTORS = kTileVectors>
 inline __attribute__((always_inline)) void add_input(const typename Stored::Item *const (&tiles)[TILES], int pair,
                                                      const float *x, int64_t x_stride,
-                                                     F (&sum)[ROWS][TILES * kTileVectors]) {
-  constexpr int kVectors = TILES * kTileVectors;
+                                                     F (&sum)[ROWS][TILES * VECTORS]) {
+  constexpr int kVectors = TILES * VECTORS;
   F right[kVectors];
 #pragma GCC unroll 8
   for (int n = 0; n < kVectors; ++n)
-    right[n] = widened<Stored, ODD>(tiles[n / kTileVectors], pair, n % kTileVectors * kLanes);
+    right[n] = widened<Stored, ODD>(tiles[n / VECTORS], pair, n % VECTORS * kLanes);
 #pragma GCC unroll 12
   for (int m = 0; m < ROWS; ++m) {
     const F left = Lanes::set(x[m * x_stride + 2 * pair + ODD]);
@@ -132,6 +132,56 @@ __attribute__((noinline)) void multiply_tiles(const Part<Stored> &part, int64_t 
   for (int m = 0; m < ROWS; ++m)
 #pragma GCC unroll 8
     for (int n = 0; n < kVectors; ++n) out.end(row + m, part.first_tile * kHalf + n * kLanes, sum[m][n]);
+}
+
+// Panels that a single pass in eight lanes reads side by side, without prefetches: a CPU fetches several sequential streams
+// on its own, faster than one whose lines are prefetched. In sixteen lanes, or with more sums, registers would not suffice.
+constexpr int streams_of(int rows) {
+  return Lanes::kRegisters == 32 ? 0 : rows < 3 ? 4 : rows == 3 ? 3 : 2;
+}
+
+// ROWS rows with all outputs of PANELS panels. During a step, registers have the sums of one tile of each panel, or of a
+// vector of it.
+template <class Stored, int ROWS, int PANELS>
+__attribute__((noinline)) void multiply_streams(const Part<Stored> &part, int64_t row, const Sums &out) {
+  constexpr int kTurnVectors = ROWS == 1 ? kTileVectors : 1;  // of each panel
+  constexpr int kTurns = 2 * kTileVectors / kTurnVectors, kVectors = PANELS * kTurnVectors;
+  const float *x = part.x + row * part.x_stride;
+  const typename Stored::Item *step = part.weight + part.first_tile / 2 * part.panel_items;
+  F sums[kTurns][ROWS][kVectors];
+  const auto for_sums = [&](const auto &function) {
+    for (int turn = 0; turn < kTurns; ++turn)
+      for (int m = 0; m < ROWS; ++m)
+        for (int n = 0; n < kVectors; ++n) {
+          const int panel = part.first_tile / 2 + n / kTurnVectors;
+          const int column = (turn * kTurnVectors + n % kTurnVectors) * kLanes;
+          function(row + m, panel * kPanel + column, sums[turn][m][n]);
+        }
+  };
+  for_sums([&](int64_t m, int64_t column, F &sum) { sum = out.begin(m, column); });
+  for (int i = 0; i < part.inputs; i += kDepth, x += kDepth, step += kStepItems) {
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int column = turn * kTurnVectors * kLanes;  // of a panel
+      const typename Stored::Item *tiles[PANELS];
+#pragma GCC unroll 4
+      for (int t = 0; t < PANELS; ++t)
+        tiles[t] = step + t * part.panel_items + column / kHalf * kTileItems + column % kHalf * Stored::kPair;
+      F sum[ROWS][kVectors];
+#pragma GCC unroll 12
+      for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 8
+        for (int n = 0; n < kVectors; ++n) sum[m][n] = sums[turn][m][n];
+      for (int pair = 0; pair < kDepth / 2; ++pair) {
+        add_input<Stored, 0, ROWS, PANELS, kTurnVectors>(tiles, pair, x, part.x_stride, sum);
+        add_input<Stored, 1, ROWS, PANELS, kTurnVectors>(tiles, pair, x, part.x_stride, sum);
+      }
+#pragma GCC unroll 12
+      for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 8
+        for (int n = 0; n < kVectors; ++n) sums[turn][m][n] = sum[m][n];
+    }
+  }
+  for_sums([&](int64_t m, int64_t column, F &sum) { out.end(m, column, sum); });
 }
 
 constexpr int kLeastTiles = kWide / kTileVectors;  // of the most rows of a pass
@@ -178,6 +228,11 @@ class DirectProduct {
   static void multiply_rows(Part<Stored> part, int64_t row, int64_t tiles, const Sums &out) {
     constexpr int kTiles = tiles_of(ROWS), kLeast = std::min(kTiles, 2);
     const int stop = part.stop;
+    if constexpr (IS_SINGLE && streams_of(ROWS))
+      for (constexpr int kPanels = streams_of(ROWS); tiles >= 2 * kPanels; part.first_tile += 2 * kPanels) {
+        multiply_streams<Stored, ROWS, kPanels>(part, row, out);
+        tiles -= 2 * kPanels;
+      }
     for (; tiles >= kTiles; tiles -= kTiles, part.first_tile += kTiles) {
       if (kTiles == 1) part.stop = tiles > 1 ? (part.fetch + stop) / 2 : stop;
       multiply_tiles<Stored, ROWS, kTiles, IS_SINGLE>(part, row, out);
