@@ -135,7 +135,8 @@ __attribute__((noinline)) void multiply_tiles(const Part<Stored> &part, int64_t 
 }
 
 // Panels that a single pass in eight lanes reads side by side, without prefetches: a CPU fetches several sequential streams
-// on its own, faster than one whose lines are prefetched. In sixteen lanes, or with more sums, registers would not suffice.
+// on its own, faster than one whose lines are prefetched. More streams would need more
+// registers. Sixteen lanes prefetch.
 constexpr int streams_of(int rows) {
   return Lanes::kRegisters == 32 ? 0 : rows < 3 ? 4 : rows == 3 ? 3 : 2;
 }
