@@ -4,6 +4,11 @@
 
 Both engines have equally many blocks for requests, too few for what comes back. Every number is a ratio of
 CPU time, without over with, so that above 1 the tier is faster; CPU time has that of its threads.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.offload --attention --out benchmarks/results/host-attention.md
+
+Decodes behind a context on the host, which a throttled link separates from the device: attention there, and
+moving the context, in turn, by the clock, beside what the formula predicts.
 """
 
 from __future__ import annotations
@@ -12,25 +17,34 @@ import argparse
 import platform
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from datetime import date
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import transformers
 
-from benchmarks.cpu_systems import VOCAB, make_checkpoint, seconds
+from benchmarks.cpu_systems import HEADS, VOCAB, make_checkpoint, seconds
 from benchmarks.prefix_cache import NUM_KV_HEADS, Tokens, run
 from hpu_duo import HeadPattern, HPUDuoModel
+from hpu_duo.engine.on_host.attention import TILE_BYTES, HostAttention
+from hpu_duo.engine.on_host.runner import HostRunner
+from hpu_duo.engine.on_host.worker import WorkerThread
 from hpu_duo.modeling.loading import read_config
+from hpu_duo.planning.offload import HostContextSizes
 from hpu_duo.sampling import SamplingParams
+from kernels_ref.unified import ElsewherePartials
 
 BLOCK, SEQS, STEP = 128, 16, 2048
 FREE = 96
 """Blocks for requests: 12,288 tokens."""
 NUM_CHATS, NUM_TURNS = 16, 3
+CONTEXT, LINKS = 16_384, (1e9, 8e9, 32e9)
+T = TypeVar("T")
 
 Work = Callable[[HPUDuoModel, Tokens], list[float]]
 
@@ -115,6 +129,160 @@ def storm(path: Path, *, swaps: bool) -> tuple[float, str]:
     return total / taken, f"{model.stats().num_preemptions} preemptions, {offload and offload.swap}"
 
 
+class TimedWorker(WorkerThread):
+    """A worker that measures how fast host and device attend, and tiles are copied.
+
+    Attributes:
+        host, device: bytes that were attended to, and seconds.
+        copies: bytes that were moved, and seconds.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host, self.device, self.copies = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
+        self._moved_at = self._joined_at = 0.0
+
+    def begin(self, work: Callable[[], T]) -> Callable[[], T]:
+        join = super().begin(work)
+
+        def joined() -> T:
+            result = join()
+            self._joined_at = time.perf_counter()
+            return result
+
+        return joined
+
+    def move(self, num_bytes: int, copy: Callable[[], T]) -> T:
+        began = time.perf_counter()
+        result = super().move(num_bytes, copy)
+        self._moved_at = time.perf_counter()
+        self.copies = [self.copies[0] + num_bytes, self.copies[1] + self._moved_at - began]
+        return result
+
+    def host_reads(self, num_bytes: int) -> None:
+        self.host = [self.host[0] + num_bytes, self.host[1] + time.perf_counter() - self._moved_at]
+
+    def device_reads(self, num_bytes: int) -> None:
+        self.device = [self.device[0] + num_bytes, self.device[1] + time.perf_counter() - self._joined_at]
+
+
+def timed_attention(host: HostAttention) -> list[float]:
+    """Add seconds of attention on the host, from begin to result, to the number that is returned."""
+    begin_part, spent = host.begin_part, [0.0]
+
+    def timed_part(*args: Any) -> Callable[[], ElsewherePartials] | None:
+        began, join = time.perf_counter(), begin_part(*args)
+
+        def joined() -> ElsewherePartials:
+            assert join is not None
+            result = join()
+            spent[0] += time.perf_counter() - began
+            return result
+
+        return None if join is None else joined
+
+    setattr(host, "begin_part", timed_part)  # noqa: B010
+    return spent
+
+
+def attention_on_host(path: Path, rounds: int) -> str:
+    """Decode behind a context on the host, both ways in turn; returns the page."""
+    model = HPUDuoModel.from_pretrained(
+        path,
+        num_blocks=STEP // BLOCK + 4,
+        max_num_seqs=1,
+        max_model_len=CONTEXT + 2048,
+        max_num_batched_tokens=STEP,
+        enable_prefix_caching=False,
+        cpu_attention=1.0,
+    )
+    engine, runner, tokens = model.engine, model.engine.runner, Tokens("host", 0)
+    assert isinstance(runner, HostRunner)
+    host, text = runner.host, read_config(path)
+    engine.add_request(
+        tokens.draw(CONTEXT), SamplingParams(temperature=0.0, max_tokens=2000, ignore_eos=True)
+    )
+    for _ in range(CONTEXT // STEP):
+        engine.step()
+    spent = timed_attention(host)
+
+    def decode(worker: WorkerThread, *, moves: bool) -> list[tuple[float, float]]:
+        """Seconds of attention in all layers, and of the whole step, of some decodes."""
+        host.worker, host.moves_decodes = worker, moves
+        times = []
+        for _ in range(6):
+            spent[0], began = 0.0, time.perf_counter()
+            engine.step()
+            times.append((spent[0], time.perf_counter() - began))
+        return times[1:]
+
+    timed = TimedWorker()
+    found = {(link, moves): list[tuple[float, float]]() for link in LINKS for moves in (False, True)}
+    for _ in range(rounds):
+        for moves in (False, True):
+            decode(timed, moves=moves)
+        for (link, moves), times in found.items():
+            times += decode(WorkerThread(link), moves=moves)
+    rates = [each[0] / each[1] for each in (timed.host, timed.device, timed.copies)]
+    [request] = engine.scheduler._running
+    held = len(request.host_blocks) * host.num_bytes / (host.num_blocks + 1)
+    heads, dim = text.num_attention_heads, text.hidden_size // text.num_attention_heads
+    sizes = HostContextSizes.of(1, heads, dim, held / text.num_hidden_layers, TILE_BYTES)
+    lines = []
+    for link in LINKS:
+        there, moved = (np.median(found[link, moves], axis=0) for moves in (False, True))
+        reached = min(link, rates[2])
+        predicted = np.array([sizes.attended(reached, rates[0]), sizes.moved(reached, rates[1])])
+        predicted *= text.num_hidden_layers
+        cells = f"{1e3 * there[0]:.1f} | {1e3 * predicted[0]:.1f} | {1e3 * moved[0]:.1f}"
+        ratios = f"{moved[0] / there[0]:.2f} | {predicted[1] / predicted[0]:.2f} | {moved[1] / there[1]:.2f}"
+        lines.append(f"| {link / 1e9:g} | {cells} | {1e3 * predicted[1]:.1f} | {ratios} |")
+    tokens_there = len(request.host_blocks) * BLOCK
+    return attention_page(rounds, text, (tokens_there, held), sizes, rates, lines)
+
+
+def attention_page(
+    rounds: int,
+    text: Any,
+    there: tuple[int, float],
+    sizes: HostContextSizes,
+    rates: list[float],
+    lines: list[str],
+) -> str:
+    """Return the page of ``attention_on_host``.
+
+    Args:
+        text: configuration of the model.
+        there: tokens on the host, and bytes of all layers.
+        rates: bytes that the host attends to, the device attends to, and are copied, a second.
+    """
+    heads, dim = text.num_attention_heads, text.hidden_size // text.num_attention_heads
+    return "\n".join(
+        (
+            "# Attention on the host, and moving the context",
+            "",
+            f"`python -m benchmarks.offload --attention --rounds {rounds}`, {date.today()}; "
+            f"{platform.machine()}, torch {torch.__version__}, transformers {transformers.__version__}, "
+            f"{torch.get_num_threads()} thread for the device and one for the host.",
+            "",
+            f"Llama of {text.num_hidden_layers} layers, {heads} heads with keys of their own, {dim} elements "
+            f"each, in bfloat16. One row decodes behind {CONTEXT:,} tokens, of which "
+            f"{there[0]:,} lie on the host, {there[1] / 1e6:.0f} MB. A decode moves "
+            f"{sizes.queries:,.0f} bytes of queries and {sizes.triples:,.0f} of triples a layer. Without a "
+            f"link the host attends to {rates[0] / 1e9:.1f} GB/s, tiles are copied at {rates[2] / 1e9:.1f} "
+            f"GB/s, which bounds the link, and the device attends to {rates[1] / 1e9:.1f} GB/s of them; the "
+            "formula has these rates. Milliseconds of attention in all layers of a "
+            "decode, medians; the ways and links took turns.",
+            "",
+            "| link, GB/s | on the host | predicted | moved | predicted | moved : on the host | predicted | "
+            "whole decode, moved : on the host |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- |",
+            *lines,
+            "",
+        )
+    )
+
+
 def main() -> None:
     """Run the workloads, and print a page."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -123,6 +291,9 @@ def main() -> None:
         type=int,
         metavar="LAYERS",
         help="only compare swapping with recomputing, on a model of so many layers",
+    )
+    parser.add_argument(
+        "--attention", action="store_true", help="only attention on the host beside moving the context"
     )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--sparsity", type=float, default=0.0)
@@ -136,7 +307,10 @@ def main() -> None:
             print(f"recompute {computed:.2f} tokens a second ({of_recompute})")
             print(f"swap : recompute {swapped / computed:.2f}")
             return
-        page = measure(make_checkpoint(Path(directory), NUM_KV_HEADS), given.rounds, given.sparsity)
+        if given.attention:
+            page = attention_on_host(make_checkpoint(Path(directory), HEADS, 4), given.rounds)
+        else:
+            page = measure(make_checkpoint(Path(directory), NUM_KV_HEADS), given.rounds, given.sparsity)
     print(page)
     if given.out is not None:
         given.out.write_text(page)

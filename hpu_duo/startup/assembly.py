@@ -15,6 +15,7 @@ from hpu_duo.config.engine import EngineConfig
 from hpu_duo.config.limits import SchedulerConfig
 from hpu_duo.drafting import make_drafter
 from hpu_duo.engine.engine import Engine
+from hpu_duo.engine.on_host.runner import HostRunner
 from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
 from hpu_duo.engine.stats import Resolved, faster_kernels, weight_dtype
 from hpu_duo.engine.step_plan import StepPlan
@@ -211,6 +212,8 @@ def engine_around(
     )
     if (stream := runner.model.stream) is not None:
         engine.notes = (*engine.notes, stream.describe())
+    if isinstance(runner, HostRunner):
+        engine.notes = (*engine.notes, runner.describe())
     engine.hf_config = side.hf_config
     engine.pattern, engine.own_pattern = blueprint.pattern, blueprint.own_pattern
     engine.notes = (*engine.notes, *attach_disk(engine, config))

@@ -12,19 +12,31 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from bias_builders import Window
 from hpu_duo import HeadPattern, HPUDuoModel
-from hpu_duo.engine.on_host.attention import TILE_BYTES, HostAttention, HostContext, HostRow, _like
+from hpu_duo.engine.on_host.attention import (
+    TILE_BYTES,
+    HostAttention,
+    HostContext,
+    HostRow,
+    _like,
+    check_specs,
+)
 from hpu_duo.engine.on_host.runner import HostRunner
 from hpu_duo.engine.on_host.worker import Worker, WorkerThread
 from hpu_duo.planning.offload import HostContextSizes
 from hpu_duo.sampling import SamplingParams
 from kernels_ref import (
     Blocks,
+    GroupKind,
     HeadGroup,
     Implementation,
+    LatentBlocks,
+    LatentSize,
     LayerSpec,
     NewKV,
     Partial,
+    Rings,
     Scoring,
     Step,
     StepParts,
@@ -99,6 +111,7 @@ def test_tokens_are_those_of_a_larger_device(
     host, traffic = model.engine.scheduler.allocations.host, runner.host.traffic
     assert host is not None
     assert host.num_moved > 0 == host.num_used
+    assert any("tokens of running requests" in note for note in model.stats().notes)
     assert traffic.contexts > 0  # behind chunks of prompts
     assert (traffic.triples > 0) is not moves_decodes
 
@@ -169,6 +182,21 @@ def test_what_is_not_served_is_refused(tiny: Tiny, options: dict[str, Any], mess
     sizes = {"max_num_seqs": 3, "num_blocks": NUM_BLOCKS, "enable_prefix_caching": False}
     with pytest.raises(ValueError, match=message):
         tiny.load(**{**sizes, "cpu_attention": 1e-3, **options})
+
+
+@pytest.mark.parametrize(
+    ("kind", "writes", "message"),
+    [
+        (LatentBlocks(None, LatentSize(8, 4)), True, "got latent blocks"),
+        (Blocks(Window(2, 6)), True, "got .*6"),
+        (Rings(Window(2, 6)), True, "got no head that stores all tokens"),
+        (Blocks(), False, "got layers that read the keys of an earlier one"),
+    ],
+)
+def test_heads_that_are_not_served_are_named(kind: GroupKind, writes: bool, message: str) -> None:
+    spec = LayerSpec((HeadGroup(1, kind),), 1, 8, 1.0, None, Implementation.SDPA, writes=writes)
+    with pytest.raises(ValueError, match=message):
+        check_specs([spec])
 
 
 def test_a_text_longer_than_both_hold_is_refused(tiny: Tiny) -> None:

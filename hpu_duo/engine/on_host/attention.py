@@ -5,7 +5,7 @@ Shapes: Q query tokens, N rows, M most tokens of a decode row, K key/value heads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from kernels_ref import (
     LayerSpec,
     Partial,
     Rings,
+    RowKind,
     Step,
     StepTensors,
     UnitLayout,
@@ -129,18 +130,16 @@ class HostAttention(NotPicklable):
         worker: as given; may be replaced between steps.
         moves_decodes: copy the blocks of decode rows to the device too, instead of attending there.
         traffic: bytes so far.
+        num_blocks: blocks of the host.
         num_bytes: of the stores on the host.
         staging_bytes: of the tiles on the device.
-
-    Raises:
-        ValueError: a layer has heads or states that are not served.
     """
 
     def __init__(
         self, layers: Sequence[LayerCache], specs: Sequence[LayerSpec], num_blocks: int, worker: Worker
     ) -> None:
-        check_specs(specs)
         self.worker, self.moves_decodes, self.traffic = worker, False, HostTraffic()
+        self.num_blocks = num_blocks
         self._device, self._host = dict[tuple[int, int], KVUnits](), dict[tuple[int, int], KVUnits]()
         self._tiles = dict[tuple[object, int], tuple[KVUnits, KVUnits]]()
         for number, (spec, cache) in enumerate(zip(specs, layers)):
@@ -280,15 +279,20 @@ class _OfLayer(NamedTuple):
         return self.attention.begin_part((self.number, place), run, inputs, step)
 
 
-def check_specs(specs: Sequence[LayerSpec]) -> None:
-    """Raise ValueError unless all heads store all tokens, or a window on the device, and some all tokens."""
+def check_specs(specs: Sequence[LayerSpec], states: Iterable[RowKind] = ()) -> None:
+    """Raise ValueError unless all heads store all tokens, or a window on the device, and some all tokens.
+
+    Args:
+        states: of layers without attention.
+    """
     kinds = {group.kind for spec in specs for group in spec.groups}
+    # By type: heads that store latents are a kind of those that store keys.
     others = {
-        kind.describe() or kind.name
+        kind.describe() if isinstance(kind, Blocks) and kind.rule is not None else kind.name
         for kind in kinds
-        if not (isinstance(kind, Rings) or (isinstance(kind, Blocks) and kind.rule is None))
+        if not (type(kind) is Rings or (type(kind) is Blocks and kind.rule is None))
     }
-    others |= {kind.name for spec in specs for kind in spec.rows}
+    others |= {kind.name for rows in (states, *(spec.rows for spec in specs)) for kind in rows}
     others |= {"layers that read the keys of an earlier one" for spec in specs if not spec.writes}
     if not any(isinstance(kind, Blocks) for kind in kinds):
         others |= {"no head that stores all tokens"}
@@ -314,7 +318,7 @@ def _like(units: KVUnits, num_units: int) -> KVUnits:
 
 def _copy_units(source: KVUnits, target: KVUnits, blocks: torch.Tensor) -> None:
     for one, other in zip(source.views, target.views):
-        other[: len(blocks)].copy_(one.index_select(0, blocks))
+        torch.index_select(one, 0, blocks, out=other[: len(blocks)])
 
 
 def _ints(*sizes: int, value: int = 0) -> torch.Tensor:

@@ -9,11 +9,13 @@ import torch
 from hpu_duo.config.engine import EngineConfig
 from hpu_duo.device.runtime import host_memory
 from hpu_duo.engine.executor import Executor
-from hpu_duo.engine.on_host.attention import HostAttention, HostContext
+from hpu_duo.engine.on_host.attention import HostAttention, HostContext, check_specs
 from hpu_duo.engine.on_host.worker import WorkerThread
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.engine.stepper import NO_ERRORS, Runner, StepHandle
 from hpu_duo.sampling import SamplingRow
+
+_GIB = 1 << 30
 
 
 def check_host_attention(config: EngineConfig, device: torch.device, backend: str) -> None:
@@ -52,6 +54,7 @@ class HostRunner(Runner):
 
     def __init__(self, executor: Executor, vocab_size: int, max_model_len: int, num_blocks: int) -> None:
         super().__init__(executor, vocab_size, max_model_len)
+        check_specs(executor.model.specs, executor.model.recurrences)
         needed, free = num_blocks * executor.store.plan.block_bytes, host_memory().free
         if needed > free:
             raise ValueError(
@@ -61,6 +64,15 @@ class HostRunner(Runner):
         specs = executor.model.specs
         self.host = HostAttention(executor.store.layers, specs, num_blocks, WorkerThread())
         executor.model.attend_elsewhere(self.host.of_layers(len(specs)))
+
+    def describe(self) -> str:
+        """Return a note on what the host holds."""
+        host, block_size = self.host, self.executor.geometry.block_size
+        return (
+            f"up to {host.num_blocks * block_size:,} tokens of running requests, "
+            f"{host.num_bytes / _GIB:,.3g} GiB, lie on the host, where decodes attend to them; "
+            f"{host.staging_bytes / 2**20:,.3g} MiB of the device are for what prompts attend to"
+        )
 
     def launch(
         self,
