@@ -379,7 +379,9 @@ class EngineStats:
         used_blocks, total_blocks, used_rows, total_rows: allocations now.
         kv_bytes: bytes of the stores, those of a draft model included.
         graph_bytes: bytes of device memory reserved for graphs.
-        held_bytes: bytes of the allocated blocks and rows; blocks that several requests share count once.
+        used_host_blocks: blocks of running requests in host memory, which attend there.
+        held_bytes: bytes of the allocated blocks and rows, on the host too; blocks that several requests
+            share count once.
         full_attention_bytes: bytes of the cached tokens if every head stored blocks.
         peak_held_bytes, peak_full_attention_bytes: both at the step with the most cached tokens.
         peak_unshared_bytes: bytes of that step's requests if no block were shared.
@@ -430,6 +432,7 @@ class EngineStats:
     replanned: ReplanStats | None = None
     prefixes: PrefixStats | None = None
     offload: OffloadStats | None = None
+    used_host_blocks: int = 0
     budgets: tuple[BudgetStats, ...] = ()
     attention_rules: tuple[RuleStats, ...] = ()
     ranks: RankStats | None = None
@@ -486,6 +489,7 @@ class EngineStats:
             replanned=None if replanner is None else replanner.stats,
             prefixes=PrefixStats.of(allocations, memory),
             offload=OffloadStats.of(allocations),
+            used_host_blocks=0 if allocations.host is None else allocations.host.num_used,
             ranks=RankStats.of(runner.executor),
             budgets=BudgetStats.of(counters.num_evicted_tokens, allocations, memory),
             attention_rules=RuleStats.all_of(counters.tiles, memory),

@@ -254,8 +254,10 @@ class StepCounters:
 
 
 def held_bytes(allocations: KVAllocations, memory: MemoryPlan) -> int:
-    """Bytes of the allocated blocks and rows; blocks that several requests share count once."""
-    return allocations.blocks.num_used * memory.block_bytes + allocations.rows.num_used * memory.row_bytes
+    """Bytes of the allocated blocks and rows, on the host too; shared blocks count once."""
+    host = allocations.host
+    num_blocks = allocations.blocks.num_used + (0 if host is None else host.num_used)
+    return num_blocks * memory.block_bytes + allocations.rows.num_used * memory.row_bytes
 
 
 class StepSink(Protocol):

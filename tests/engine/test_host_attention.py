@@ -125,7 +125,11 @@ def test_bytes_are_queries_and_triples(tiny: Tiny) -> None:
     heads, dim = text.num_attention_heads, text.hidden_size // text.num_attention_heads
     num_steps = 0
     while engine.has_unfinished:
-        before = replace(traffic)
+        before, stats = replace(traffic), model.stats()
+        of_rows = model.engine.runner.store.plan.row_bytes * stats.used_rows
+        held = sum(each.num_blocks for each in engine.scheduler._running)
+        assert stats.used_host_blocks == held - stats.used_blocks
+        assert stats.held_bytes == of_rows + held * model.engine.runner.store.plan.block_bytes
         running = [each for each in engine.scheduler._running if each.num_uncomputed_tokens == 1]
         engine.step()
         rows = sum(bool(each.host_blocks) for each in running)
