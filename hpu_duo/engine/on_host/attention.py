@@ -197,7 +197,6 @@ class HostAttention(NotPicklable):
             return None
         there = None
         if now.there:
-            # Taken here, before anything else runs: the queries as the device has them.
             tokens = _tokens(now.there, step)
             there = self.worker.begin(partial(self._attend, self._host[key], inputs, tokens, step.decode_len))
         moved = self._begin_tiles(key, run, inputs, step) if now.moved else None
