@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -85,8 +87,8 @@ class Sources:
         """Find the library, or build it.
 
         A prebuilt library is used if it is of the same sources and options, and so is one that was built
-        before, with ``needs_torch`` for the same torch. Threads that build the same library wait for the
-        first of them, and at most as many compilers run at a time as the machine has cores.
+        before, with ``needs_torch`` for the same torch. Threads and processes that need the same library wait
+        for the first of them, and a process runs at most as many compilers as the machine has cores.
 
         Raises:
             BuildError: there is no compiler, it fails, or the folder cannot be written.
@@ -96,10 +98,22 @@ class Sources:
             return path, origin
         with _locks_lock:
             lock = _locks.setdefault(path, Lock())
-        with lock:
+        with lock, self._locked(path.parent):
             if not path.is_file():
                 self._build(path, self.units)
         return path, "built"
+
+    @contextmanager
+    def _locked(self, folder: Path) -> Iterator[None]:
+        """Let no other process build libraries of this name meanwhile, on file systems with locks."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f".{self.name}.lock").open("w") as file:
+                with suppress(OSError):
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                yield
+        except OSError as error:
+            raise self._unbuilt(folder, error) from error
 
     def prebuild(self, folder: Path) -> Path:
         """Build the portable library.
@@ -138,7 +152,7 @@ class Sources:
         folder = library.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Other processes may build it too: each does so in a folder of its own, and moves the result.
+            # Where files cannot be locked, processes may build it at once: each in a folder of its own.
             with TemporaryDirectory(prefix=f".{self.name}-", dir=folder) as own:
                 build = _Build(self, program, Path(own))
                 objects = build.compile(units)
@@ -146,8 +160,11 @@ class Sources:
                 build.link(build.apart(units, objects) if is_portable else objects, built, is_portable)
                 built.replace(library)
         except OSError as error:
-            raise BuildError(f"{self.name} cannot be built in {folder}: {error}") from error
+            raise self._unbuilt(folder, error) from error
         return library
+
+    def _unbuilt(self, folder: Path, error: OSError) -> BuildError:
+        return BuildError(f"{self.name} cannot be built in {folder}: {error}")
 
 
 class _Build(NamedTuple):

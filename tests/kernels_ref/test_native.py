@@ -7,8 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -54,41 +55,47 @@ def test_sources_are_built_once_and_a_failure_says_why(
     seven.write_text("not C++\n")
     with pytest.raises(BuildError, match="fails for numbers: "):
         build("numbers", [seven, eight])
-    assert sorted(path.suffix for path in first.parent.iterdir()) == [".so", ".so"]
+    assert sorted(path.suffix for path in first.parent.iterdir()) == [".lock", ".so", ".so"]
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BuildError, match=r"no C\+\+ compiler"):
         build("numbers", [eight])
 
 
-def build_seven(arguments: tuple[Path, Path]) -> Path:
-    """Build in a process of its own, in a folder that is given to it."""
-    folder, source = arguments
-    native.cache_folder = lambda: folder
-    return build("seven", [source])
+def build_seven(source: Path, begin: Barrier) -> None:
+    """Build when all processes are there."""
+    begin.wait()
+    build("seven", [source])
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("_own_folder")
-def test_processes_that_build_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
-    source = tmp_path / "seven.cpp"
-    source.write_text('#include <iostream>\nextern "C" int seven() { return 7; }\n')
-    # Threads of one process would wait for each other.
-    with ProcessPoolExecutor(4, get_context("spawn")) as processes:
-        arguments = [(tmp_path / "built", source)] * 4
-        built = {*processes.map(build_seven, arguments)}
-    (library,) = built
-    assert [*library.parent.iterdir()] == [library]
-    assert ctypes.CDLL(str(library)).seven() == 7
-
-
-@pytest.mark.usefixtures("_own_folder")
-def test_threads_that_need_the_same_library_compile_it_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with a line for each call of the compiler."""
     calls, compiler = tmp_path / "calls", tmp_path / "g++"
-    compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec {shutil.which("g++")} "$@"\n')
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nsleep 0.2\nexec {shutil.which("g++")} "$@"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return calls
+
+
+@pytest.mark.usefixtures("_own_folder")
+def test_processes_that_need_the_same_library_compile_it_once(tmp_path: Path, calls: Path) -> None:
+    source = tmp_path / "seven.cpp"
+    source.write_text('extern "C" int seven() { return 7; }\n')
+    context = get_context("fork")
+    begin = context.Barrier(3)
+    processes = [context.Process(target=build_seven, args=(source, begin)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    library = build("seven", [source])
+    assert ctypes.CDLL(str(library)).seven() == 7
+    assert len(calls.read_text().splitlines()) == 3, "one source, a name for torch, one library"
+
+
+@pytest.mark.usefixtures("_own_folder")
+def test_threads_that_need_the_same_library_compile_it_once(tmp_path: Path, calls: Path) -> None:
     source = tmp_path / "seven.cpp"
     source.write_text('extern "C" int seven() { return 7; }\n')
     with ThreadPoolExecutor(4) as threads:
