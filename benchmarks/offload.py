@@ -265,14 +265,14 @@ def attention_page(
             f"{platform.machine()}, torch {torch.__version__}, transformers {transformers.__version__}, "
             f"{torch.get_num_threads()} thread for the device and one for the host.",
             "",
-            f"Llama of {text.num_hidden_layers} layers, {heads} heads with keys of their own, {dim} elements "
-            f"each, in bfloat16. One row decodes behind {CONTEXT:,} tokens, of which "
+            f"Llama of {text.num_hidden_layers} layers, {heads} query and {heads} KV heads of size {dim}, "
+            f"in bfloat16. One row decodes behind {CONTEXT:,} tokens, of which "
             f"{there[0]:,} lie on the host, {there[1] / 1e6:.0f} MB. A decode moves "
             f"{sizes.queries:,.0f} bytes of queries and {sizes.triples:,.0f} of triples a layer. Without a "
             f"link the host attends to {rates[0] / 1e9:.1f} GB/s, tiles are copied at {rates[2] / 1e9:.1f} "
             f"GB/s, which bounds the link, and the device attends to {rates[1] / 1e9:.1f} GB/s of them; the "
-            "formula has these rates. Milliseconds of attention in all layers of a "
-            "decode, medians; the ways and links took turns.",
+            "formula is given these rates. Milliseconds of attention in all layers of a "
+            "decode, medians; variants were measured in turn.",
             "",
             "| link, GB/s | on the host | predicted | moved | predicted | moved : on the host | predicted | "
             "whole decode, moved : on the host |",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _known_left_out = False
-"""Whether this module has left objects out of collections; ``gc`` counts them one by one to say so."""
+"""Whether this module has left objects out of collections; ``gc.get_freeze_count`` walks them all."""
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def leave_out_what_is_there() -> None:
     _known_left_out = True
 
 
-def take_back() -> None:
+def unfreeze() -> None:
     """Let collections visit again what was left out of them."""
     global _known_left_out
     gc.unfreeze()
@@ -91,6 +91,6 @@ class IdleCollector:
         self._num_idle = 0
         self._num_collections += 1
         if self._num_collections % self._full_every == 0:
-            take_back()
+            unfreeze()
         leave_out_what_is_there()
         return True

@@ -144,7 +144,7 @@ class Request:
         num_tokens_when_admitted: ``num_tokens`` at the last admission.
         row: ring row, ``NO_ROW`` unless running.
         region: of a prompt that is stored whole until computed, else ``NO_REGION``.
-        block_table: int32; valid up to ``num_blocks``, from the number of ``host_blocks`` on.
+        block_table: int32; entries ``len(host_blocks)`` to ``num_blocks`` are valid.
         host_blocks: blocks in host memory, which are its leading ones; see ``hpu_duo.kv.host_blocks``.
         stop_tokens: tokens that end the output once ``min_tokens`` have been sampled.
         parent, sample_index: for the samples of one prompt: sample 0, which is the parent of all others.

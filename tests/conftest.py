@@ -33,7 +33,10 @@ settings.load_profile("hpu-duo")
 if hasattr(providers, "_get_local_constants"):
     # Examples would hold constants of all modules that a worker has imported by then, and so differ from run
     # to run. To parse those modules takes a worker fifteen seconds, besides.
-    providers._get_local_constants = lambda: providers._local_constants
+    _parsed = providers._get_local_constants
+    providers._get_local_constants = lambda: (
+        providers._local_constants if settings.default.derandomize else _parsed()
+    )
 
 if not HAS_GPU:
     # Triton reads this when it is imported, which any test may cause. This file is run before all of them,
@@ -104,7 +107,7 @@ def forked_ranks() -> Iterator[None]:
 
 @pytest.fixture
 def default_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give engines of cards the default buckets, of which there are as many as are planned otherwise.
+    """Use the default bucket table instead of a planned one of equal size.
 
     For tests of what engines compute with any buckets: each plan takes seconds.
     """

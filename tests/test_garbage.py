@@ -15,7 +15,7 @@ from hpu_duo.garbage import (
     collector_paused,
     leave_out_what_is_there,
     short_collections,
-    take_back,
+    unfreeze,
 )
 
 
@@ -60,7 +60,7 @@ def test_an_error_inside_ends_the_pause() -> None:
 @pytest.mark.parametrize("is_serving", [False, True])
 def test_what_came_in_a_pause_is_old_behind_it_and_what_was_left_out_stays_out(is_serving: bool) -> None:
     gc.enable()
-    take_back()
+    unfreeze()
     if is_serving:
         leave_out_what_is_there()
     with collector_paused():
@@ -83,7 +83,7 @@ def test_what_is_there_is_left_out_of_later_collections() -> None:
     try:
         assert gc.get_freeze_count() > 1000
     finally:
-        take_back()
+        unfreeze()
 
 
 def test_a_process_that_serves_collects_old_objects_when_idle_only() -> None:
@@ -116,7 +116,7 @@ def test_a_process_that_serves_collects_old_objects_when_idle_only() -> None:
         assert gc.get_threshold() == before
     finally:
         gc.callbacks.remove(note)
-        take_back()
+        unfreeze()
 
 
 def test_cycles_that_outlived_idle_collections_are_found_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,4 +136,4 @@ def test_cycles_that_outlived_idle_collections_are_found_in_the_end(monkeypatch:
             assert any(collector.tick(is_idle=True) for _ in range(10))
             assert found() is None
     finally:
-        take_back()
+        unfreeze()

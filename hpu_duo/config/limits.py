@@ -123,7 +123,7 @@ class CacheConfig:
         swap_space: GiB of all ranks together for swapped requests, beside ``kv_offloading_size``.
         kv_offloading_disk: folder; what has reached host memory is written there too.
         kv_offloading_disk_size: GiB of its files.
-        cpu_attention: GiB of blocks of running requests; see ``hpu_duo.kv.host_blocks``.
+        cpu_attention: GiB of host memory for KV blocks of running requests; see ``hpu_duo.kv.host_blocks``.
         ring_dtype: format in which rings, and heads with a budget, keep keys and values: a name like that of
             ``kv_cache_dtype``.
         device_memory_utilization: vLLM's ``gpu_memory_utilization``; see ``hpu_duo.config.limits``.
@@ -281,7 +281,7 @@ class CacheConfig:
     )
     cpu_attention: float | None = option(
         None,
-        "GiB of host memory for KV blocks that do not fit the device; CPUs attend to them there. See "
+        "GiB of host memory for KV blocks that do not fit on the device; CPUs attend to them there. See "
         "docs/offload.md.",
         LIMITS,
         metavar="GIB",

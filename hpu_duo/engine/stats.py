@@ -379,7 +379,7 @@ class EngineStats:
         used_blocks, total_blocks, used_rows, total_rows: allocations now.
         kv_bytes: bytes of the stores, those of a draft model included.
         graph_bytes: bytes of device memory reserved for graphs.
-        used_host_blocks: blocks of running requests in host memory, which attend there.
+        used_host_blocks: KV blocks of running requests in host memory.
         held_bytes: bytes of the allocated blocks and rows, on the host too; blocks that several requests
             share count once.
         full_attention_bytes: bytes of the cached tokens if every head stored blocks.

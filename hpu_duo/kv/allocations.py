@@ -148,7 +148,7 @@ class KVAllocations:
 
     @property
     def num_obtainable(self) -> int:
-        """Number of blocks that requests can get: available ones, and those that may move to the host."""
+        """Number of blocks that requests can get: available ones, and as many as the host has room for."""
         return self.num_available + (0 if self.host is None else self.host.num_free)
 
     @property

@@ -1,4 +1,4 @@
-"""Leading blocks of running requests in host memory, to which their heads attend there."""
+"""Allocation of host memory to leading KV blocks of running requests, and which blocks move there."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hpu_duo.kv.pool import BlockPool, HostCopy
 from hpu_duo.request import Request
 
 _STAYING = 3
-"""Blocks of a request that stay on the device beside those of its new tokens, at most: the last one that is
-whole, one that is filled in part, and one that new tokens begin."""
+"""Most blocks of a request that cannot move: its last full one, a partly filled one, and one that rounding of
+its new tokens adds."""
 
 
 def fewest_blocks(num_new_blocks: int, max_num_seqs: int) -> int:

@@ -358,7 +358,7 @@ class CopyLists:
 
 
 def _sources(copies: Sequence[Copy]) -> tuple[dict[int, int], dict[int, int]]:
-    """The unit whose content each destination had before the first copy, and each destination on the host."""
+    """For each destination on the device, and on the host, the unit with its content before all copies."""
     source_of: dict[int, int] = {}
     to_host: dict[int, int] = {}
     for copy in copies:

@@ -35,7 +35,7 @@ def resolve_limits(
         cache: None = nothing is offloaded.
 
     Raises:
-        ValueError: too few blocks for the configured ``max_model_len``, or for transfers.
+        ValueError: too few blocks for the configured ``max_model_len``, transfers or ``cpu_attention``.
     """
     moves, decode_len = block_moves(scheduler.max_num_batched_tokens, memory.block_size), scheduler.decode_len
     staged, num_on_host = staged_units(cache, memory, moves), host_blocks(cache, memory)

@@ -42,7 +42,7 @@ def build(path: Path, attention: str, retrieval: list[list[bool]], rule: str | N
 @pytest.mark.parametrize(
     ("attention", "shapes"),
     [
-        ("hpu", BUCKETS[1:2]),
+        ("hpu", BUCKETS[1:3]),
         pytest.param("reference", ("cs-/q3000/s600/u0/l1",), marks=pytest.mark.exhaustive),
         *(
             pytest.param(attention, BUCKETS[first::3], marks=pytest.mark.exhaustive)

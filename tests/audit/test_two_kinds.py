@@ -1,5 +1,6 @@
 """A decode layer with two kinds of heads has few more operators than one with one kind."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from transformers import LlamaConfig
 from benchmarks.kernel_work import structure_of
 from graphs import BatchShape
 from hpu_duo.lab.audit import audit_bucket
+from tests.tiers import every
 
 MOST_OPERATORS = {"reference": 112, "hpu": 113}
 """Of a layer with one kind of heads."""
@@ -32,9 +34,10 @@ def layer_operators(path: Path, attention: str, num_retrieval: int, bucket: str)
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("attention", ["hpu", "reference"])
-@pytest.mark.parametrize("bucket", ["--u/q1/s0/u64/l1", "--u/q16/s0/u512/l16"])
+@pytest.mark.parametrize(
+    ("attention", "bucket"),
+    every(4, product(["hpu", "reference"], ["--u/q1/s0/u64/l1", "--u/q16/s0/u512/l16"])),
+)
 def test_a_decode_layer_with_two_kinds_has_a_fifth_more_operators_at_most(
     tmp_path: Path, attention: str, bucket: str
 ) -> None:

@@ -25,6 +25,7 @@ from hpu_duo.engine.on_host.attention import (
 from hpu_duo.engine.on_host.runner import HostRunner
 from hpu_duo.engine.on_host.worker import Worker, WorkerThread
 from hpu_duo.planning.offload import HostContextSizes
+from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams
 from kernels_ref import (
     Blocks,
@@ -116,7 +117,7 @@ def test_tokens_are_those_of_a_larger_device(
     assert (traffic.triples > 0) is not moves_decodes
 
 
-def test_bytes_are_queries_and_triples(tiny: Tiny) -> None:
+def test_a_decode_moves_queries_and_triples_only(tiny: Tiny) -> None:
     model = load(tiny)
     runner, engine = host_of(model), model.engine
     for prompt in PROMPTS[:3]:
@@ -160,8 +161,9 @@ def test_a_full_host_preempts_and_no_token_changes(tiny: Tiny) -> None:
         serve(load(tiny, 0, pattern=PATTERN, attention="sdpa"), prompts, params)
     ):
         for sample in samples:
-            got, _ = done[number, sample.sample_index]
+            got, reason = done[number, sample.sample_index]
             assert got == sample.token_ids[: len(got)]
+            assert reason is FinishReason.ABORT or len(got) == len(sample.token_ids)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +205,7 @@ def test_heads_that_are_not_served_are_named(kind: GroupKind, writes: bool, mess
         check_specs([spec])
 
 
-def test_a_text_longer_than_both_hold_is_refused(tiny: Tiny) -> None:
+def test_a_prompt_larger_than_device_and_host_is_refused(tiny: Tiny) -> None:
     model = load(tiny, 1, max_model_len=None)
     held = (NUM_BLOCKS + 1) * BLOCK
     assert model.engine.scheduler.limits.max_model_len == held + 1

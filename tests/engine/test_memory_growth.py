@@ -18,7 +18,7 @@ from tests.tiers import every
 WORKER = Path(__file__).with_name("soak.py")
 ROOT = WORKER.parents[2]
 NUM_REQUESTS, NUM_WARM = 800, 300
-MOST_MB = 25
+MOST_MB = 20
 
 
 @pytest.mark.slow

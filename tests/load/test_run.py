@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from hpu_duo.garbage import leave_out_what_is_there, unfreeze
 from hpu_duo.lab.load import Endpoint, Failure, LoadRun, Outcome, Pace, plan_requests
 from hpu_duo.lab.load.client import Client, ServerError
 from hpu_duo.lab.load.measure import Measurement
@@ -115,11 +116,11 @@ def test_a_failure_is_an_outcome_among_others(serve: Serve) -> None:
 def test_a_run_leaves_as_many_objects_out_of_collections_as_before(serve: Serve) -> None:
     server = serve(one_token)
     try:
-        gc.unfreeze()
+        unfreeze()
         measure(server.address, burst(1))
         assert gc.get_freeze_count() == 0
     finally:
-        gc.freeze()  # as conftest.py has left it
+        leave_out_what_is_there()  # as conftest.py has
     measure(server.address, burst(1))
     assert gc.get_freeze_count() > 0
 

@@ -72,7 +72,8 @@ def peak_of_loading(member: Member, path: Path, parallel: dict[str, Any]) -> tup
 
 
 CASES = [
-    *((name, 2) for name in ("llama", "widths of experts")),
+    ("llama", 2),
+    ("widths of experts", 2),
     *(
         pytest.param(name, 2, marks=pytest.mark.exhaustive)
         for name in ("rows by kind", "rows by group", "whole experts")

@@ -48,7 +48,6 @@ def test_all_processes_are_killed_before_any_is_waited_for(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_stopped_ranks_are_gone_when_rank_0_has_stopped_them() -> None:
     ranks = lead(4, 60.0)
     assert isinstance(ranks.launch, OwnLaunch)

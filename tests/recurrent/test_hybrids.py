@@ -90,8 +90,7 @@ def _cases() -> Iterator[Any]:
             if name in FAST:
                 marks: Any = () if way in ("replay", "hpu-sim") else pytest.mark.slow
             else:
-                is_slow = way == ways[number % len(ways)] and name not in FURTHER
-                marks = pytest.mark.slow if is_slow else EXHAUSTIVE
+                marks = pytest.mark.slow if way == ways[number % len(ways)] else EXHAUSTIVE
             yield pytest.param(name, CAPTURE[way], marks=marks, id=f"{name}-{way}")
 
 

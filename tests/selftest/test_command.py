@@ -55,9 +55,9 @@ def test_bad_options_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "more"),
-    every(3, [("hpu-sim", ("--only", "machine,operators,kernels,timing")), ("hpu-sim", ()), ("cpu", ())]),
+    every(3, [("hpu-sim", ("--only", "machine,operators,generation,timing")), ("hpu-sim", ()), ("cpu", ())]),
 )
-def test_stages_pass(
+def test_selected_or_all_stages_pass(
     device: str, more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["selftest", "--device", device, "--hardware", "gaudi3", "--output", str(tmp_path), *more]

@@ -40,7 +40,7 @@ PLAN = KVPlan(
         pytest.param({"kv_policy": "expected-attention", "kv_budget": 10}, marks=pytest.mark.exhaustive),
         {"kv_plan": PLAN},
         pytest.param({"kv_policy": "fastgen", "kv_budget": 10}, marks=pytest.mark.exhaustive),
-        pytest.param({"kv_policy": "h2o", "kv_budget": 10, **WHOLE}, marks=pytest.mark.exhaustive),
+        {"kv_policy": "h2o", "kv_budget": 10, **WHOLE},
         pytest.param(
             {"kv_policy": "h2o", "kv_budget": 10, "kv_prompt": "whole"}, marks=pytest.mark.exhaustive
         ),

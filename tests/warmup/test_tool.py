@@ -26,7 +26,7 @@ from tests.modeling.families import prompts_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPTS = prompts_of([1, 7, 20, 41], seed=3)
-WAYS = ["eager", pytest.param("compile", marks=pytest.mark.exhaustive), "hpu-sim"]
+WAYS = ["eager", "compile", "hpu-sim"]
 
 FEW = ("csu/q16/s30/u48/l4", "--u/q4/s0/u48/l4")
 SIX = (*FEW, "-su/q4/s24/u48/l4", "c-u/q16/s0/u48/l4", "cs-/q16/s12/u0/l4", "c--/q16/s0/u0/l4")

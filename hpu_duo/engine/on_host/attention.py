@@ -180,7 +180,7 @@ class HostAttention(NotPicklable):
         self._now = _Attending()
 
     def of_layers(self, num_layers: int) -> list[Elsewhere]:
-        """Return what attends for each layer."""
+        """Return the host attention of each layer."""
         return [_OfLayer(self, number) for number in range(num_layers)]
 
     def begin_part(

@@ -33,9 +33,8 @@ def check_host_attention(config: EngineConfig, device: torch.device, backend: st
     for name, is_refused in refused.items():
         if is_refused:
             raise ValueError(
-                "cpu_attention calls the host inside each layer, which recorded and compiled graphs cannot: "
-                "expected graphs='eager' on one CPU, without kv_offloading_size, offload_num_batches, "
-                f"record_steps and models that draft, got {name}"
+                "cpu_attention: expected graphs='eager' on one CPU device, without kv_offloading_size, "
+                f"offload_num_batches, record_steps and models that draft, got {name}"
             )
 
 
@@ -71,7 +70,7 @@ class HostRunner(Runner):
         return (
             f"up to {host.num_blocks * block_size:,} tokens of running requests, "
             f"{host.num_bytes / _GIB:,.3g} GiB, lie on the host, where decodes attend to them; "
-            f"{host.staging_bytes / 2**20:,.3g} MiB of the device are for what prompts attend to"
+            f"{host.staging_bytes / 2**20:,.3g} MiB of device memory buffer blocks that prompts read"
         )
 
     def launch(

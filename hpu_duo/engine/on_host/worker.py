@@ -20,7 +20,7 @@ class Worker(Protocol):
     """Runs work of the host beside the device; says what crosses the link and what is read by whom."""
 
     def begin(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Begin work behind what was begun before; returns what waits for its result."""
+        """Queue work; returns a function that waits for its result and raises its exceptions."""
         ...
 
     def move(self, num_bytes: int, copy: Callable[[], T]) -> T:
@@ -71,10 +71,10 @@ class WorkerThread(NotPicklable):
         return copied
 
     def host_reads(self, num_bytes: int) -> None:
-        """Attention took its own time."""
+        """Do nothing: this time has really passed."""
 
     def device_reads(self, num_bytes: int) -> None:
-        """So did this."""
+        """Do nothing: this time has really passed."""
 
     def drain(self) -> None:
         """Wait for the last work, which runs behind all others."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpu_duo.garbage import leave_out_what_is_there, take_back
+from hpu_duo.garbage import leave_out_what_is_there, unfreeze
 from hpu_duo.lab.load.endpoint import Endpoint
 from hpu_duo.lab.load.outcome import Failure, Outcome
 from hpu_duo.lab.load.plan import PlannedRequest
@@ -115,4 +115,4 @@ def _settled_memory() -> Iterator[None]:
         yield
     finally:
         if not had_left_out:
-            take_back()
+            unfreeze()
