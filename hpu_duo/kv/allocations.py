@@ -148,8 +148,8 @@ class KVAllocations:
 
     @property
     def num_obtainable(self) -> int:
-        """Number of blocks that requests can get: available ones, and as many as the host has room for."""
-        return self.num_available + (0 if self.host is None else self.host.num_free)
+        """Number of blocks that requests can get: available ones, and as many as may move to the host."""
+        return self.num_available + (0 if self.host is None else self.host.room_beside(self.blocks))
 
     @property
     def capacity(self) -> int:

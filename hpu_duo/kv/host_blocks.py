@@ -31,25 +31,29 @@ class HostBlocks:
     Args:
         num_blocks: blocks of the host.
         block_size: tokens of a block.
+        fewest: see ``fewest_blocks``.
 
     Attributes:
         num_blocks: as given.
         num_moved: blocks that have moved so far.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, fewest: int) -> None:
         self.num_blocks, self.num_moved = num_blocks, 0
-        self._pool, self._block_size = BlockPool(num_blocks), block_size
-
-    @property
-    def num_free(self) -> int:
-        """Number of blocks without a request."""
-        return self._pool.num_free
+        self._pool, self._block_size, self._fewest = BlockPool(num_blocks), block_size, fewest
 
     @property
     def num_used(self) -> int:
         """Number of blocks of requests."""
         return self.num_blocks - self._pool.num_free
+
+    def room_beside(self, blocks: BlockPool) -> int:
+        """Return the free blocks of the host; 0 while shared blocks leave the device too few for its steps.
+
+        Args:
+            blocks: of the device.
+        """
+        return self._pool.num_free if blocks.num_shared + self._fewest <= blocks.num_blocks else 0
 
     def _num_whole(self, request: Request) -> int:
         """Number of blocks on the device that may move if no other request shares them."""

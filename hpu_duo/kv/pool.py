@@ -44,7 +44,7 @@ class BlockPool:
         # A heap of free blocks, with stale entries, which are skipped when popped.
         self._free = list(range(num_blocks))
         self._kept: set[int] = set()
-        self._num_free, self._num_idle = num_blocks, 0
+        self._num_free, self._num_idle, self._num_shared = num_blocks, 0, 0
         self._may_have_gaps = False
 
     @property
@@ -66,6 +66,11 @@ class BlockPool:
     def num_used(self) -> int:
         """Number of blocks with at least one reference."""
         return self.num_blocks - self._num_free - self._num_idle
+
+    @property
+    def num_shared(self) -> int:
+        """Number of blocks with several references."""
+        return self._num_shared
 
     def num_holders(self, block: int) -> int:
         """Number of references to ``block``; 0 = free or idle."""
@@ -108,6 +113,7 @@ class BlockPool:
                 self._num_idle -= 1
                 self._is_held[block] = self._may_have_gaps = True
             self._holders[block] += 1
+            self._num_shared += self._holders[block] == 2
 
     def release(self, blocks: Iterable[int]) -> None:
         """Remove one reference from each block; without references a block is free, or idle if it is cached.
@@ -118,6 +124,7 @@ class BlockPool:
         for block in blocks:
             self._check_held(block)
             self._holders[block] -= 1
+            self._num_shared -= self._holders[block] == 1
             if self._holders[block]:
                 continue
             self._is_held[block] = False

@@ -21,7 +21,8 @@ from hpu_duo.device.streams import CopiesAside
 from hpu_duo.engine.on_host.runner import HostRunner, check_host_attention
 from hpu_duo.engine.stepper import Runner
 from hpu_duo.engine.zigzag.runner import ZigZagRunner, check_groups
-from hpu_duo.kv.host_blocks import HostBlocks
+from hpu_duo.kv.allocations import block_moves
+from hpu_duo.kv.host_blocks import HostBlocks, fewest_blocks
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore, block_units, row_units
 from hpu_duo.kv.tiers.disk import DiskTier, SegmentFolder
@@ -213,11 +214,24 @@ class HostSlots(NamedTuple):
 
 
 def link_bytes(cache: CacheConfig, records: MemoryPlan, runtime: DeviceRuntime) -> int:
-    """Return the bytes of the device that a link may allocate, beside the stores; 0 without a tier.
+    """Return the bytes of the device that tiers allocate beside the stores.
+
+    These are buffers of a link, and blocks of ``cpu_attention``, which are in the memory of a CPU as well.
 
     Args:
         records: stores of this rank, of whatever number of units.
+
+    Raises:
+        ValueError: ``cpu_attention`` is more than the free memory.
     """
+    if cache.cpu_attention is not None:
+        needed, free = int(cache.cpu_attention * _GIB), runtime.free_bytes()
+        if needed > free:
+            raise ValueError(
+                f"expected cpu_attention within the free memory of the host, {free:,} bytes, got {needed:,} "
+                "bytes"
+            )
+        return needed
     if cache.kv_offloading_size is None or not isinstance(runtime, CopiesAside):
         return 0
     return staging_bytes(max(records.block_bytes, records.row_bytes), STAGING_BYTES)
@@ -307,7 +321,9 @@ def attach_tiers(
 ) -> None:
     """Connect a scheduler to host memory, if it has any: the prefix cache, and preempted requests."""
     if num_host_blocks := host_blocks(cache, memory):
-        scheduler.allocations.host = HostBlocks(num_host_blocks, limits.block_size)
+        moves = block_moves(limits.max_num_batched_tokens, limits.block_size)
+        fewest = fewest_blocks(moves, limits.max_num_seqs)
+        scheduler.allocations.host = HostBlocks(num_host_blocks, limits.block_size, fewest)
     if cache.kv_offloading_size is None or link is None:
         return
     slots = HostSlots.of(cache.kv_offloading_size, memory, cache.swap_space or 0.0)

@@ -39,7 +39,10 @@ def resolve_limits(
     """
     moves, decode_len = block_moves(scheduler.max_num_batched_tokens, memory.block_size), scheduler.decode_len
     staged, num_on_host = staged_units(cache, memory, moves), host_blocks(cache, memory)
-    if num_on_host and memory.num_blocks < (fewest := fewest_blocks(moves, scheduler.max_num_seqs)):
+    fewest = fewest_blocks(moves, scheduler.max_num_seqs)
+    # Without a length that is set, requests are as long as all blocks hold.
+    longest = -(-(scheduler.max_model_len or max_len) // memory.block_size)
+    if num_on_host and memory.num_blocks < min(fewest, scheduler.max_num_seqs * longest):
         raise ValueError(
             f"expected num_blocks of {fewest} or more with cpu_attention, for the new tokens of a step and "
             f"the last blocks of {scheduler.max_num_seqs} requests, got {memory.num_blocks}"

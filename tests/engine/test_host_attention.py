@@ -14,6 +14,8 @@ from transformers import LlamaConfig
 
 from bias_builders import Window
 from hpu_duo import HeadPattern, HPUDuoModel
+from hpu_duo.device import runtime
+from hpu_duo.device.runtime import HostMemory
 from hpu_duo.engine.on_host.attention import (
     TILE_BYTES,
     HostAttention,
@@ -68,9 +70,9 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 2}
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """A tiny Llama."""
+    """A tiny Llama, whose heads are large enough for all kernels of CPUs."""
     path = tmp_path_factory.mktemp("host")
-    return Tiny(path, save_random(LlamaConfig(**{**BASE, "num_hidden_layers": 2}), path))
+    return Tiny(path, save_random(LlamaConfig(**{**BASE, "num_hidden_layers": 2, "head_dim": 32}), path))
 
 
 def load(tiny: Tiny, num_on_host: int = NUM_ON_HOST, **options: Any) -> HPUDuoModel:
@@ -123,7 +125,7 @@ def test_a_decode_moves_queries_and_triples_only(tiny: Tiny) -> None:
     for prompt in PROMPTS[:3]:
         engine.add_request(prompt, GREEDY)
     text, traffic = tiny.model.config, runner.host.traffic
-    heads, dim = text.num_attention_heads, text.hidden_size // text.num_attention_heads
+    heads, dim = text.num_attention_heads, text.head_dim
     num_steps = 0
     while engine.has_unfinished:
         before, stats = replace(traffic), model.stats()
@@ -166,6 +168,57 @@ def test_a_full_host_preempts_and_no_token_changes(tiny: Tiny) -> None:
             assert reason is FinishReason.ABORT or len(got) == len(sample.token_ids)
 
 
+def test_rows_of_an_interrupted_step_are_forgotten(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt while a step waits for the host leaves nothing to attend to in the next step."""
+    model = load(tiny)
+    host = host_of(model).host
+
+    def interrupted() -> None:
+        if any(row.is_decode for row in host._now.there):
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(host.worker, "drain", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        serve(model, PROMPTS[:3], GREEDY)
+    assert_holds_nothing(model)
+    assert tokens_of(serve(model, [[7]], GREEDY)) == tokens_of(serve(load(tiny, 0), [[7]], GREEDY))
+
+
+def test_a_request_waits_for_blocks_that_others_share(tiny: Tiny) -> None:
+    """Shared blocks cannot move: else a request would be admitted and preempted in each step."""
+    model = load(tiny, num_blocks=13)
+    engine = model.engine
+    engine.add_request(PROMPTS[0], replace(DRAWN, n=2, max_tokens=10))
+    while engine.stats().num_running < 2:
+        engine.step()
+    engine.add_request(PROMPTS[4], GREEDY)
+    while engine.has_unfinished:
+        engine.step()
+    assert engine.stats().num_preemptions <= 1
+
+
+def test_requests_that_all_fit_on_the_device_are_served(tiny: Tiny) -> None:
+    sizes: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 20}
+    model = tiny.load(**sizes, enable_prefix_caching=False, cpu_attention=1e-3)
+    assert model.engine.scheduler.limits.num_blocks == 9
+
+
+def test_device_and_host_are_within_the_memory_of_the_machine(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stores of a CPU take their memory later, when blocks are written."""
+    first = load(tiny)
+    plan, on_host = first.engine.runner.store.plan, first.engine_config.cache.cpu_attention
+    assert on_host is not None
+    free = plan.total_bytes + int(on_host * 2**30)
+    monkeypatch.setattr(runtime, "host_memory", lambda: HostMemory(8 * free, free))
+    few: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "enable_prefix_caching": False}
+    tiny.load(**few, num_blocks=NUM_BLOCKS, cpu_attention=on_host)
+    with pytest.raises(ValueError, match="the KV cache needs"):
+        tiny.load(**few, num_blocks=NUM_BLOCKS + 1, cpu_attention=on_host)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -181,7 +234,7 @@ def test_a_full_host_preempts_and_no_token_changes(tiny: Tiny) -> None:
         ({"enable_prefix_caching": True}, "needs enable_prefix_caching=False"),
         ({"cpu_attention": 1e-9}, "expected cpu_attention of one block or more"),
         ({"cpu_attention": True}, "expected cpu_attention to be GiB"),
-        ({"cpu_attention": 1e6}, "within the free memory of the host"),
+        ({"cpu_attention": 1e6}, "within the free memory"),
     ],
 )
 def test_what_is_not_served_is_refused(tiny: Tiny, options: dict[str, Any], message: str) -> None:
@@ -336,6 +389,8 @@ def test_the_formula_has_the_times_of_the_clock(link: float) -> None:
         times.append(worker.now)
     contexts, tile = num_rows * 16384 * heads * 2 * dim * 4, TILE_BYTES
     sizes = HostContextSizes.of(num_rows, heads * group, dim, contexts, tile, dtype_bytes=4)
+    nothing = HostContextSizes.of(num_rows, heads * group, dim, 0, tile)
+    assert nothing.moved(link, device) == 0 < nothing.attended(link, host)
     assert layer.attention.traffic.contexts == contexts
     assert times[0] == pytest.approx(sizes.attended(link, host), rel=0.01)
     assert times[1] == pytest.approx(sizes.moved(link, device), rel=0.01)

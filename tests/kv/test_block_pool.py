@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -125,7 +127,9 @@ class PoolMachine(RuleBasedStateMachine):
             return
         for block in range(self.pool.num_blocks):
             assert self.pool.num_holders(block) == sum(block in blocks for blocks in self.holdings)
-        assert self.pool.num_used == len({block for blocks in self.holdings for block in blocks})
+        holders = Counter(block for blocks in self.holdings for block in blocks)
+        assert self.pool.num_used == len(holders)
+        assert self.pool.num_shared == sum(number > 1 for number in holders.values())
         idle = self.kept - {block for blocks in self.holdings for block in blocks}
         assert self.pool.num_idle == len(idle) == sum(map(self.pool.is_idle, range(self.pool.num_blocks)))
         assert self.pool.num_used + self.pool.num_free + len(idle) == self.pool.num_blocks

@@ -158,6 +158,7 @@ class HostAttention(NotPicklable):
     @torch.inference_mode()
     def begin(self, context: HostContext) -> None:
         """Copy blocks to the host, and attend for the rows of a step from now on."""
+        self._now = _Attending()
         if context.copies.shape[1]:
             source, target = (torch.from_numpy(each.astype(np.int64)) for each in context.copies)
             for key, units in self._device.items():
@@ -176,8 +177,10 @@ class HostAttention(NotPicklable):
 
     def end(self) -> None:
         """Attend for no rows until the next step begins."""
-        self.worker.drain()
-        self._now = _Attending()
+        try:
+            self.worker.drain()
+        finally:
+            self._now = _Attending()
 
     def of_layers(self, num_layers: int) -> list[Elsewhere]:
         """Return the host attention of each layer."""
@@ -198,7 +201,8 @@ class HostAttention(NotPicklable):
         there = None
         if now.there:
             tokens = _tokens(now.there, step)
-            there = self.worker.begin(partial(self._attend, self._host[key], inputs, tokens, step.decode_len))
+            attend = partial(self._attend, now, self._host[key], inputs, tokens, step.decode_len)
+            there = self.worker.begin(attend)
         moved = self._begin_tiles(key, run, inputs, step) if now.moved else None
 
         def join() -> ElsewherePartials:
@@ -211,9 +215,11 @@ class HostAttention(NotPicklable):
 
         return join
 
-    def _attend(self, host: KVUnits, inputs: PartInputs, tokens: torch.Tensor, decode_len: int) -> Partial:
+    def _attend(
+        self, now: _Attending, host: KVUnits, inputs: PartInputs, tokens: torch.Tensor, decode_len: int
+    ) -> Partial:
         """Attend on the host for decode rows: the triples of their tokens, ``[n * M, K, G, ...]``."""
-        now, worker = self._now, self.worker
+        worker = self.worker
         num_bytes = len(tokens) * inputs.q[0].nbytes
         q = worker.move(num_bytes, lambda: inputs.q.index_select(0, tokens))
         self.traffic.queries += num_bytes

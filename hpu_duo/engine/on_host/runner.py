@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from hpu_duo.config.engine import EngineConfig
-from hpu_duo.device.runtime import host_memory
 from hpu_duo.engine.executor import Executor
 from hpu_duo.engine.on_host.attention import HostAttention, HostContext, check_specs
 from hpu_duo.engine.on_host.worker import WorkerThread
@@ -48,18 +47,12 @@ class HostRunner(Runner):
         host: the stores there, and attention to them.
 
     Raises:
-        ValueError: the host has too little free memory, or the model has heads that are not served.
+        ValueError: the model has heads that are not served.
     """
 
     def __init__(self, executor: Executor, vocab_size: int, max_model_len: int, num_blocks: int) -> None:
         super().__init__(executor, vocab_size, max_model_len)
         check_specs(executor.model.specs, executor.model.recurrences)
-        needed, free = num_blocks * executor.store.plan.block_bytes, host_memory().free
-        if needed > free:
-            raise ValueError(
-                f"expected cpu_attention within the free memory of the host, {free:,} bytes, got {needed:,} "
-                "bytes"
-            )
         specs = executor.model.specs
         self.host = HostAttention(executor.store.layers, specs, num_blocks, WorkerThread())
         executor.model.attend_elsewhere(self.host.of_layers(len(specs)))
@@ -80,8 +73,8 @@ class HostRunner(Runner):
         errors: Mapping[int, Exception] = NO_ERRORS,
     ) -> StepHandle:
         """Copy blocks to the host, and run the step; see ``Runner.launch``."""
-        self.host.begin(HostContext.of(plan))
         try:
+            self.host.begin(HostContext.of(plan))
             return super().launch(plan, sampling, errors)
         finally:
             self.host.end()

@@ -47,6 +47,8 @@ class HostContextSizes(NamedTuple):
         Args:
             device: bytes of keys and values that the device attends to in a second.
         """
+        if not self.contexts:
+            return 0.0
         last = self.contexts - (math.ceil(self.contexts / self.tile) - 1) * self.tile
         return max(self.contexts / link + last / device, self.tile / link + self.contexts / device)
 
