@@ -142,7 +142,8 @@ def test_an_idle_context_leaves_for_a_request_and_comes_back_with_its_question(
         **KINDS[kind],
     }
     plain = tiny.load(**limits)
-    served = tiny.load(**limits, kv_offloading_size=0.05, context_idle_seconds=10.0)
+    # A thread that is slow to copy would leave no room for further blocks, which are lost then.
+    served = in_steps(tiny.load(**limits, kv_offloading_size=0.05, context_idle_seconds=10.0))
     with plain.prefill(document) as context:
         expected = ask(plain, context)
     with served.prefill(document) as context:
