@@ -13,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from graphs.backends.compile import CompileBackend
 from hpu_duo import HPUDuoModel
 from hpu_duo.lab import sim
 from hpu_duo.modeling import mtp
@@ -21,6 +22,7 @@ from kernels_ref.x86 import library
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import BASE, VERSION, make_config, prompts_of, randomise, save_random
 from tests.quantised.writers import KINDS, write_twins
+from tests.tiers import EXHAUSTIVE
 
 pytestmark = pytest.mark.skipif(VERSION < (5, 24), reason="MtpModel needs transformers 5.24")
 
@@ -138,7 +140,8 @@ def test_drafts_are_those_of_transformers_layer(
     [
         (replace(SEEDED, n=2, logprobs=2), {"num_blocks": 12, "max_model_len": 64}),
         (SEEDED, {"graphs": "replay", "attention": "sdpa", "pattern": PATTERN}),
-        pytest.param(GREEDY, {"graphs": "compile"}, marks=pytest.mark.slow),
+        pytest.param(GREEDY, {"graphs": CompileBackend("eager")}, marks=pytest.mark.slow),
+        pytest.param(GREEDY, {"graphs": "compile"}, marks=EXHAUSTIVE),
         pytest.param(
             GREEDY, {"kv_cache_dtype": "fp8", "pack_weights": bool(library.lanes())}, marks=pytest.mark.slow
         ),

@@ -108,6 +108,7 @@ def test_the_tokens_are_those_of_one_rank(cases: dict[str, Case]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_four_ranks_give_the_tokens_of_one(cases: dict[str, Case]) -> None:
     answers = run_processes(serve, (cases,), [{}] * 4, 600)[0]
     # A layer of four heads retrieves with all of them or with none, since each rank has one.
