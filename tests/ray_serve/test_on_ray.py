@@ -188,6 +188,7 @@ def test_a_caller_who_leaves_frees_the_engine(cluster: Cluster) -> None:
         cluster.wait_until(lambda: cluster.counted("router_open_requests") == 0)
 
 
+@pytest.mark.exhaustive
 def test_replicas_follow_the_queue_and_calls_too_many_are_turned_away(
     cluster: Cluster, expected: str
 ) -> None:
@@ -223,6 +224,7 @@ def test_replicas_follow_the_queue_and_calls_too_many_are_turned_away(
     cluster.wait_until(lambda: len(cluster.replicas()) == 1)
 
 
+@pytest.mark.exhaustive
 def test_an_update_takes_replicas_one_after_the_other_and_no_call_notices(
     cluster: Cluster, expected: str
 ) -> None:
