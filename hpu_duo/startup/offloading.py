@@ -18,9 +18,9 @@ from hpu_duo.config.engine import ModelConfig
 from hpu_duo.config.limits import CacheConfig
 from hpu_duo.device.runtime import DeviceRuntime, host_memory
 from hpu_duo.device.streams import CopiesAside
-from hpu_duo.engine.on_host.runner import HostRunner, check_host_attention
+from hpu_duo.engine.on_host.runner import HostRunner
 from hpu_duo.engine.stepper import Runner
-from hpu_duo.engine.zigzag.runner import ZigZagRunner, check_groups
+from hpu_duo.engine.zigzag.runner import ZigZagRunner
 from hpu_duo.kv.allocations import block_moves
 from hpu_duo.kv.host_blocks import HostBlocks, fewest_blocks
 from hpu_duo.kv.plan import MemoryPlan
@@ -154,10 +154,28 @@ def host_blocks(cache: CacheConfig | None, memory: MemoryPlan) -> int:
 
 def check_runner(config: EngineConfig, device: torch.device, backend: str) -> None:
     """Raise ValueError for what steps in groups, or with blocks on the host, do not have."""
-    if config.model.offload_num_batches > 1:
-        check_groups(config, device, backend)
-    if config.cache.cpu_attention is not None:
-        check_host_attention(config, device, backend)
+    in_groups, on_host = config.model.offload_num_batches > 1, config.cache.cpu_attention is not None
+    if not (in_groups or on_host):
+        return
+    option = "cpu_attention" if on_host else "offload_num_batches above 1"
+    num_ranks, speculation = config.parallel.tensor_parallel_size, config.scheduler.speculation
+    refused = {
+        f"graphs={backend!r}": backend != "eager",
+        f"device={device.type!r}": device.type not in (("cpu",) if on_host else ("cpu", "cuda")),
+        f"tensor_parallel_size={num_ranks}": num_ranks > 1,
+        "a model that drafts": speculation is not None and speculation.is_by_model,
+        "record_steps": config.run.record_steps is not None,
+        "offload_num_batches": on_host and in_groups,
+        "kv_offloading_size": on_host and config.cache.kv_offloading_size is not None,
+        "fail_on_recompile": in_groups and config.graph.fail_on_recompile,
+    }
+    without = "offload_num_batches, kv_offloading_size" if on_host else "fail_on_recompile"
+    for name, is_refused in refused.items():
+        if is_refused:
+            raise ValueError(
+                f"{option}: expected graphs='eager' on one CPU{'' if on_host else ' or GPU'}, without "
+                f"a model that drafts, record_steps, {without}, got {name}"
+            )
 
 
 def runner_of(config: EngineConfig, executor: Executor, vocab_size: int, limits: StepLimits) -> Runner:

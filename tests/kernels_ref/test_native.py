@@ -63,7 +63,7 @@ def test_sources_are_built_once_and_a_failure_says_why(
 
 def build_seven(source: Path, begin: Barrier) -> None:
     """Build when all processes are there."""
-    begin.wait()
+    begin.wait(60)
     build("seven", [source])
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
-from hpu_duo.config.engine import EngineConfig
 from hpu_duo.engine.executor import Executor
 from hpu_duo.engine.on_host.attention import HostAttention, HostContext, check_specs
 from hpu_duo.engine.on_host.worker import WorkerThread
@@ -15,26 +12,6 @@ from hpu_duo.engine.stepper import NO_ERRORS, Runner, StepHandle
 from hpu_duo.sampling import SamplingRow
 
 _GIB = 1 << 30
-
-
-def check_host_attention(config: EngineConfig, device: torch.device, backend: str) -> None:
-    """Raise ValueError for what engines with blocks on the host do not have."""
-    num_ranks, speculation = config.parallel.tensor_parallel_size, config.scheduler.speculation
-    refused = {
-        f"graphs={backend!r}": backend != "eager",
-        f"device={device.type!r}": device.type != "cpu",
-        f"tensor_parallel_size={num_ranks}": num_ranks > 1,
-        "kv_offloading_size": config.cache.kv_offloading_size is not None,
-        "offload_num_batches": config.model.offload_num_batches > 1,
-        "a model that drafts": speculation is not None and speculation.is_by_model,
-        "record_steps": config.run.record_steps is not None,
-    }
-    for name, is_refused in refused.items():
-        if is_refused:
-            raise ValueError(
-                "cpu_attention: expected graphs='eager' on one CPU device, without kv_offloading_size, "
-                f"offload_num_batches, record_steps and models that draft, got {name}"
-            )
 
 
 class HostRunner(Runner):

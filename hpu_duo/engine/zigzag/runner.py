@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from hpu_duo.config.engine import EngineConfig
 from hpu_duo.engine.batch import exact_shape
 from hpu_duo.engine.executor import Executor, LaunchedStep, bucket_step
 from hpu_duo.engine.step_input import StepInput, StepResult
@@ -20,25 +19,6 @@ from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.engine.stepper import NO_ERRORS, Runner, StepHandle
 from hpu_duo.engine.zigzag.turns import LayerTurns
 from hpu_duo.sampling import SamplingRow, TokenLogprobs
-
-
-def check_groups(config: EngineConfig, device: torch.device, backend: str) -> None:
-    """Raise ValueError for what steps in groups of rows do not have."""
-    num_ranks, speculation = config.parallel.tensor_parallel_size, config.scheduler.speculation
-    refused = {
-        f"graphs={backend!r}": backend != "eager",
-        f"device={device.type!r}": device.type not in ("cpu", "cuda"),
-        f"tensor_parallel_size={num_ranks}": num_ranks > 1,
-        "a model that drafts": speculation is not None and speculation.is_by_model,
-        "record_steps": config.run.record_steps is not None,
-        "fail_on_recompile": config.graph.fail_on_recompile,
-    }
-    for name, is_refused in refused.items():
-        if is_refused:
-            raise ValueError(
-                "offload_num_batches above 1 runs layers one by one: expected graphs='eager' on one CPU or "
-                f"GPU, without record_steps, fail_on_recompile and models that draft, got {name}"
-            )
 
 
 class Group(NamedTuple):
