@@ -268,16 +268,19 @@ def pack_linears(
 class _FilePages:
     """Mapped files of a model's weights; mappings with a written page are left out.
 
-    Pages that were read stay resident with their file, so packing would hold each weight twice.
+    Pages that were read stay resident with their file, so packing would hold each weight twice. Files stay
+    mapped as long as this object lives: other memory may get the address of one that is no longer mapped.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._ranges: list[tuple[int, int]] = []
+        self._mapped: list[torch.UntypedStorage] = []
         path = Path("/proc/self/smaps")
         self._madvise = getattr(ctypes.CDLL(None), "madvise", None) if path.is_file() else None
         if self._madvise is None:
             return
-        places = sorted(x.data_ptr() for x in _weights(model) if x.device.type == "cpu")
+        storages = {x.data_ptr(): x.untyped_storage() for x in _weights(model) if x.device.type == "cpu"}
+        places = sorted(storages)
         begin = end = 0
         is_clean = False
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -290,6 +293,7 @@ class _FilePages:
                 first = bisect_left(places, begin)
                 if first < len(places) and places[first] < end:
                     self._ranges.append((begin, end - begin))
+                    self._mapped += (storages[x] for x in places[first : bisect_left(places, end)])
 
     def unmap(self) -> None:
         """Let go of all pages; those that are read again come back from the system's cache."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from hpu_duo import HPUDuoModel
+from hpu_duo.modeling import packed_linear
 from hpu_duo.modeling.packed_linear import can_pack, leave_files, pack_linears, plain_bytes
 from kernels_ref.x86 import library
 from tests.modeling.families import FAMILIES, save_random
@@ -42,20 +45,53 @@ def resident(path: Path) -> int:
     )
 
 
+def in_file(path: Path, stored: torch.Tensor) -> torch.Tensor:
+    """Write a tensor to a file, and map it."""
+    path.write_bytes(stored.view(torch.uint8).numpy().tobytes())
+    storage = torch.UntypedStorage.from_file(str(path), False, stored.nbytes)
+    return torch.empty(0, dtype=stored.dtype).set_(storage).view(stored.shape)
+
+
+def linears_of(weights: Iterable[torch.Tensor]) -> nn.ModuleList:
+    model = nn.ModuleList()
+    for weight in weights:
+        model.append(nn.Linear(*weight.T.shape, bias=False))
+        model[-1].weight = nn.Parameter(weight, requires_grad=False)
+    return model
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is there on Linux only")
+@pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C")
+def test_a_file_whose_layers_are_all_packed_stays_mapped_until_the_last_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its address may be of other memory otherwise, which would lose its pages."""
+    first, second = (tmp_path / name for name in ("first", "second"))
+    model = linears_of(in_file(path, torch.randn(256, 256).bfloat16()) for path in (first, second))
+    seen: list[tuple[bool, bool]] = []
+
+    class Seen(packed_linear.PanelLinear):
+        def __init__(self, *args: Any) -> None:
+            seen.append((mapped(first), mapped(second)))
+            super().__init__(*args)
+
+    monkeypatch.setattr(packed_linear, "PanelLinear", Seen)
+    assert pack_linears(model, arithmetic=torch.float32) == 2
+    assert seen == [(True, True)] * 2
+    assert not mapped(first)
+    assert not mapped(second)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is there on Linux only")
 @pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C")
 @pytest.mark.parametrize("is_written", [False, True])
 def test_packing_lets_go_of_pages_that_hold_what_the_file_does(is_written: bool, tmp_path: Path) -> None:
     path, stored = tmp_path / "weights", torch.randn(2, 256, 256).bfloat16()
-    path.write_bytes(stored.view(torch.uint8).numpy().tobytes())
-    storage = torch.UntypedStorage.from_file(str(path), False, stored.nbytes)
-    weights = torch.empty(0, dtype=torch.bfloat16).set_(storage).view(stored.shape)
+    weights = in_file(path, stored)
     if is_written:
         weights[1, 0, 0] += 1
         stored[1, 0, 0] += 1
-    model = nn.ModuleList(nn.Linear(256, 256, bias=False).requires_grad_(False) for _ in stored)
-    for linear, weight in zip(model, weights, strict=True):
-        linear.weight = nn.Parameter(weight, requires_grad=False)
+    model = linears_of(weights)
     assert weights.equal(stored)
     assert resident(path) > 0
     assert pack_linears(model, arithmetic=torch.float32) == 2
