@@ -238,7 +238,7 @@ def _units(numbers: Sequence[int], pairs: Sequence[str] | None) -> tuple[Unit, .
     for path in sorted(folder.glob("*.cpp")):
         if path.name.startswith("float"):
             # The model is for tests, and has the bits of the others if compilers fuse nothing on their own.
-            needed = {0: ("-O1",), 8: _machine(_EIGHT_LANES), 16: _machine(_SIXTEEN_LANES)}
+            needed = {0: ("-O0",), 8: _machine(_EIGHT_LANES), 16: _machine(_SIXTEEN_LANES)}
             units += [
                 Unit(path, (f"-DHPU_DUO_LANES={n}", "-ffp-contract=off", *needed[n])) for n in (0, *numbers)
             ]
