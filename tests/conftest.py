@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from httpx._transports import default as http_transports
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
@@ -37,6 +39,10 @@ if hasattr(providers, "_get_local_constants"):
     providers._get_local_constants = lambda: (
         providers._local_constants if settings.default.derandomize else _parsed()
     )
+
+if hasattr(http_transports, "create_ssl_context"):
+    # Each client would parse the certificates of all authorities, which takes 50 ms of a CPU.
+    http_transports.create_ssl_context = cache(http_transports.create_ssl_context)
 
 if not HAS_GPU:
     # Triton reads this when it is imported, which any test may cause. This file is run before all of them,
