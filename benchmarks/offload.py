@@ -32,10 +32,10 @@ from benchmarks.cpu_systems import HEADS, VOCAB, make_checkpoint, seconds
 from benchmarks.prefix_cache import NUM_KV_HEADS, Tokens, run
 from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.engine.on_host.attention import TILE_BYTES, HostAttention
+from hpu_duo.engine.on_host.choice import HostContextSizes, HostRates
 from hpu_duo.engine.on_host.runner import HostRunner
 from hpu_duo.engine.on_host.worker import WorkerThread
 from hpu_duo.modeling.loading import read_config
-from hpu_duo.planning.offload import HostContextSizes
 from hpu_duo.sampling import SamplingParams
 from kernels_ref.unified import ElsewherePartials
 
@@ -195,6 +195,7 @@ def attention_on_host(path: Path, rounds: int) -> str:
         max_num_batched_tokens=STEP,
         enable_prefix_caching=False,
         cpu_attention=1.0,
+        cpu_attention_mode="attend",
     )
     engine, runner, tokens = model.engine, model.engine.runner, Tokens("host", 0)
     assert isinstance(runner, HostRunner)
@@ -232,7 +233,8 @@ def attention_on_host(path: Path, rounds: int) -> str:
     for link in LINKS:
         there, moved = (np.median(found[link, moves], axis=0) for moves in (False, True))
         reached = min(link, rates[2])
-        predicted = np.array([sizes.attended(reached, rates[0]), sizes.moved(reached, rates[1])])
+        given = HostRates(reached, rates[0], rates[1])
+        predicted = np.array([sizes.attended(given), sizes.moved(given)])
         predicted *= text.num_hidden_layers
         cells = f"{1e3 * there[0]:.1f} | {1e3 * predicted[0]:.1f} | {1e3 * moved[0]:.1f}"
         ratios = f"{moved[0] / there[0]:.2f} | {predicted[1] / predicted[0]:.2f} | {moved[1] / there[1]:.2f}"

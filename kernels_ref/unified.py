@@ -250,6 +250,18 @@ class JoiningKernels:
         return getattr(self.inner, name)
 
 
+def layer_kernels(spec: LayerSpec, parts: StepParts) -> Kernels:
+    """Return the kernels of a layer, which read the formats of its stores.
+
+    Args:
+        parts: that the step runs.
+    """
+    run = looped(kernels(spec.impl, spec.operators), spec.scoring, spec.operators, parts)
+    if spec.needs_decoding:
+        run = cast("Kernels", DecodingKernels(run, spec.impl))
+    return run if spec.writes else cast("Kernels", ReadOnlyKernels(run))
+
+
 def unified_attention(
     q_QHD: torch.Tensor,
     k_QKD: torch.Tensor | LatentKV,
@@ -271,12 +283,7 @@ def unified_attention(
     Returns:
         ``[Q, H, D]`` in the dtype of ``q_QHD``; zero for padding.
     """
-    scoring = spec.scoring
-    run = looped(kernels(spec.impl, spec.operators), scoring, spec.operators, step.parts)
-    if spec.needs_decoding:
-        run = cast("Kernels", DecodingKernels(run, spec.impl))
-    if not spec.writes:
-        run = cast("Kernels", ReadOnlyKernels(run))
+    scoring, run = spec.scoring, layer_kernels(spec, step.parts)
     if step.keeps_rows:
         run = cast("Kernels", RowKernels(run))
     q_QKGD = (q_QHD * spec.scale).unflatten(1, (-1, spec.group_size))

@@ -124,6 +124,7 @@ class CacheConfig:
         kv_offloading_disk: folder; what has reached host memory is written there too.
         kv_offloading_disk_size: GiB of its files.
         cpu_attention: GiB of host memory for KV blocks of running requests; see ``hpu_duo.kv.host_blocks``.
+        cpu_attention_mode: a ``hpu_duo.engine.on_host.choice.HostDecodes``.
         ring_dtype: format in which rings, and heads with a budget, keep keys and values: a name like that of
             ``kv_cache_dtype``.
         device_memory_utilization: vLLM's ``gpu_memory_utilization``; see ``hpu_duo.config.limits``.
@@ -287,6 +288,13 @@ class CacheConfig:
         metavar="GIB",
         unset="none",
     )
+    cpu_attention_mode: str = option(
+        "auto",
+        "How decodes attend to the blocks of cpu_attention: on the host (attend), by copying them to the "
+        "device in each step (move), or whichever is predicted to be faster (auto).",
+        LIMITS,
+        choices=("auto", "attend", "move"),
+    )
     kv_offloading_blocks_per_step: int | None = option(
         None,
         "Most blocks that a step copies to the host, and as many from there.",
@@ -360,6 +368,8 @@ class CacheConfig:
         size = self.cpu_attention
         if size is not None and (isinstance(size, bool) or not 0 < size < math.inf):
             raise ValueError(f"expected cpu_attention to be GiB above 0 or None, got {size!r}")
+        if size is None and self.cpu_attention_mode != "auto":
+            raise ValueError(f"cpu_attention_mode={self.cpu_attention_mode!r} needs cpu_attention, got None")
         if size is not None and self.enable_prefix_caching:
             raise ValueError(
                 f"cpu_attention={size} needs enable_prefix_caching=False: blocks on the host belong to one "

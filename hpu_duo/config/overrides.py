@@ -70,6 +70,7 @@ class EngineOverrides(TypedDict, total=False):
     kv_offloading_disk_size: float | None
     kv_offloading_blocks_per_step: int | None
     cpu_attention: float | None
+    cpu_attention_mode: str
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -18,6 +18,7 @@ from hpu_duo.config.engine import ModelConfig
 from hpu_duo.config.limits import CacheConfig
 from hpu_duo.device.runtime import DeviceRuntime, host_memory
 from hpu_duo.device.streams import CopiesAside
+from hpu_duo.engine.on_host.choice import HostDecodes
 from hpu_duo.engine.on_host.runner import HostRunner
 from hpu_duo.engine.stepper import Runner
 from hpu_duo.engine.zigzag.runner import ZigZagRunner
@@ -182,7 +183,7 @@ def runner_of(config: EngineConfig, executor: Executor, vocab_size: int, limits:
     """Return what runs steps: as they are, in groups of rows, or with blocks on the host."""
     known = executor, vocab_size, limits.max_model_len
     if num_blocks := host_blocks(config.cache, executor.store.plan):
-        return HostRunner(*known, num_blocks)
+        return HostRunner(*known, num_blocks, HostDecodes(config.cache.cpu_attention_mode))
     num_groups = min(config.model.offload_num_batches, limits.max_num_seqs)
     return Runner(*known) if num_groups == 1 else ZigZagRunner(*known, num_groups)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,9 +25,9 @@ from hpu_duo.engine.on_host.attention import (
     _like,
     check_specs,
 )
+from hpu_duo.engine.on_host.choice import HostContextSizes, HostRates
 from hpu_duo.engine.on_host.runner import HostRunner
 from hpu_duo.engine.on_host.worker import Worker, WorkerThread
-from hpu_duo.planning.offload import HostContextSizes
 from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams
 from kernels_ref import (
@@ -75,14 +76,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return Tiny(path, save_random(LlamaConfig(**{**BASE, "num_hidden_layers": 2, "head_dim": 32}), path))
 
 
-def load(tiny: Tiny, num_on_host: int = NUM_ON_HOST, **options: Any) -> HPUDuoModel:
+def load(tiny: Tiny, num_on_host: int = NUM_ON_HOST, mode: str = "attend", **options: Any) -> HPUDuoModel:
     """Serve with few blocks on the device, and some on the host."""
     sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "num_blocks": NUM_BLOCKS, "graphs": "eager"}
     plain = {**sizes, "enable_prefix_caching": False, **options}
     if not num_on_host:
         return tiny.load(**{**plain, "num_blocks": 64})
     block_bytes = tiny.load(**{**plain, "num_blocks": 64}).engine.runner.store.plan.block_bytes
-    return tiny.load(**plain, cpu_attention=(num_on_host + 0.5) * block_bytes / 2**30)
+    return tiny.load(
+        **plain, cpu_attention_mode=mode, cpu_attention=(num_on_host + 0.5) * block_bytes / 2**30
+    )
 
 
 def host_of(model: HPUDuoModel) -> HostRunner:
@@ -93,30 +96,34 @@ def host_of(model: HPUDuoModel) -> HostRunner:
 
 
 @pytest.mark.parametrize(
-    ("moves_decodes", "options"),
+    ("mode", "options"),
     [
-        (False, {}),
-        (False, {"attention": "sdpa", "kv_cache_dtype": "int8_per_token_head"}),
-        (False, {"attention": "sdpa", "pattern": PATTERN, "speculative_config": DRAFTS}),
-        (True, {"attention": "sdpa", "pattern": PATTERN, "speculative_config": DRAFTS}),
+        ("attend", {}),
+        ("auto", {"attention": "sdpa", "kv_cache_dtype": "int8_per_token_head"}),
+        ("attend", {"attention": "sdpa", "pattern": PATTERN, "speculative_config": DRAFTS}),
+        ("move", {"attention": "sdpa", "pattern": PATTERN, "speculative_config": DRAFTS}),
     ],
-    ids=["reference", "int8", "duo-drafts", "duo-drafts-moved"],
+    ids=["reference", "int8-auto", "duo-drafts", "duo-drafts-moved"],
 )
-def test_tokens_are_those_of_a_larger_device(
-    tiny: Tiny, moves_decodes: bool, options: dict[str, Any]
-) -> None:
+def test_tokens_are_those_of_a_larger_device(tiny: Tiny, mode: str, options: dict[str, Any]) -> None:
     params = [GREEDY, DRAWN] * 3
     wanted = tokens_of(serve(load(tiny, 0, **options), PROMPTS, params))
-    model = load(tiny, **options)
+    model = load(tiny, **options, mode=mode)
     runner = host_of(model)
-    runner.host.moves_decodes = moves_decodes
+    chosen = set[bool]()
+    if mode == "auto":
+        assert all(0 < rate < math.inf for rate in runner.host.rates or (0,))
+        # Short contexts are faster to move behind this link, long ones to attend to there.
+        runner.host.rates, choose = HostRates(1.0, 1.5, math.inf), runner.host._moving_is_faster
+        runner.host._moving_is_faster = lambda rows: chosen.add(found := choose(rows)) or found
     assert tokens_of(serve(model, PROMPTS, params)) == wanted
     host, traffic = model.engine.scheduler.allocations.host, runner.host.traffic
     assert host is not None
     assert host.num_moved > 0 == host.num_used
     assert any("tokens of running requests" in note for note in model.stats().notes)
     assert traffic.contexts > 0  # behind chunks of prompts
-    assert (traffic.triples > 0) is not moves_decodes
+    assert (traffic.triples > 0) is (mode != "move")
+    assert chosen == ({False, True} if mode == "auto" else set())
 
 
 def test_a_decode_moves_queries_and_triples_only(tiny: Tiny) -> None:
@@ -235,6 +242,8 @@ def test_device_and_host_are_within_the_memory_of_the_machine(
         ({"cpu_attention": 1e-9}, "expected cpu_attention of one block or more"),
         ({"cpu_attention": True}, "expected cpu_attention to be GiB"),
         ({"cpu_attention": 1e6}, "within the free memory"),
+        ({"cpu_attention_mode": "fast"}, "expected cpu_attention_mode"),
+        ({"cpu_attention": None, "cpu_attention_mode": "move"}, "'move' needs cpu_attention, got None"),
     ],
 )
 def test_what_is_not_served_is_refused(tiny: Tiny, options: dict[str, Any], message: str) -> None:
@@ -312,7 +321,7 @@ class Layer:
         k, v = (torch.randn(total + 1, heads, slots, dim, generator=generator) for _ in "kv")
         self.k, self.v, units = k, v, of_stores(k, v)
         spec = LayerSpec((HeadGroup(heads, Blocks()),), group, dim, 1.0, None, Implementation.SDPA)
-        self.attention = HostAttention([(units,)], [spec], total, worker)
+        self.spec, self.attention = spec, HostAttention([(units,)], [spec], total, worker)
         ids = torch.randperm(total, generator=generator).tolist()
         num_query, most = sum(num for num, _ in rows), max(num for num, _ in rows if num <= 2)
         self.q, first, found = torch.randn(num_query, heads, group, dim, generator=generator), 0, []
@@ -378,20 +387,28 @@ def test_merged_triples_are_full_attention(moves_decodes: bool) -> None:
 
 
 @pytest.mark.parametrize("link", [8e9, 32e9])
-def test_the_formula_has_the_times_of_the_clock(link: float) -> None:
+def test_each_step_takes_the_faster_way_of_the_clock_by_the_formula(link: float) -> None:
     heads, group, dim, slots, num_rows, host, device = 2, 4, 64, 128, 2, 20e9, 400e9
-    times = []
-    for moves_decodes in (False, True):
-        worker = VirtualWorker(link, host, device)
+    times, rates = [], HostRates(link, host, device)
+    for moves_decodes in (False, True, None):
+        worker = VirtualWorker(*rates)
         layer = Layer([(1, 16384 // slots)] * num_rows, worker, (heads, group, dim, slots))
-        layer.attention.moves_decodes = moves_decodes
+        layer.attention.moves_decodes, layer.attention.rates = moves_decodes, rates
         layer.attend()
         times.append(worker.now)
     contexts, tile = num_rows * 16384 * heads * 2 * dim * 4, TILE_BYTES
     sizes = HostContextSizes.of(num_rows, heads * group, dim, contexts, tile, dtype_bytes=4)
     nothing = HostContextSizes.of(num_rows, heads * group, dim, 0, tile)
-    assert nothing.moved(link, device) == 0 < nothing.attended(link, host)
-    assert layer.attention.traffic.contexts == contexts
-    assert times[0] == pytest.approx(sizes.attended(link, host), rel=0.01)
-    assert times[1] == pytest.approx(sizes.moved(link, device), rel=0.01)
-    assert sizes.pays(link, host, device) is (times[0] < times[1]) is (link < host)
+    assert nothing.moved(rates) == 0 < nothing.attended(rates)
+    assert layer.attention.traffic.contexts == (contexts if link > host else 0)
+    assert times[0] == pytest.approx(sizes.attended(rates), rel=0.01)
+    assert times[1] == pytest.approx(sizes.moved(rates), rel=0.01)
+    assert times[2] == times[link > host] == min(times)
+
+
+def test_rates_are_those_of_the_link_and_the_processors() -> None:
+    layer = Layer([(1, 64)], WorkerThread(2e8), (2, 4, 64, 128))
+    layer.attention.measure([layer.spec])
+    assert layer.attention.rates is not None
+    link, host, device = layer.attention.rates
+    assert 1e8 < link <= 2e8 < min(host, device) < math.inf

@@ -5,6 +5,8 @@ Shapes: Q query tokens, N rows, M most tokens of a decode row, K key/value heads
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from bias_builders import NOWHERE, Leading
+from hpu_duo.engine.on_host.choice import HostContextSizes, HostRates
 from hpu_duo.engine.on_host.worker import Worker
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.pool import CopyLists
@@ -26,10 +29,12 @@ from kernels_ref import (
     KVUnits,
     LayerCache,
     LayerSpec,
+    NewKV,
     Partial,
     Rings,
     RowKind,
     Step,
+    StepParts,
     StepTensors,
     UnitLayout,
     empty,
@@ -38,11 +43,14 @@ from kernels_ref import (
 from kernels_ref.impl import Kernels, kernels
 from kernels_ref.partial import fold, packed, unfold, unpacked
 from kernels_ref.step import BlockStep, PartInputs, SlotMasks
-from kernels_ref.unified import Elsewhere, ElsewherePartials
-from kernels_ref.units import units_of
+from kernels_ref.unified import Elsewhere, ElsewherePartials, layer_kernels
+from kernels_ref.units import Encoding, units_of
 
 TILE_BYTES = 4 << 20
 """Bytes of keys and values that move to the device at a time."""
+_TRIAL_BYTES = 64 << 20
+"""Bytes of keys and values by which rates are measured: more than caches of CPUs hold."""
+_NUM_TRIALS = 3
 
 
 class HostRow(NamedTuple):
@@ -118,7 +126,8 @@ class HostAttention(NotPicklable):
 
     Decode rows attend there: their queries cross the link, and a triple for each comes back. The new tokens
     of a prompt are many for one context, so its blocks are copied to the device, a tile at a time, and its
-    kernels attend to a tile while the next one is copied.
+    kernels attend to a tile while the next one is copied. Those of decode rows are copied likewise where that
+    is chosen.
 
     Args:
         layers: stores of the device.
@@ -128,7 +137,9 @@ class HostAttention(NotPicklable):
 
     Attributes:
         worker: as given; may be replaced between steps.
-        moves_decodes: copy the blocks of decode rows to the device too, instead of attending there.
+        moves_decodes: copy the blocks of decode rows to the device too, instead of attending there; None =
+            in steps for which the measured rates predict that copying is faster.
+        rates: that are measured; None = not yet.
         traffic: bytes so far.
         num_blocks: blocks of the host.
         num_bytes: of the stores on the host.
@@ -138,16 +149,20 @@ class HostAttention(NotPicklable):
     def __init__(
         self, layers: Sequence[LayerCache], specs: Sequence[LayerSpec], num_blocks: int, worker: Worker
     ) -> None:
-        self.worker, self.moves_decodes, self.traffic = worker, False, HostTraffic()
+        self.worker, self.traffic = worker, HostTraffic()
+        self.moves_decodes: bool | None = False
+        self.rates: HostRates | None = None
         self.num_blocks = num_blocks
         self._device, self._host = dict[tuple[int, int], KVUnits](), dict[tuple[int, int], KVUnits]()
-        self._tiles = dict[tuple[object, int], tuple[KVUnits, KVUnits]]()
+        self._tiles = dict[tuple[Encoding, int], tuple[KVUnits, KVUnits]]()
+        self._alike = defaultdict[tuple[Encoding, int, int], list[tuple[int, int]]](list)
         for number, (spec, cache) in enumerate(zip(specs, layers)):
             for place, (group, units) in enumerate(zip(spec.groups, cache)):
                 if isinstance(group.kind, Blocks):
                     self._device[number, place] = units
                     self._host[number, place] = _like(units, num_blocks)
                     key = units.encoding, units.layout.num_heads
+                    self._alike[(*key, spec.group_size)].append((number, place))
                     if key not in self._tiles:
                         num_tile = max(1, min(num_blocks, TILE_BYTES // unit_bytes(units)))
                         self._tiles[key] = _like(units, num_tile), _like(units, num_tile)
@@ -165,15 +180,78 @@ class HostAttention(NotPicklable):
                 for device, host in zip(units.views, self._host[key].views):
                     host.index_copy_(0, target, device.index_select(0, source))
                 self.traffic.blocks += len(source) * unit_bytes(units)
-        moved = [row for row in context.rows if self.moves_decodes or not row.is_decode]
-        there = [row for row in context.rows if row.is_decode and not self.moves_decodes]
         if not context.rows:
             return
+        moves_decodes = (
+            self._moving_is_faster(context.rows) if self.moves_decodes is None else self.moves_decodes
+        )
+        moved = [row for row in context.rows if moves_decodes or not row.is_decode]
+        there = [row for row in context.rows if row.is_decode and not moves_decodes]
         owner = torch.full((max((max(row.blocks) for row in there), default=-1) + 1,), len(there))
         for entry, row in enumerate(there):
             owner[list(row.blocks)] = entry
         total = sum(len(row.blocks) for row in there)
         self._now = _Attending(tuple(there), tuple(moved), owner.to(torch.int32), total)
+
+    @torch.inference_mode()
+    def measure(self, specs: Sequence[LayerSpec]) -> None:
+        """Measure the rates, and choose by them from now on; overwrites blocks of the host.
+
+        Each is the fastest of some trials with one row, and with the group of heads that stores the most.
+
+        Args:
+            specs: attention of each layer.
+        """
+        (encoding, num_heads, _), keys = max(
+            self._alike.items(), key=lambda each: len(each[1]) * unit_bytes(self._host[each[1][0]])
+        )
+        host, spec, (tile, _) = self._host[keys[0]], specs[keys[0][0]], self._tiles[encoding, num_heads]
+        num_tile, block_bytes = tile.layout.num_units - 1, unit_bytes(host)
+        num_blocks = max(num_tile, min(self.num_blocks, _TRIAL_BYTES // block_bytes) // num_tile * num_tile)
+        for view in host.views:
+            view[:num_blocks].zero_()  # memory that was never written is one page
+        q = torch.zeros(1, num_heads, spec.group_size, encoding.dim, dtype=encoding.dtype)
+        inputs = PartInputs(q, NewKV(q[:0], q[:0]), host, _step_tensors(), spec.scoring)
+        owner, portable = _ints(num_blocks), kernels(Implementation.SDPA)
+        run = layer_kernels(spec, StepParts(causal=False, shared=False, unique=True))
+
+        def copy() -> None:
+            for blocks in torch.arange(num_blocks).split(num_tile):
+                self.worker.move(num_tile * block_bytes, partial(_copy_units, host, tile, blocks))
+
+        def attend_there() -> None:
+            _whole_blocks(portable, host, inputs, q, owner)
+
+        def attend_here() -> None:
+            for _ in range(num_blocks // num_tile):
+                _whole_blocks(run, tile, inputs, q, owner[:num_tile])
+
+        ways = (lambda: self.worker.begin(copy)(), lambda: self.worker.begin(attend_there)(), attend_here)
+        self.rates = HostRates(*(num_blocks * block_bytes / _fastest(each) for each in ways))
+        self.moves_decodes = None
+
+    def _moving_is_faster(self, rows: Sequence[HostRow]) -> bool:
+        """Whether the blocks of decode rows are predicted to move faster than the host attends to them."""
+        lengths = [(row.num_new, len(row.blocks)) for row in rows if row.is_decode]
+        if not lengths:
+            return False
+        assert self.rates is not None, "expected measured rates"
+        attended = moved = 0.0
+        num_tokens, num_blocks = len(lengths) * max(lengths)[0], sum(each for _, each in lengths)
+        for (encoding, num_heads, group_size), keys in self._alike.items():
+            size, tile = unit_bytes(self._host[keys[0]]), self._tiles[encoding, num_heads][0]
+            sizes = HostContextSizes.of(
+                num_tokens,
+                num_heads * group_size,
+                encoding.dim,
+                size * num_blocks,
+                size * (tile.layout.num_units - 1),
+                encoding.dtype.itemsize,
+            )
+            count = len(keys)
+            attended += count * sizes.attended(self.rates)
+            moved += count * sizes.moved(self.rates)
+        return moved < attended
 
     def end(self) -> None:
         """Attend for no rows until the next step begins."""
@@ -306,6 +384,16 @@ def check_specs(specs: Sequence[LayerSpec], states: Iterable[RowKind] = ()) -> N
             "cpu_attention serves heads that store all tokens, and heads with a window beside them: got "
             f"{', '.join(sorted(others))}"
         )
+
+
+def _fastest(work: Callable[[], None]) -> float:
+    """Seconds of the fastest of some trials."""
+    times = []
+    for _ in range(_NUM_TRIALS):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return min(times)
 
 
 def unit_bytes(units: KVUnits) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hpu_duo.engine.executor import Executor
 from hpu_duo.engine.on_host.attention import HostAttention, HostContext, check_specs
+from hpu_duo.engine.on_host.choice import HostDecodes
 from hpu_duo.engine.on_host.worker import WorkerThread
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.engine.stepper import NO_ERRORS, Runner, StepHandle
@@ -19,6 +20,7 @@ class HostRunner(Runner):
 
     Args:
         num_blocks: blocks of the host.
+        mode: how decodes attend to them.
 
     Attributes:
         host: the stores there, and attention to them.
@@ -27,11 +29,17 @@ class HostRunner(Runner):
         ValueError: the model has heads that are not served.
     """
 
-    def __init__(self, executor: Executor, vocab_size: int, max_model_len: int, num_blocks: int) -> None:
+    def __init__(
+        self, executor: Executor, vocab_size: int, max_model_len: int, num_blocks: int, mode: HostDecodes
+    ) -> None:
         super().__init__(executor, vocab_size, max_model_len)
         check_specs(executor.model.specs, executor.model.recurrences)
         specs = executor.model.specs
         self.host = HostAttention(executor.store.layers, specs, num_blocks, WorkerThread())
+        if mode is HostDecodes.AUTO:
+            self.host.measure(specs)
+        else:
+            self.host.moves_decodes = mode is HostDecodes.MOVE
         executor.model.attend_elsewhere(self.host.of_layers(len(specs)))
 
     def describe(self) -> str:
@@ -39,8 +47,18 @@ class HostRunner(Runner):
         host, block_size = self.host, self.executor.geometry.block_size
         return (
             f"up to {host.num_blocks * block_size:,} tokens of running requests, "
-            f"{host.num_bytes / _GIB:,.3g} GiB, lie on the host, where decodes attend to them; "
+            f"{host.num_bytes / _GIB:,.3g} GiB, lie on the host; {self._decodes()}; "
             f"{host.staging_bytes / 2**20:,.3g} MiB of device memory buffer blocks that prompts read"
+        )
+
+    def _decodes(self) -> str:
+        rates, moves = self.host.rates, self.host.moves_decodes
+        if rates is None:
+            return "decodes move them to the device" if moves else "decodes attend to them there"
+        link, host, device = (f"{each / 1e9:,.3g} GB/s" for each in rates)
+        return (
+            "each step's decodes attend to them there, or move them to the device where that is predicted to "
+            f"be faster (copied at {link}, attended to at {host} there, {device} on the device)"
         )
 
     def launch(

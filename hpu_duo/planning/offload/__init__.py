@@ -13,7 +13,6 @@ from hpu_duo.planning.offload.formula import (
     Policy,
 )
 from hpu_duo.planning.offload.machines import offload_model, on_hardware
-from hpu_duo.planning.offload.on_host import HostContextSizes
 from hpu_duo.planning.offload.search import Found, PolicySearch
 from hpu_duo.planning.offload.zigzag import ZigZag, spread
 
@@ -22,7 +21,6 @@ __all__ = [
     "T4",
     "Formula",
     "Found",
-    "HostContextSizes",
     "OffloadMachine",
     "OffloadModel",
     "OffloadWork",

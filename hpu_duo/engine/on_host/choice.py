@@ -3,9 +3,34 @@
 from __future__ import annotations
 
 import math
+from enum import Enum
 from typing import NamedTuple
 
 _FLOAT32 = 4
+
+
+class HostDecodes(Enum):
+    """The place where decodes attend to blocks of the host."""
+
+    AUTO = "auto"
+    """Either, whichever is predicted to be faster in a step."""
+    ATTEND = "attend"
+    """There; queries and triples cross the link."""
+    MOVE = "move"
+    """On the device, to which they are copied in each step."""
+
+
+class HostRates(NamedTuple):
+    """Bytes a second.
+
+    Attributes:
+        link: either way.
+        host, device: of keys and values that the host and the device attend to.
+    """
+
+    link: float
+    host: float
+    device: float
 
 
 class HostContextSizes(NamedTuple):
@@ -32,26 +57,14 @@ class HostContextSizes(NamedTuple):
         triples = vectors * (head_dim + 2) * _FLOAT32
         return cls(contexts, vectors * head_dim * dtype_bytes, triples, min(tile, contexts))
 
-    def attended(self, link: float, host: float) -> float:
-        """Seconds of attention on the host: queries there, the contexts read, triples back.
+    def attended(self, rates: HostRates) -> float:
+        """Seconds of attention on the host: queries there, the contexts read, triples back."""
+        return (self.queries + self.triples) / rates.link + self.contexts / rates.host
 
-        Args:
-            link: bytes a second, either way.
-            host: bytes of keys and values that the host attends to in a second.
-        """
-        return (self.queries + self.triples) / link + self.contexts / host
-
-    def moved(self, link: float, device: float) -> float:
-        """Seconds of copies to the device, which attends to each tile while the next one is copied.
-
-        Args:
-            device: bytes of keys and values that the device attends to in a second.
-        """
+    def moved(self, rates: HostRates) -> float:
+        """Seconds of copies to the device, which attends to each tile while the next one is copied."""
         if not self.contexts:
             return 0.0
         last = self.contexts - (math.ceil(self.contexts / self.tile) - 1) * self.tile
+        link, device = rates.link, rates.device
         return max(self.contexts / link + last / device, self.tile / link + self.contexts / device)
-
-    def pays(self, link: float, host: float, device: float) -> bool:
-        """Whether attention on the host is faster than moving the contexts."""
-        return self.attended(link, host) < self.moved(link, device)
