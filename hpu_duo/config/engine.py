@@ -102,8 +102,9 @@ class ModelConfig:
     )
     offload_policy: str | None = option(
         None,
-        "Where weights lie, in place of cpu_offload_gb: w_dev,w_host,100,0,100,0, percentages of layers on "
-        "device and host, the rest on the disk; keys, values and activations stay on the device.",
+        "Where weights, keys and values lie, in place of cpu_offload_gb: w_dev,w_host,kv_dev,kv_host,100,0, "
+        "percentages of layers on device and host, the rest on the disk, and of KV blocks on the device and "
+        "in cpu_attention.",
         ENGINE,
         metavar="POLICY",
         unset="all on the device",

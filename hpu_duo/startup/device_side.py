@@ -65,9 +65,9 @@ from hpu_duo.startup.offloading import (
     host_link,
     is_in_memory,
     link_bytes,
+    offload_placement,
     runner_of,
     streamed_layers,
-    weight_shares,
 )
 from hpu_duo.startup.tables import StepTables, plan_with_graphs
 from kernels_ref import Blocks, ChosenBlocks, Implementation, Owner, Rings, Softmax
@@ -109,7 +109,7 @@ class Place:
         runtime = runtime_for(device, lazy)
         backend = _backend(config, device, runtime)
         check_runner(config, device, backend.name)
-        weight_shares(config.model)  # refused before weights are read, as the next
+        offload_placement(config.model)  # refused before weights are read, as the next
         if not config.model.offloads_weights:
             return cls(device, runtime, backend)
         mover_for(runtime, device)

@@ -56,11 +56,12 @@ _SHARE = 4
 """At most one of so many blocks, and of so many snapshots, is reserved for transfers."""
 
 
-def weight_shares(model: ModelConfig) -> tuple[float, float, float] | None:
-    """Return the shares of layers on the device, the host and the disk; None without a policy.
+def offload_placement(model: ModelConfig) -> Placement | None:
+    """Return where weights, keys and values lie; None without a policy.
 
     Raises:
-        ValueError: the policy moves more than weights, or it needs a disk and none is given, or the reverse.
+        ValueError: the policy moves activations, or keys and values to a disk or all of them, or it needs a
+            disk and none is given, or the reverse.
     """
     if model.offload_policy is None:
         placement = Placement(1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0)
@@ -70,28 +71,52 @@ def weight_shares(model: ModelConfig) -> tuple[float, float, float] | None:
         )
     else:
         placement = Placement.parse(model.offload_policy)
-    if placement.kv_device < 1 or placement.activations_device < 1:
+    if placement.activations_device < 1 or placement.kv_disk > _ROUNDING or not placement.kv_device:
         raise ValueError(
-            "expected an offload_policy that ends with 100,0,100,0: keys, values and activations stay on the "
-            f"device, got {model.offload_policy!r}"
+            "expected an offload_policy that ends with 100,0,100,0, or with kv_dev,kv_host,100,0 that add up "
+            "to 100 for keys and values, with kv_dev above 0: new tokens and activations stay on the device, "
+            f"got {model.offload_policy!r}"
         )
     if (placement.weights_disk > _ROUNDING) != (model.offload_disk is not None):
         raise ValueError(
             "expected offload_disk with an offload_policy that leaves weights to the disk, and only then, "
             f"got offload_disk={model.offload_disk!r} and {100 * placement.weights_disk:g} % on the disk"
         )
-    return None if model.offload_policy is None else placement[:3]
+    return None if model.offload_policy is None else placement
+
+
+def with_kv_shares(config: EngineConfig) -> EngineConfig:
+    """Return a configuration whose device and host have the shares of blocks that ``offload_policy`` states.
+
+    ``cpu_attention`` is the share of the host, from which that of the device follows.
+
+    Raises:
+        ValueError: the host has a share and no ``cpu_attention``, or the device has a size of its own.
+    """
+    placement, cache = offload_placement(config.model), config.cache
+    if placement is None or not placement.kv_host:
+        return config
+    sizes = {"num_blocks": cache.num_blocks, "kv_cache_bytes": cache.kv_cache_bytes}
+    given = [f"{name}={value}" for name, value in sizes.items() if value is not None]
+    if cache.cpu_attention is None or given:
+        raise ValueError(
+            f"expected cpu_attention, the GiB of {100 * placement.kv_host:g} % of the keys and values, and "
+            f"neither num_blocks nor kv_cache_bytes with offload_policy={config.model.offload_policy!r}, got "
+            f"{', '.join((f'cpu_attention={cache.cpu_attention}', *given))}"
+        )
+    on_device = cache.cpu_attention * placement.kv_device / placement.kv_host
+    return replace(config, cache=replace(cache, kv_cache_bytes=int(on_device * _GIB)))
 
 
 def streamed_layers(
     model: ModelConfig, layers: Sequence[nn.Module]
 ) -> tuple[list[nn.Module], frozenset[int]]:
     """Return the layers whose weights leave the device, and the indices among them of those on the disk."""
-    shares = weight_shares(model)
-    if shares is None:
+    placement = offload_placement(model)
+    if placement is None:
         chosen = choose_layers(layers, model.cpu_offload_gb * _GIB) if model.cpu_offload_gb else []
         return chosen, frozenset()
-    homes = spread(shares, len(layers))
+    homes = spread(placement[:3], len(layers))
     on_disk = (place for place, home in enumerate(filter(None, homes)) if home == 2)
     return [layer for layer, home in zip(layers, homes) if home], frozenset(on_disk)
 

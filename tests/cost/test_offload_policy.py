@@ -233,6 +233,12 @@ def test_the_command_prints_the_policy_and_refuses_what_cannot_be() -> None:
     assert "4 rows x 2" in given.output
     options = "--offload-policy 25,75,100,0,100,0 --offload-num-batches 2 --max-num-seqs 8"
     assert options in " ".join(given.output.split())
+    on_host = ["--host-memory", "2", "--offload-policy", "100,0,40,60,100,0", "--batch"]
+    given = " ".join(run_command(*on_host, "4x1").output.split())
+    # In whole blocks of 128 tokens.
+    assert "--offload-policy 100,0,60,40,100,0 --cpu-attention 0.0034 --cpu-attention-mode move" in given
+    assert given.endswith("--no-enable-prefix-caching --max-num-seqs 4 (on a CPU)")
+    assert "several batches" in run_command(*on_host, "4x2").output
     planned = run_command("--host-memory", "2", "--offload-policy", "0,100,0,100,100,0", "--batch", "4x2")
     assert "planned only" in planned.output
     for options, message in (

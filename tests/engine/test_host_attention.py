@@ -126,6 +126,29 @@ def test_tokens_are_those_of_a_larger_device(tiny: Tiny, mode: str, options: dic
     assert chosen == ({False, True} if mode == "auto" else set())
 
 
+def test_shares_of_a_policy_are_those_of_device_and_host(tiny: Tiny) -> None:
+    """With weights of a layer on the host as well."""
+    first = load(tiny)
+    cache = first.engine_config.cache
+    sizes: dict[str, Any] = {
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 16,
+        "enable_prefix_caching": False,
+        "cpu_attention": cache.cpu_attention,
+        "offload_policy": "50,50,35,65,100,0",
+    }
+    model = tiny.load(**sizes)
+    host, limits = model.engine.scheduler.allocations.host, model.engine.scheduler.limits
+    assert host is not None
+    assert host.num_blocks == NUM_ON_HOST
+    # The device's share has a block for padding.
+    assert limits.num_blocks + 1 == round(NUM_ON_HOST * 35 / 65)
+    assert model.engine.runner.model.stream is not None
+    assert tokens_of(serve(model, PROMPTS, GREEDY)) == tokens_of(serve(first, PROMPTS, GREEDY))
+    with pytest.raises(ValueError, match=r"neither num_blocks nor kv_cache_bytes .* got .*num_blocks=12"):
+        tiny.load(**sizes, num_blocks=12)
+
+
 def test_a_decode_moves_queries_and_triples_only(tiny: Tiny) -> None:
     model = load(tiny)
     runner, engine = host_of(model), model.engine

@@ -224,13 +224,17 @@ def plan_offload(
         else:
             found, gains = search.judge(requests.offload_policy, *requests.sizes()), None
     if as_json:
-        typer.echo(json.dumps(_fields(found, gains, sizes, found_machine), indent=2))
+        typer.echo(json.dumps(_fields(found, gains, sizes, work, found_machine), indent=2))
     else:
-        _show(found, gains, sizes, found_machine)
+        _show(found, gains, sizes, work, found_machine)
 
 
 def _fields(
-    found: Found, gains: dict[str, float] | None, sizes: OffloadModel, machine: OffloadMachine
+    found: Found,
+    gains: dict[str, float] | None,
+    sizes: OffloadModel,
+    work: OffloadWork,
+    machine: OffloadMachine,
 ) -> dict[str, Any]:
     policy = found.policy
     return {
@@ -244,7 +248,7 @@ def _fields(
         "full": list(found.full),
         "peak_bytes": found.peak_bytes,
         "weight_bytes": _weight_bytes(policy.placement, sizes),
-        "serve_with": _serve_with(policy),
+        "serve_with": _serve_with(policy, sizes, work),
         "tokens_per_s_of_one_gib": gains,
         "model": asdict(sizes),
         "machine": {name: value if value < float("inf") else None for name, value in _numbers(machine)},
@@ -261,24 +265,45 @@ def _weight_bytes(placement: Placement, sizes: OffloadModel) -> dict[str, float]
     }
 
 
-def _serve_with(policy: Policy) -> str | None:
+def _serve_with(policy: Policy, sizes: OffloadModel, work: OffloadWork) -> str | None:
     """Return the options of an engine that executes a policy; None for one that is only planned."""
-    device, host, disk, kv, _, _, activations, _, _ = policy.placement
-    if kv < 1 or activations < 1:
+    device, host, disk, kv_device, kv_host, kv_disk, activations, _, _ = policy.placement
+    # Blocks on the host are those of whole requests, in steps that are not cut in groups.
+    attends_there = policy.num_batches == 1 and work.kv_share == 1 and kv_device and not kv_disk
+    if activations < 1 or (kv_device < 1 and not attends_there):
         return None
     has_disk = disk > 1e-4
     on_device = (math.floor if has_disk else round)(1e4 * device) / 100
     on_host = math.floor(1e4 * host) / 100 if has_disk else round(100 - on_device, 2)
-    folder = " --offload-disk DIR" if has_disk else ""
-    where = "" if on_device == 100 else f"--offload-policy {on_device:g},{on_host:g},100,0,100,0{folder} "
-    return f"{where}--offload-num-batches {policy.num_batches} --max-num-seqs {policy.num_rows}"
+    of_kv = round(100 * kv_device, 2)
+    options = []
+    if on_device < 100 or of_kv < 100:
+        options.append(
+            f"--offload-policy {on_device:g},{on_host:g},{of_kv:g},{round(100 - of_kv, 2):g},100,0"
+        )
+    if has_disk:
+        options.append("--offload-disk DIR")
+    if of_kv < 100:
+        kv_bytes = kv_host * policy.num_rows * work.stored_end * sizes.kv_bytes * sizes.num_layers
+        mode = "attend" if policy.host_attention else "move"
+        options.append(f"--cpu-attention {math.ceil(1e4 * kv_bytes / _GIB) / 1e4:g}")
+        options.append(f"--cpu-attention-mode {mode} --no-enable-prefix-caching")
+    else:
+        options.append(f"--offload-num-batches {policy.num_batches}")
+    return " ".join((*options, f"--max-num-seqs {policy.num_rows}"))
 
 
 def _numbers(machine: OffloadMachine) -> list[tuple[str, float]]:
     return [(name, value) for name, value in asdict(machine).items() if not isinstance(value, tuple)]
 
 
-def _show(found: Found, gains: dict[str, float] | None, sizes: OffloadModel, machine: OffloadMachine) -> None:
+def _show(
+    found: Found,
+    gains: dict[str, float] | None,
+    sizes: OffloadModel,
+    work: OffloadWork,
+    machine: OffloadMachine,
+) -> None:
     policy = found.policy
     where = "the host" if policy.host_attention else "the device"
     typer.echo(f"batches          {policy.batch_size} rows x {policy.num_batches}")
@@ -296,9 +321,13 @@ def _show(found: Found, gains: dict[str, float] | None, sizes: OffloadModel, mac
     typer.echo(f"memory           {used}")
     weights = _weight_bytes(policy.placement, sizes).items()
     typer.echo(f"weights          {', '.join(f'{name} {show_bytes(size)}' for name, size in weights)}")
-    given = _serve_with(policy)
-    how = "planned only: keys, values or activations outside the device"
-    typer.echo(f"serve with       {how if given is None else f'{given}   (on a CPU or GPU)'}")
+    given = _serve_with(policy, sizes, work)
+    how = (
+        "planned only: activations outside the device, keys and values on the disk, or on the host with "
+        "several batches, a KV budget or none on the device"
+    )
+    device = "on a CPU" if policy.placement.kv_device < 1 else "on a CPU or GPU"
+    typer.echo(f"serve with       {how if given is None else f'{given}   ({device})'}")
     if gains is not None:
         more = ", ".join(f"{name} {gain:+,.2f}" for name, gain in gains.items())
         typer.echo(f"tokens/s gained by one GiB more: {more}")
