@@ -61,7 +61,9 @@ class Resolved:
         promoted_bytes: bytes of the blocks of these heads, beyond those of their rings.
         token_bytes: bytes of one more token in the blocks of all layers, scales included; 0 without blocks.
         weights: formats of linear layers whose weights stay codes, with their kernels; "plain" if none does.
-        weight_bytes: of all weights in memory.
+        weight_bytes: of all weights.
+        device_weight_bytes, host_weight_bytes, disk_weight_bytes: of these by where they lie; the device's
+            with buffers through which the others pass.
         kv_bytes, graph_bytes: memory of the stores, those of a draft model included, and memory set aside
             for graphs.
     """
@@ -89,6 +91,9 @@ class Resolved:
     token_bytes: int
     weights: str
     weight_bytes: int
+    device_weight_bytes: int
+    host_weight_bytes: int
+    disk_weight_bytes: int
     kv_bytes: int
     graph_bytes: int
 
@@ -104,6 +109,10 @@ class Resolved:
         graphs, specs = runner.graphs, runner.model.specs
         dtype = name_of(runner.model.model.dtype)
         weights, weight_bytes = weights_of(runner.model.model)
+        stream = runner.model.stream
+        on_host, on_disk, in_buffers = (
+            (0, 0, 0) if stream is None else (stream.num_bytes, stream.disk_bytes, stream.buffer_bytes)
+        )
         return cls(
             device=str(runner.device),
             dtype=dtype,
@@ -128,6 +137,9 @@ class Resolved:
             token_bytes=runner.store.plan.block_bytes // runner.store.plan.block_size,
             weights=weights,
             weight_bytes=weight_bytes,
+            device_weight_bytes=weight_bytes - on_host - on_disk + in_buffers,
+            host_weight_bytes=on_host,
+            disk_weight_bytes=on_disk,
             kv_bytes=_store_bytes(runner),
             graph_bytes=runner.store.plan.graph_bytes,
         )

@@ -315,9 +315,10 @@ class Deployment:
     def bucket_seconds(self, bucket: BatchShape) -> Prediction:
         """Predicted seconds of a step in ``bucket``."""
         serving = self.serving
-        return Prediction.of(
+        computed = Prediction.of(
             self.engine_work.of(bucket), serving.hardware, serving.num_devices, self.error_factor
         )
+        return computed.at_least(serving.streaming_s(self.model))
 
     @property
     def error_factor(self) -> float:

@@ -295,6 +295,11 @@ class ModelSize:
         rest = (self.head_params + self.other_params) * Format.BF16.num_bytes
         return round(in_layers * weights.num_bytes + scales + rest)
 
+    def layer_bytes(self, weights: Format) -> float:
+        """Bytes of the weights of a layer in the mean; embedding table, output head and norms are in none."""
+        rest = (self.head_params + self.other_params) * Format.BF16.num_bytes
+        return max(0.0, self.weight_bytes(weights) - rest) / self.num_layers
+
     @cached_property
     def num_full_kv_heads(self) -> int:
         """KV heads stored by layers without a sliding window: those that a head pattern can let stream."""

@@ -52,6 +52,10 @@ class Prediction:
         values = [(each.value, each.low, each.high) for each in parts]
         return cls(*(sum(column) for column in zip(*values)))
 
+    def at_least(self, seconds: float) -> Prediction:
+        """Return the time of what waits for something else that takes so long."""
+        return Prediction(*(max(each, seconds) for each in (self.value, self.low, self.high)))
+
     def rate(self, num: int) -> Prediction:
         """Return the rate, per second, of ``num`` items in this total time."""
         return Prediction(num / self.value, num / self.high, num / self.low)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from hpu_duo.config.engine import ParallelConfig
 from hpu_duo.config.limits import (
@@ -15,6 +16,7 @@ from hpu_duo.config.limits import (
 )
 from hpu_duo.heads import HeadPattern
 from hpu_duo.kv.plan import ring_slack
+from hpu_duo.modeling.weight_stream import buffer_numbers
 from hpu_duo.planning.kept import KeptByHeads
 from hpu_duo.planning.model import Format, Hardware, ModelSize
 from hpu_duo.planning.work import kernels_of
@@ -22,6 +24,38 @@ from kernels_ref import Implementation
 from kernels_ref.chunks import ChunkBounds
 
 _GIB = 1 << 30
+
+
+class OffloadedLayers(NamedTuple):
+    """Layers whose weights lie on the host or on a disk, and pass through buffers of each device.
+
+    Attributes:
+        num_host, num_disk: layers.
+        num_ahead: layers that are copied ahead of the one in use; see ``buffer_numbers``.
+        link: bytes a second from the host to each device.
+        disk_rate: bytes a second from the disk, for all devices together.
+    """
+
+    num_host: int
+    num_disk: int
+    num_ahead: int
+    link: float
+    disk_rate: float
+
+    @property
+    def number(self) -> int:
+        """Layers that lie elsewhere."""
+        return self.num_host + self.num_disk
+
+    @property
+    def num_buffers(self) -> int:
+        """Layers that each device has room for."""
+        return max(buffer_numbers(self.number, self.num_ahead)) + 1
+
+    def seconds(self, layer_bytes: float, num_devices: int) -> float:
+        """Seconds in which all of them pass once, ``num_devices`` parts of each beside each other."""
+        copied = self.number * layer_bytes / num_devices / self.link
+        return max(copied, self.num_disk * layer_bytes / self.disk_rate)
 
 
 @dataclass(frozen=True)
@@ -50,6 +84,7 @@ class Serving:
         max_chunk_rows: prompts that may continue with several tokens in the same step.
         kept: what streaming heads store instead of rings, or, with a plan, all heads.
         draft: a model that drafts, or a layer that does, all of it on each device; None without.
+        offloaded: layers whose weights lie elsewhere; None = all are on the devices.
     """
 
     hardware: Hardware
@@ -73,6 +108,7 @@ class Serving:
     max_chunk_rows: int = SchedulerConfig.max_chunk_rows
     kept: KeptByHeads | None = None
     draft: ModelSize | None = None
+    offloaded: OffloadedLayers | None = None
 
     def __post_init__(self) -> None:
         self.hardware.check_devices(self.num_devices)
@@ -120,12 +156,31 @@ class Serving:
     def not_served(self) -> tuple[str, ...]:
         """Names of what is priced and cannot be run by the engine of this version."""
         # A Gaudi multiplies no int8: the engine makes such weights bf16 when they load.
-        return ("int8 weights",) if self.weights is Format.INT8 else ()
+        int8 = ("int8 weights",) if self.weights is Format.INT8 else ()
+        return int8 if self.offloaded is None else (*int8, "weights on the host or a disk on HPU")
 
     def weight_bytes(self, model: ModelSize) -> int:
-        """Bytes of weights on all devices together, of what drafts too."""
+        """Bytes of weights on all devices together, of what drafts and buffers of offloaded layers too."""
+        return self.weights_by_place(model)["device"]
+
+    def weights_by_place(self, model: ModelSize) -> dict[str, int]:
+        """Bytes of weights on all devices together, on the host and on a disk; see ``weight_bytes``."""
         own = 0 if self.draft is None else self.draft.weight_bytes(Format.BF16)
-        return model.weight_bytes(self.weights) + self.num_devices * own
+        device = model.weight_bytes(self.weights) + self.num_devices * own
+        if (away := self.offloaded) is None:
+            return {"device": device, "host": 0, "disk": 0}
+        layer = model.layer_bytes(self.weights)
+        return {
+            "device": device - round((away.number - away.num_buffers) * layer),
+            "host": round(away.num_host * layer),
+            "disk": round(away.num_disk * layer),
+        }
+
+    def streaming_s(self, model: ModelSize) -> float:
+        """Seconds in which offloaded layers pass once, which no step is faster than."""
+        if self.offloaded is None:
+            return 0.0
+        return self.offloaded.seconds(model.layer_bytes(self.weights), self.num_devices)
 
     @property
     def of_draft(self) -> Serving:
@@ -139,6 +194,7 @@ class Serving:
             pattern=None,
             kept=None,
             draft=None,
+            offloaded=None,
         )
 
     def kv_budget_bytes(self, model: ModelSize) -> int:

@@ -351,3 +351,24 @@ def test_capacity_has_the_host_and_the_disk(hpu_duo: Run) -> None:
     assert host["seconds_back"] == pytest.approx(num_bytes / 1e9)
     assert disk["seconds_back"] == pytest.approx(num_bytes * 3 / 1e9)
     assert (host["binds"], disk["binds"]) == ("link", "disk")
+
+
+def test_capacity_has_weights_on_the_host_and_the_disk(hpu_duo: Run) -> None:
+    words = "--sparsity", "0", "--kv-cache-dtype", "bf16", "--context", "512", "--link", "1MB/s"
+    policy = "--offload-policy", "0,50,100,0,100,0"
+    reports = [json.loads(hpu_duo(*words, *each, "--json").stdout) for each in ((), policy)]
+    plain, away = (report["model"]["weight_bytes_of"] for report in reports)
+    # Of 32 layers, two pass through buffers.
+    layers = (plain["device"] - away["device"]) * 32 / 30
+    assert plain["host"] == plain["disk"] == 0
+    assert away["host"] == pytest.approx(layers / 2)
+    assert away["disk"] == pytest.approx(layers / 2)
+    assert reports[1]["kv_cache_bytes"] > reports[0]["kv_cache_bytes"]
+    [slow] = reports[1]["capacities"][0]["points"]
+    # All layers pass through the link in each step.
+    assert 1 / slow["tokens_per_s_alone"] == pytest.approx(layers / 1e6, rel=1e-3)
+    printed = hpu_duo(*words, *policy).stdout
+    assert "weights on" in printed
+    assert "this version does not run weights on the host or a disk on HPU" in " ".join(printed.split())
+    refused = hpu_duo(*words, "--offload-policy", "50,50,50,50,100,0")
+    assert "of weights only" in " ".join(refused.stderr.split())

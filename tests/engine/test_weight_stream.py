@@ -76,6 +76,11 @@ def test_tokens_are_those_of_resident_weights_from_a_disk(
     stream, layer_bytes = stream_of(model), weight_bytes(deep.model.model.layers[0])
     assert stream.num_bytes == pytest.approx(num_host * layer_bytes, rel=0.01)
     assert stream.disk_bytes == pytest.approx(num_disk * layer_bytes, rel=0.01)
+    resolved = model.stats().resolved
+    assert (resolved.host_weight_bytes, resolved.disk_weight_bytes) == (stream.num_bytes, stream.disk_bytes)
+    # Three buffers, since two do not divide three or five layers.
+    on_device = resolved.weight_bytes - (num_host + num_disk - 3) * layer_bytes
+    assert resolved.device_weight_bytes == pytest.approx(on_device, rel=0.01)
     assert not list((tmp_path / "new").iterdir())  # files have no names
     assert any(f"{num_host} layers" in note and f"of {num_disk}," in note for note in model.stats().notes)
 

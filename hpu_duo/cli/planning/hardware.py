@@ -79,10 +79,12 @@ def report_fields(model: ModelSize, serving: Serving, found: list[Capacity]) -> 
             "name": model.name,
             "num_params": model.num_params,
             "weight_bytes": model.weight_bytes(serving.weights),
+            "weight_bytes_of": serving.weights_by_place(model),
             "max_positions": model.max_positions,
         },
         "serving": {
             **asdict(replace(serving, pattern=None, kept=None, draft=None)),
+            "offloaded": None if serving.offloaded is None else serving.offloaded._asdict(),
             "draft": None if serving.draft is None else serving.draft.name,
             "kept": None if serving.kept is None else serving.kept.name,
             "hardware": hardware,

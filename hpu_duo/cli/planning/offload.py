@@ -1,20 +1,24 @@
-"""Columns of ``hpu-duo capacity`` and ``plan`` for requests on the host and on disk."""
+"""Columns of ``hpu-duo capacity`` and ``plan`` for requests and weights on the host and on disk."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from hpu_duo.cli.options import option_in
+from hpu_duo.cli.options import of_setting, option_in
 from hpu_duo.cli.terminal import parse_rate
+from hpu_duo.config.engine import ModelConfig
 
 if TYPE_CHECKING:
-    from hpu_duo.planning import Capacity, CapacityPoint
+    from hpu_duo.planning import Capacity, CapacityPoint, ModelSize, Serving
+    from hpu_duo.planning.serving import OffloadedLayers
 
-_option = option_in("Offloading")
+_PANEL = "Offloading"
+_option = option_in(_PANEL)
 _GIB = 1 << 30
+_OF_WEIGHTS = ("cpu_offload_gb", "offload_policy", "offload_prefetch_step")
 
 
 class Tier(NamedTuple):
@@ -81,7 +85,7 @@ def add_fields(fields: dict[str, Any], tiers: Sequence[Tier], found: Sequence[Ca
 
 @dataclass(frozen=True)
 class TierOptions:
-    """Options of tiers behind the devices."""
+    """Options of what lies behind the devices."""
 
     kv_offloading_size: Annotated[
         float | None, _option("GiB of host memory for keys and values.", metavar="GIB", show_default="none")
@@ -96,14 +100,51 @@ class TierOptions:
         str, _option("Bytes a second that the disk is read with; doctor --rates measures.", metavar="RATE")
     ] = "3GB/s"
 
+    cpu_offload_gb: Annotated[float, of_setting("cpu_offload_gb", panel=_PANEL)] = 0.0
+    offload_policy: Annotated[str | None, of_setting("offload_policy", panel=_PANEL)] = None
+    offload_prefetch_step: Annotated[int, of_setting("offload_prefetch_step", panel=_PANEL)] = 1
+
+    def serving(self, model: ModelSize, serving: Serving) -> Serving:
+        """Return the devices with the weights of some layers elsewhere.
+
+        Raises:
+            ValueError: the policy places something else than weights, or an option is out of range.
+        """
+        # Options of an engine are checked as the engine checks them.
+        ModelConfig(path="", **{name: getattr(self, name) for name in _OF_WEIGHTS})
+        away = self._layers(model, serving)
+        return replace(serving, offloaded=away) if away.number else serving
+
+    def _layers(self, model: ModelSize, serving: Serving) -> OffloadedLayers:
+        from hpu_duo.planning.offload import Placement, spread
+        from hpu_duo.planning.serving import OffloadedLayers
+
+        num_layers, rates = model.num_layers, (self.offload_prefetch_step, *self._rates())
+        if self.offload_policy is None:
+            asked = self.cpu_offload_gb * _GIB * serving.num_devices
+            needed = math.ceil(asked / max(1.0, model.layer_bytes(serving.weights)))
+            return OffloadedLayers(min(num_layers, needed), 0, *rates)
+        placement = Placement.parse(self.offload_policy)
+        if placement.kv_device < 1 or placement.activations_device < 1:
+            raise ValueError(
+                "expected an offload_policy that ends with 100,0,100,0, of weights only, got "
+                f"{self.offload_policy!r}"
+            )
+        homes = spread(placement[:3], num_layers)
+        return OffloadedLayers(homes.count(1), homes.count(2), *rates)
+
+    def _rates(self) -> tuple[float, float]:
+        """Bytes a second of the link of each device, and of the disk."""
+        return parse_rate("--link", self.link), parse_rate("--disk-rate", self.disk_rate)
+
     def tiers(self, num_devices: int) -> tuple[Tier, ...]:
         """Return the tiers of devices that share a model.
 
         Raises:
             ValueError: a size is not above 0, or a rate is none.
         """
-        link, disk = parse_rate("--link", self.link) * num_devices, parse_rate("--disk-rate", self.disk_rate)
-        found = []
+        link, disk = self._rates()
+        link, found = link * num_devices, []
         for name, size, byte_s, binds in (
             ("host", self.kv_offloading_size, 1 / link, "link"),
             ("disk", self.kv_offloading_disk_size, 1 / link + 1 / disk, "disk" if disk < link else "link"),

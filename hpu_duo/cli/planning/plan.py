@@ -229,6 +229,7 @@ def capacity(
         from hpu_duo.planning.read_model import read_model
 
         size = read_model(model)
+        serving = offloading.serving(size, serving)
         window, speculation = None, SchedulerConfig(speculative_config=speculative_config).speculation
         draft = read_draft(speculation, model)
         drafted_by = None
@@ -299,7 +300,7 @@ def plan(
 
         most_graphs, recorded = within.in_time().most_graphs, table.recorded()
         if hardware is not None:
-            setting = Setting.on(hardware, model, served, asked, kept, num_blocks, most_graphs)
+            setting = Setting.on(hardware, model, served, asked, kept, offloading, num_blocks, most_graphs)
             assert setting.serving is not None, "expected hardware"
             tiers = offloading.tiers(setting.serving.num_devices)
         else:
@@ -425,6 +426,8 @@ def _check_without_hardware(
         "--png": output.png,
         "--kv-offloading-size": offloading.kv_offloading_size,
         "--kv-offloading-disk-size": offloading.kv_offloading_disk_size,
+        "--cpu-offload-gb": offloading.cpu_offload_gb or None,
+        "--offload-policy": offloading.offload_policy,
         **dict.fromkeys(changed(kept), True),
     }
     for name, value in compared.items():

@@ -23,6 +23,7 @@ from graphs.planner import (
 )
 from graphs.table import PlannedPadding
 from hpu_duo.cli.planning.hardware import HardwareOptions
+from hpu_duo.cli.planning.offload import TierOptions
 from hpu_duo.config.engine import EngineConfig
 from hpu_duo.config.overrides import EngineOverrides
 from hpu_duo.planning.model import ModelSize
@@ -80,6 +81,7 @@ class Setting:
         served: HardwareOptions,
         asked: EngineOverrides,
         kept: EngineOverrides,
+        offloading: TierOptions,
         num_blocks: int | None,
         num_graphs: int,
     ) -> Setting:
@@ -102,7 +104,8 @@ class Setting:
                 "tables are planned without a model that drafts over stores of its own: expected another "
                 f"method of speculative_config, got {speculation.method!r}"
             )
-        serving = served.on(hardware, config.scheduler, config.cache.block_size, kept)
+        plain = served.on(hardware, config.scheduler, config.cache.block_size, kept)
+        serving = offloading.serving(size, plain)
         found = served.compare(size, serving, num_graphs)
         deployment = served.deployment(size, serving, config.scheduler.max_model_len or size.max_positions)
         limits, decode_len = step_limits(deployment), asked["decode_len"]

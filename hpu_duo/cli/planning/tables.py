@@ -101,6 +101,9 @@ def _memory_table(model: ModelSize, serving: Serving) -> Table:
         f"{model.num_params / 1e9:.2f}G parameters, {show_bytes(model.weight_bytes(serving.weights))} "
         f"({stored or serving.weights.value})",
     )
+    if serving.offloaded is not None:
+        places = serving.weights_by_place(model).items()
+        table.add_row("weights on", ", ".join(f"{name} {show_bytes(size)}" for name, size in places))
     table.add_row("KV cache", show_bytes(serving.kv_budget_bytes(model)))
     kept = f"keep {serving.sink} first and {serving.recent} newest tokens of each request"
     if serving.kept is None:
