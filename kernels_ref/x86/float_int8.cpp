@@ -221,6 +221,69 @@ void pass(const Job &job, const Part &part, int64_t row) {
     }
 }
 
+#if HPU_DUO_LANES == 8
+constexpr int kStreams = 4;      // panels that a few rows read side by side
+constexpr int64_t kFewRows = 4;
+
+// `MR` rows with kStreams panels, which a CPU fetches on its own, as sequential streams, faster than one whose lines are
+// prefetched. Of each panel, VECTORS vectors at a time meet the same few inputs.
+template <int MR, int VECTORS>
+__attribute__((noinline)) void few(const Job &job, int64_t row, int64_t panel) {
+  constexpr int kTurns = kVectors / VECTORS, NV = kStreams * VECTORS;
+  I sums[kTurns][MR][NV];
+  for (auto &turn_sums : sums)
+    for (auto &row_sums : turn_sums)
+      for (I &each : row_sums) each = Lanes::set(0);
+  for (int64_t first = 0; first < job.inputs; first += kDepth)
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int8_t *codes = job.codes(panel, first) + turn * VECTORS * Dot::kBytes;
+      const Item *x = job.rows.codes + row * job.inputs + first;
+      I sum[MR][NV];
+#pragma GCC unroll 4
+      for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
+        for (int n = 0; n < NV; ++n) sum[m][n] = sums[turn][m][n];
+      for (int input = 0; input < kDepth; input += kInputs, x += kInputs, codes += kStepBytes) {
+        Dot::W left[MR];
+#pragma GCC unroll 4
+        for (int m = 0; m < MR; ++m) left[m] = Dot::inputs(x + m * job.inputs);
+#pragma GCC unroll 8
+        for (int n = 0; n < NV; ++n) {
+          const auto right = Dot::weight(codes + n / VECTORS * job.inputs * kPanel + n % VECTORS * Dot::kBytes);
+#pragma GCC unroll 4
+          for (int m = 0; m < MR; ++m) sum[m][n] = Dot::add(sum[m][n], right, left[m]);
+        }
+      }
+#pragma GCC unroll 4
+      for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
+        for (int n = 0; n < NV; ++n) sums[turn][m][n] = sum[m][n];
+    }
+  for (int m = 0; m < MR; ++m)
+    for (int p = 0; p < kStreams; ++p)
+      for (int vector = 0; vector < kVectors; vector += kVectorsOfOutputs) {
+        const auto sum_of = [&](int v) { return sums[v / VECTORS][m][p * VECTORS + v % VECTORS]; };
+        const I both[2] = {sum_of(vector), sum_of(vector + 1)};
+        job.store(row + m, panel + p, vector / kVectorsOfOutputs * kLanes, Dot::outputs(both));
+      }
+}
+
+void few_rows(const Job &job, int64_t rows, int64_t panel) {
+  for_even_parts(rows, Dot::kRows, [&](int64_t row, int64_t count) {
+    switch (count) {
+      case 1: return few<1, 2>(job, row, panel);
+      case 2: return few<2, 1>(job, row, panel);
+      default: return few<Dot::kRows, 1>(job, row, panel);
+    }
+  });
+}
+#else
+constexpr int kStreams = 2;
+constexpr int64_t kFewRows = 0;
+
+void few_rows(const Job &, int64_t, int64_t) {}
+#endif
+
 template <int NV>
 void passes(const Job &job, const Part &part, int64_t rows) {
   constexpr int kMost = std::min(Dot::kRows, Dot::kMost / NV);
@@ -238,10 +301,11 @@ void passes(const Job &job, const Part &part, int64_t rows) {
   }
 }
 
-// A block of rows with a pair of panels, or the last one.
+// A block of rows with up to kStreams panels.
 void multiply_block(const Job &job, int64_t first, int64_t rows, int64_t panel, int num_panels) {
+  if (rows <= kFewRows && num_panels == kStreams) return few_rows(job, rows, panel);
   static thread_local Buffer<int> buffer;
-  const int64_t stride = 2 * kVectors * kLanes;
+  const int64_t stride = kStreams * kVectors * kLanes;
   int *sums = buffer.reserve(rows * stride);
   const int64_t step = rows <= Dot::kRows ? job.inputs : even_step(job.inputs, kPart, kDepth);
   for (int64_t input = 0; input < job.inputs; input += step)
@@ -270,20 +334,23 @@ void int8_linears(const Int8Inputs &in, const Int8Weight *weights, int64_t num_w
   const Rows rounded{codes.reserve(rows * in.inputs), scales.reserve(rows)};
   round_rows(in, rows, rounded, num_threads);
   std::vector<Job> jobs;
-  std::vector<int64_t> ends;  // pairs of panels up to the end of each weight
-  int64_t pairs = 0;
+  std::vector<int64_t> ends;  // units of panels up to the end of each weight
+  int64_t panels = 0, units = 0;
+  for (int64_t n = 0; n < num_weights; ++n) panels += divide_up(weights[n].outputs, kPanel);
+  // Unless threads would get unequal shares.
+  const int64_t unit_panels = rows <= kFewRows && panels >= 2 * kStreams * num_threads ? kStreams : 2;
   for (int64_t n = 0; n < num_weights; ++n) {
     jobs.push_back({rounded, weights[n], in.inputs, in.is_bfloat16});
-    ends.push_back(pairs += divide_up(weights[n].outputs, 2 * kPanel));
+    ends.push_back(units += divide_up(weights[n].outputs, unit_panels * kPanel));
   }
   const int64_t most = std::clamp<int64_t>(kRowItems / (in.inputs * (int64_t)sizeof(Item)), Dot::kRows, kRowBlock);
   const int64_t step = even_step(rows, most, Dot::kRows), blocks = divide_up(rows, step);
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
-  for (int64_t item = 0; item < blocks * pairs; ++item) {
-    const int64_t pair = item % pairs, first = item / pairs * step;
-    const size_t n = std::upper_bound(ends.begin(), ends.end(), pair) - ends.begin();
-    const int64_t panel = (pair - (n ? ends[n - 1] : 0)) * 2;
-    const int count = panel * kPanel + kPanel < weights[n].outputs ? 2 : 1;
+  for (int64_t item = 0; item < blocks * units; ++item) {
+    const int64_t unit = item % units, first = item / units * step;
+    const size_t n = std::upper_bound(ends.begin(), ends.end(), unit) - ends.begin();
+    const int64_t panel = (unit - (n ? ends[n - 1] : 0)) * unit_panels;
+    const int count = (int)std::min(unit_panels, divide_up(weights[n].outputs, kPanel) - panel);
     multiply_block(jobs[n], first, std::min(step, rows - first), panel, count);
   }
 }

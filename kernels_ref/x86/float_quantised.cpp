@@ -22,7 +22,7 @@ constexpr int kPanel = 32, kDepth = 32;
 constexpr int kPairItems = 2 * kPanel;                       // of a panel, for a pair of inputs
 constexpr int kPanelVectors = kPairItems / kLanes;           // for a pair of inputs, or four pairs in words
 constexpr bool kIsWide = Lanes::kRegisters == 32;
-constexpr int kFewStep = 4, kFewRows = kIsWide ? 8 : 4;      // rows for which codes are read into registers
+constexpr int kFewStep = 4;                                  // rows of a pass that reads codes into registers
 constexpr int kRowStep = 6;                                  // rows of a pass over widened codes,
 constexpr int kPassVectors = kIsWide ? 4 : 2;                // and its vectors
 constexpr int kPassItems = kPassVectors * kLanes;            // of those, for a pair of inputs
@@ -71,120 +71,135 @@ inline F values_of(const uint8_t *codes) {
   return kind == CodeKind::kInt8 ? Lanes::whole(Lanes::bytes(codes)) : Lanes::fp8(Lanes::bytes(codes));
 }
 
-// Adds the inputs of a step to the sums of `MR` rows: a pair, or four of nibbles.
+// Adds an input pair to the sums of `MR` rows with NV vectors.
+template <int MR, int NV, class Value>
+inline __attribute__((always_inline)) void add_pair(const float *x, int64_t stride, F (&sum)[MR][NV],
+                                                    const Value &value_of) {
+  F left[MR];
+#pragma GCC unroll 4
+  for (int m = 0; m < MR; ++m) left[m] = Lanes::pair(x + m * stride);
+#pragma GCC unroll 8
+  for (int n = 0; n < NV; ++n) {
+    const F value = value_of(n);
+#pragma GCC unroll 4
+    for (int m = 0; m < MR; ++m) sum[m][n] = Lanes::fma(value, left[m], sum[m][n]);
+  }
+}
+
+// Adds the inputs of a step: a pair, or four of nibbles.
 template <CodeKind kind, int MR, int NV>
 inline __attribute__((always_inline)) void add_step(const float *x, int64_t stride, const uint8_t *const (&from)[NV],
                                                     F (&sum)[MR][NV]) {
-  constexpr int kPairs = kind == CodeKind::kInt4 ? 4 : 1;
-  F left[MR][kPairs];
-#pragma GCC unroll 4
-  for (int m = 0; m < MR; ++m)
-#pragma GCC unroll 4
-    for (int pair = 0; pair < kPairs; ++pair) left[m][pair] = Lanes::pair(x + m * stride + 2 * pair);
+  if constexpr (kind == CodeKind::kInt4) {
+    I words[NV];
 #pragma GCC unroll 8
-  for (int n = 0; n < NV; ++n) {
-    if constexpr (kind == CodeKind::kInt4) {
-      const I words = Lanes::words(from[n]);
-      const auto add = [&](F value, int pair) {
-#pragma GCC unroll 4
-        for (int m = 0; m < MR; ++m) sum[m][n] = Lanes::fma(value, left[m][pair], sum[m][n]);
-      };
-      add(Lanes::nibble<0>(words), 0);
-      add(Lanes::nibble<1>(words), 1);
-      add(Lanes::nibble<2>(words), 2);
-      add(Lanes::nibble<3>(words), 3);
-    } else {
-      const F value = values_of<kind>(from[n]);
-#pragma GCC unroll 4
-      for (int m = 0; m < MR; ++m) sum[m][n] = Lanes::fma(value, left[m][0], sum[m][n]);
-    }
+    for (int n = 0; n < NV; ++n) words[n] = Lanes::words(from[n]);
+    add_pair(x, stride, sum, [&](int n) { return Lanes::nibble<0>(words[n]); });
+    add_pair(x + 2, stride, sum, [&](int n) { return Lanes::nibble<1>(words[n]); });
+    add_pair(x + 4, stride, sum, [&](int n) { return Lanes::nibble<2>(words[n]); });
+    add_pair(x + 6, stride, sum, [&](int n) { return Lanes::nibble<3>(words[n]); });
+  } else {
+    add_pair(x, stride, sum, [&](int n) { return values_of<kind>(from[n]); });
   }
 }
 
-// `MR` rows with NV vectors from one of a panel on, perhaps into the panel behind it.
-template <CodeKind kind, int MR, int NV>
-inline __attribute__((always_inline)) void few(const Job &job, int64_t row, int64_t panel, int vector) {
+// How a pass of `MR` rows reads codes. A CPU fetches several sequential streams on its own, faster than one whose lines
+// are prefetched, so eight lanes read several panels side by side. Nibbles, and fp8 for one row, are bound by the
+// instructions that widen them, and sixteen lanes have registers for a whole panel: these prefetch.
+template <CodeKind kind, int MR>
+struct Reading {
+  static constexpr bool kPrefetches = kIsWide || kind == CodeKind::kInt4 || (kind == CodeKind::kFp8 && MR == 1);
+  static constexpr int kPanels = kPrefetches ? (kIsWide && MR == 1 ? 2 : 1) : MR == 4 ? 2 : 4;  // side by side
+  // Vectors whose sums are in registers, with the words of nibbles.
+  static constexpr int kVectors = kIsWide                  ? MR == 1 ? 8 : 4
+                                  : kind == CodeKind::kInt4 ? MR == 1 ? 4 : 2
+                                                            : MR == 1 ? 8 : MR == 4 ? 2 : 4;
+  static constexpr int64_t kInputs = kPrefetches ? 1 << 30 : kDepth;  // which all vectors of a panel meet in turn
+};
+
+// `MR` rows with neighbouring panels.
+template <CodeKind kind, int MR, int PANELS>
+__attribute__((noinline)) void few(const Job &job, int64_t row, int64_t panel) {
+  using Way = Reading<kind, MR>;
   constexpr int kStep = kind == CodeKind::kInt4 ? 8 : 2, kItem = kind == CodeKind::kInt4 ? 2 : 1;
-  constexpr int kStepBytes = kPairItems * kItem;
-  F total[MR][NV / 2];
-  for (auto &each : total)
-    for (auto &sums : each) sums = Lanes::set(0.0f);
+  constexpr int kStepBytes = kPairItems * kItem, kVectors = Way::kVectors;
+  constexpr int kTurn = std::min(kVectors / PANELS, kPanelVectors), kTurns = kPanelVectors / kTurn;  // of each panel
+  constexpr int NV = kTurn * PANELS;
+  const int64_t panel_bytes = job.inputs / 2 * job.bytes_per_pair();
+  F total[MR][PANELS][kPanelVectors / 2];
+  for (auto &row_totals : total)
+    for (auto &panel_totals : row_totals)
+      for (F &each : panel_totals) each = Lanes::set(0.0f);
   for (int64_t group = 0; group < job.weight.groups; ++group) {
     const int64_t begin = group * job.weight.group, end = std::min(begin + job.weight.group, job.inputs);
-    F sum[MR][NV];
+    F sums[kTurns][MR][NV];
+    for (auto &turn_sums : sums)
+      for (auto &row_sums : turn_sums)
+        for (F &each : row_sums) each = Lanes::set(0.0f);
+    for (int64_t first = begin; first < end; first += Way::kInputs) {
+      const int64_t last = std::min(first + Way::kInputs, end);
+      for (int turn = 0; turn < kTurns; ++turn) {
+        F sum[MR][NV];
 #pragma GCC unroll 4
-    for (int m = 0; m < MR; ++m)
+        for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 8
-      for (int n = 0; n < NV; ++n) sum[m][n] = Lanes::set(0.0f);
-    const uint8_t *from[NV];
+          for (int n = 0; n < NV; ++n) sum[m][n] = sums[turn][m][n];
+        const uint8_t *from[NV];
 #pragma GCC unroll 8
-    for (int n = 0; n < NV; ++n)
-      from[n] = job.codes(panel + (vector + n) / kPanelVectors, begin) + (vector + n) % kPanelVectors * kLanes * kItem;
-    const float *x = job.x + row * job.inputs + begin;
-    for (int64_t input = begin; input < end; input += kStep, x += kStep) {
+        for (int n = 0; n < NV; ++n)
+          from[n] = job.codes(panel, first) + n / kTurn * panel_bytes + (turn * kTurn + n % kTurn) * kLanes * kItem;
+        const float *x = job.x + row * job.inputs + first;
+        for (int64_t input = first; input < last; input += kStep, x += kStep) {
+          if (Way::kPrefetches && turn == 0)
 #pragma GCC unroll 8
-      for (int n = 0; n < NV; n += kPanelVectors / kItem) __builtin_prefetch(from[n] + 2048, 0, 3);
-      add_step<kind, MR, NV>(x, job.inputs, from, sum);
+            for (int n = 0; n < NV; n += kTurn)
+#pragma GCC unroll 2
+              for (int line = 0; line < kStepBytes; line += kLine) __builtin_prefetch(from[n] + 2048 + line, 0, 3);
+          add_step<kind, MR, NV>(x, job.inputs, from, sum);
 #pragma GCC unroll 8
-      for (int n = 0; n < NV; ++n) from[n] += kStepBytes;
-    }
+          for (int n = 0; n < NV; ++n) from[n] += kStepBytes;
+        }
 #pragma GCC unroll 4
-    for (int m = 0; m < MR; ++m)
-#pragma GCC unroll 4
-      for (int n = 0; n < NV / 2; ++n) {
-        const int column = (vector / 2 + n) * kLanes;
-        total[m][n] = job.scaled(row + m, panel + column / kPanel, group, column % kPanel,
-                                 Lanes::sum_of_pairs(sum[m][2 * n], sum[m][2 * n + 1]), total[m][n]);
+        for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
+          for (int n = 0; n < NV; ++n) sums[turn][m][n] = sum[m][n];
       }
+    }
+    for (int m = 0; m < MR; ++m)
+      for (int p = 0; p < PANELS; ++p)
+        for (int n = 0; n < kPanelVectors; n += 2) {
+          const auto sum_of = [&](int vector) { return sums[vector / kTurn][m][p * kTurn + vector % kTurn]; };
+          total[m][p][n / 2] = job.scaled(row + m, panel + p, group, n / 2 * kLanes,
+                                          Lanes::sum_of_pairs(sum_of(n), sum_of(n + 1)), total[m][p][n / 2]);
+        }
   }
-#pragma GCC unroll 4
   for (int m = 0; m < MR; ++m)
-#pragma GCC unroll 4
-    for (int n = 0; n < NV / 2; ++n) {
-      const int column = (vector / 2 + n) * kLanes;
-      job.store(row + m, panel + column / kPanel, column % kPanel, total[m][n]);
-    }
+    for (int p = 0; p < PANELS; ++p)
+      for (int n = 0; n < kPanelVectors / 2; ++n) job.store(row + m, panel + p, n * kLanes, total[m][p][n]);
 }
 
-template <int MR, int NV>
-void few_of(const Job &job, int64_t row, int64_t panel, int vector) {
-  switch (job.weight.kind) {
-    case CodeKind::kInt8: return few<CodeKind::kInt8, MR, NV>(job, row, panel, vector);
-    case CodeKind::kFp8: return few<CodeKind::kFp8, MR, NV>(job, row, panel, vector);
-    default: return few<CodeKind::kInt4, MR, NV>(job, row, panel, vector);
-  }
+template <CodeKind kind, int MR>
+void few_panels(const Job &job, int64_t row, int64_t panel, int num_panels) {
+  constexpr int kPanels = Reading<kind, MR>::kPanels;
+  for (; num_panels >= kPanels; num_panels -= kPanels, panel += kPanels) few<kind, MR, kPanels>(job, row, panel);
+  for (; num_panels > 0; --num_panels, ++panel) few<kind, MR, 1>(job, row, panel);
 }
 
-template <int NV>
-void few_at(const Job &job, int64_t row, int64_t rows, int64_t panel, int vector) {
-  switch (rows) {
-    case 1: return few_of<1, NV>(job, row, panel, vector);
-    case 2: return few_of<2, NV>(job, row, panel, vector);
-    case 3: return few_of<3, NV>(job, row, panel, vector);
-    default: return few_of<4, NV>(job, row, panel, vector);
-  }
-}
-
-// A few rows with a pair of panels, or the last panel.
+// A few rows with neighbouring panels.
+template <CodeKind kind>
 void few_rows(const Job &job, int64_t rows, int64_t panel, int num_panels) {
-  const int vectors = num_panels * kPanelVectors;
-  const int64_t step = even_step(rows, kFewStep, 1);
-  for (int vector = 0; vector < vectors;) {
-    const int64_t first = panel + vector / kPanelVectors;
-    const int within = vector % kPanelVectors;
-    // Eight sums hide the time that a product takes, and those of four rows fill the registers of eight lanes.
-    const int together = rows == 1 && vectors - vector >= 8 ? 8 : step == 4 && !kIsWide ? 2 : 4;
-    for (int64_t row = 0; row < rows; row += step) {
-      const int64_t count = std::min(step, rows - row);
-      switch (together) {
-        case 8: few_of<1, 8>(job, row, first, within); break;
-        case 4: few_at<4>(job, row, count, first, within); break;
-        default: few_at<2>(job, row, count, first, within);
-      }
+  for_even_parts(rows, kFewStep, [&](int64_t row, int64_t count) {
+    switch (count) {
+      case 1: return few_panels<kind, 1>(job, row, panel, num_panels);
+      case 2: return few_panels<kind, 2>(job, row, panel, num_panels);
+      case 3: return few_panels<kind, 3>(job, row, panel, num_panels);
+      default: return few_panels<kind, kFewStep>(job, row, panel, num_panels);
     }
-    vector += together;
-  }
+  });
 }
+
+// Rows for which codes are read into registers.
+constexpr int most_few(CodeKind kind) { return kIsWide || kind == CodeKind::kInt8 ? 2 * kFewStep : kFewStep; }
 
 // Some inputs of a block of rows, and of vectors of a panel.
 struct Part {
@@ -397,9 +412,12 @@ void quantised_linears(const float *x, const QuantisedWeight *weights, int64_t n
   if (!rows) return;
   const float *in_unit = nullptr;
   std::vector<Job> jobs;
-  std::vector<int64_t> ends;  // pairs of panels up to the end of each weight
+  std::vector<int64_t> ends;  // units of panels up to the end of each weight
   std::vector<std::vector<float>> sums(num_weights);
-  int64_t pairs = 0;
+  int64_t panels = 0, units = 0;
+  for (int64_t n = 0; n < num_weights; ++n) panels += divide_up(weights[n].outputs, kPanel);
+  // A few rows read four panels at a time, unless threads would get unequal shares.
+  const int64_t unit_panels = rows <= 2 * kFewStep && panels >= 8 * num_threads ? 4 : 2;
   for (int64_t n = 0; n < num_weights; ++n) {
     if (weights[n].zeros) {
       sums[n].resize(rows * weights[n].groups);
@@ -408,22 +426,25 @@ void quantised_linears(const float *x, const QuantisedWeight *weights, int64_t n
     const bool has_units = Lanes::nibble_unit(1) != 1.0f && weights[n].kind == CodeKind::kInt4;
     if (has_units && !in_unit) in_unit = in_units(x, rows * inputs);
     jobs.push_back({has_units ? in_unit : x, sums[n].data(), weights[n], inputs});
-    ends.push_back(pairs += divide_up(weights[n].outputs, 2 * kPanel));
+    ends.push_back(units += divide_up(weights[n].outputs, unit_panels * kPanel));
   }
-  const bool is_few = rows <= kFewRows;
-  const int64_t step = is_few ? rows : even_step(rows, kRowBlock, 6), blocks = divide_up(rows, step);
+  const int64_t step = even_step(rows, kRowBlock, 6), blocks = divide_up(rows, step);
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
     static thread_local Buffer<float> plain_buffer, unit_buffer;
     LaidOut plain(plain_buffer), in_units(unit_buffer);
 #pragma omp for schedule(static)
-    for (int64_t item = 0; item < blocks * pairs; ++item) {
-      const int64_t pair = item % pairs, first = item / pairs * step, count = std::min(step, rows - first);
-      const size_t n = std::upper_bound(ends.begin(), ends.end(), pair) - ends.begin();
-      const int64_t panel = (pair - (n ? ends[n - 1] : 0)) * 2;
-      const int num_panels = panel * kPanel + kPanel < weights[n].outputs ? 2 : 1;
-      if (is_few) {
-        few_rows(jobs[n], rows, panel, num_panels);
+    for (int64_t item = 0; item < blocks * units; ++item) {
+      const int64_t unit = item % units, first = item / units * step, count = std::min(step, rows - first);
+      const size_t n = std::upper_bound(ends.begin(), ends.end(), unit) - ends.begin();
+      const int64_t panel = (unit - (n ? ends[n - 1] : 0)) * unit_panels;
+      const int num_panels = (int)std::min(unit_panels, divide_up(weights[n].outputs, kPanel) - panel);
+      if (rows <= most_few(weights[n].kind)) {
+        switch (weights[n].kind) {
+          case CodeKind::kInt8: few_rows<CodeKind::kInt8>(jobs[n], rows, panel, num_panels); break;
+          case CodeKind::kFp8: few_rows<CodeKind::kFp8>(jobs[n], rows, panel, num_panels); break;
+          default: few_rows<CodeKind::kInt4>(jobs[n], rows, panel, num_panels);
+        }
         continue;
       }
       const float *left = (jobs[n].x == x ? plain : in_units).block(jobs[n].x, first, count, inputs);
