@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from typer.testing import CliRunner
+
+from hpu_duo.cli.app import app
 
 ROOT = Path(__file__).parent.parent
 CLI = (sys.executable, "-m", "hpu_duo.cli")
@@ -86,9 +89,9 @@ def sample(beginning: str) -> str:
     return found
 
 
-def printed(command: tuple[str, ...], cwd: Path = ROOT) -> tuple[int, str]:
+def printed(command: tuple[str, ...]) -> tuple[int, str]:
     """The exit status of a command and what it prints, masked."""
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     # Text goes to standard output and the closing table to standard error, which may have progress too.
     return done.returncode, masked(f"{done.stdout}\n{done.stderr}")
 
@@ -127,12 +130,15 @@ def test_a_sample_is_what_its_command_prints(beginning: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=[block.file for block in TRANSCRIPTS])
-def test_a_transcript_is_what_its_commands_print(tmp_path: Path, transcript: Block) -> None:
-    """All its commands, one after another, in one directory."""
+def test_a_transcript_is_what_its_commands_print(
+    tmp_path: Path, transcript: Block, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its commands, one after another, in one directory and one process."""
+    monkeypatch.chdir(tmp_path)
     for part in transcript.text.removeprefix("$ ").split("\n$ "):
         command, _, output = part.partition("\n")
         tool, *arguments = shlex.split(command)
         assert tool == "hpu-duo"
-        status, text = printed((*CLI, *arguments), tmp_path)
-        assert masked(output) in text
-        assert bool(status) == ("error:" in output)
+        done = CliRunner().invoke(app, arguments)
+        assert masked(output) in masked(f"{done.stdout}\n{done.stderr}")
+        assert bool(done.exit_code) == ("error:" in output)

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from typer.testing import CliRunner
+
+from hpu_duo.cli.app import app
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 GENERATE = (
@@ -66,8 +69,8 @@ def texts(output: str) -> list[object]:
 
 @pytest.mark.slow
 def test_ranks_of_two_launches_give_the_tokens_of_one() -> None:
-    command = [sys.executable, "-m", "hpu_duo.cli", *GENERATE, *PROMPTS]
-    alone = subprocess.run(command, capture_output=True, text=True, check=True)
+    alone = CliRunner().invoke(app, [*GENERATE, *PROMPTS])
+    assert alone.exit_code == 0, alone.stderr
     (code, output, told), (other_code, other_output, other_told) = two_machines()
     assert (code, other_code) == (0, 0), told + other_told
     assert texts(output) == texts(alone.stdout)

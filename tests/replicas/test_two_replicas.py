@@ -25,32 +25,29 @@ from tests.replicas.streams import texts_and_ends
 PROMPT = "The passkey for Joel is loom actor camel."
 PATIENCE_S = 240
 LIMITS = "--max-num-seqs 2 --max-model-len 2048 --num-blocks 40 --graphs eager"
-ASKED = {"prompt": PROMPT, "temperature": 0, "max_tokens": 300, "ignore_eos": True}
+ASKED = {"prompt": PROMPT, "temperature": 0, "max_tokens": 150, "ignore_eos": True}
 
 
 class Served:
     """Two replicas behind one address.
 
     Attributes:
-        url: of the address.
-        http: a client of it.
+        http: a client of the address.
     """
 
     def __init__(self, url: str) -> None:
-        self.url = url
         self.http = httpx.Client(base_url=url, timeout=PATIENCE_S)
 
     def replicas(self) -> list[dict[str, Any]]:
         """Statistics of each."""
-        with httpx.Client(base_url=self.url, timeout=PATIENCE_S) as other:
-            return list(other.get("/stats").json()["replicas"])
+        return list(self.http.get("/stats").json()["replicas"])
 
     def wait_until_ready(self) -> None:
         """Wait for all replicas."""
         deadline = time.monotonic() + PATIENCE_S
         while any(each["state"] != "ready" for each in self.replicas()):
             assert time.monotonic() < deadline
-            time.sleep(0.1)
+            time.sleep(0.5)
 
     def answer(self) -> str:
         """The text of an answer."""
@@ -131,7 +128,7 @@ def test_a_replica_of_two_ranks_that_loses_one_ends_and_comes_back_with_both() -
         deadline = time.monotonic() + PATIENCE_S
         while sum(each["num_restarts"] for each in served.replicas()) < 1:
             assert time.monotonic() < deadline
-            time.sleep(0.1)
+            time.sleep(0.5)
         served.wait_until_ready()
         assert served.answer() == whole
         now = [each["pid"] for each in served.replicas()]
