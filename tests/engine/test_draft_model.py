@@ -129,7 +129,7 @@ def test_each_rank_has_all_of_the_draft(tiny: Tiny) -> None:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.usefixtures("simulated_hpu")
+@pytest.mark.usefixtures("simulated_hpu", "default_buckets")
 def test_a_simulated_hpu_compiles_nothing_and_reads_once_a_step(tiny: Tiny, shallow: Path) -> None:
     expected = serve(tiny.load(), PROMPTS, SEEDED)
     drafting = load_drafting(tiny, shallow, device="hpu-sim", num_blocks=30)

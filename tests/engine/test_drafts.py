@@ -419,6 +419,7 @@ def test_recorded_steps_with_drafts_are_replayed(tiny: Tiny, tmp_path: Path) -> 
     ],
     ids=["sdpa", "replay", "hpu-sim", "two ranks"],
 )
+@pytest.mark.usefixtures("default_buckets")
 def test_however_steps_run_drafts_are_verified(tiny: Tiny, options: dict[str, Any]) -> None:
     plain, drafting = tiny.load(), tiny.load(decode_len=DECODE_LEN, **options)
     compare(plain, drafting, half, PARAMS["penalties"])

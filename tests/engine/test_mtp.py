@@ -290,7 +290,7 @@ def test_models_without_a_layer_that_can_draft_are_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("simulated_hpu")
+@pytest.mark.usefixtures("simulated_hpu", "default_buckets")
 def test_a_simulated_hpu_compiles_nothing_and_reads_once_a_step(mellum: Predicting) -> None:
     expected = serve(mellum.load(), PROMPTS, SEEDED)
     drafting = mellum.drafting(device="hpu-sim", num_blocks=30)

@@ -98,7 +98,7 @@ TABLE = BucketTable((BatchShape.parse("csu/q16/s32/u48/l4"),), StepCost())
         {"use": use, "use_and_fail": use_and_fail},
     ),
 )
-@pytest.mark.usefixtures("_no_garbage_collection")
+@pytest.mark.usefixtures("_no_garbage_collection", "default_buckets")
 def test_a_model_that_is_let_go_frees_its_memory_without_garbage_collection(
     tiny: Tiny, options: dict[str, Any], work: Callable[[HPUDuoModel], None]
 ) -> None:

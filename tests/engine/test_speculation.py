@@ -44,6 +44,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1,
         pytest.param(NGRAM, GREEDY, {"tensor_parallel_size": 2}, marks=EXHAUSTIVE),
     ],
 )
+@pytest.mark.usefixtures("default_buckets")
 def test_tokens_are_those_without_drafts(
     tiny: Tiny, config: dict[str, Any], params: SamplingParams, options: dict[str, Any]
 ) -> None:

@@ -56,7 +56,7 @@ def test_a_saved_context_has_latents(tmp_path: Path) -> None:
     assert prefixes.num_hit_tokens == len(prompt)
 
 
-@pytest.mark.usefixtures("simulated_hpu")
+@pytest.mark.usefixtures("simulated_hpu", "default_buckets")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", every(3, ["deepseek_v3", "minicpm3", "mimo_v2_flash"]))
 def test_a_simulated_hpu_forks_preempts_and_caches_prefixes_with_the_tokens_of_a_cpu(

@@ -76,7 +76,7 @@ def test_promoted_heads_see_the_whole_context(checkpoint: tuple[Any, Path]) -> N
         np.testing.assert_allclose(logits.numpy(), expected.numpy(), atol=1e-4, rtol=0)
 
 
-@pytest.mark.usefixtures("simulated_hpu")
+@pytest.mark.usefixtures("simulated_hpu", "default_buckets")
 def test_an_hpu_has_few_kinds_unless_more_are_asked_for(checkpoint: tuple[Any, Path]) -> None:
     served = load(checkpoint[1], device="hpu-sim", max_num_seqs=2)
     assert served.stats().resolved.num_layer_kinds == HPU_LAYER_KINDS

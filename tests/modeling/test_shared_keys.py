@@ -62,6 +62,7 @@ def shared(tmp_path: Path, name: str) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("default_buckets")
 def test_gemma3n_is_an_error_on_an_hpu_whose_graphs_cannot_read_the_host(tmp_path: Path) -> None:
     """Its MLPs copy a tensor of the host in each step."""
     shared(tmp_path, "Gemma3nTextConfig")

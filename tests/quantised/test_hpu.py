@@ -53,6 +53,7 @@ def test_what_no_operator_reads_does_not_fit() -> None:
     assert not fits(blocks, place), "scales of blocks, of which one has all inputs"
 
 
+@pytest.mark.usefixtures("default_buckets")
 @pytest.mark.parametrize(("name", "layers"), [("int4", 12), ("fp8", 14), ("int8", 0)])
 def test_codes_are_read_by_operators_on_the_simulated_device(name: str, layers: int, tmp_path: Path) -> None:
     save_random(make_config("LlamaConfig", **{**SIZES, "hidden_size": 128}), tmp_path)

@@ -9,7 +9,7 @@ from hpu_duo.lab import sim
 from tests.engine.tiny import PATTERN, Tiny
 from tests.sim.workload import LIMITS, Workload
 
-pytestmark = pytest.mark.usefixtures("simulated_hpu")
+pytestmark = pytest.mark.usefixtures("simulated_hpu", "default_buckets")
 
 
 @pytest.mark.slow

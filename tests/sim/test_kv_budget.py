@@ -11,7 +11,7 @@ from hpu_duo.lab import sim
 from tests.engine.tiny import PATTERN, Tiny
 from tests.sim.workload import LIMITS, Workload
 
-pytestmark = pytest.mark.usefixtures("simulated_hpu")
+pytestmark = pytest.mark.usefixtures("simulated_hpu", "default_buckets")
 
 
 WHOLE = {"kv_prompt": "whole", "kv_chunk": None, "max_num_batched_tokens": 67}

@@ -10,7 +10,7 @@ from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import BLOCK, prompts_of
 
-pytestmark = pytest.mark.usefixtures("simulated_hpu")
+pytestmark = pytest.mark.usefixtures("simulated_hpu", "default_buckets")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 TEXTS = prompts_of((2 * BLOCK + 3, 3 * BLOCK + 1, 3 * BLOCK), seed=9)

@@ -27,7 +27,7 @@ PROMPTS = prompts_of([1, 7, 20, 41], seed=3)
 
 
 @pytest.fixture
-def served(tiny: Tiny, simulated_hpu: sim.SimulatedHpu) -> HPUDuoModel:
+def served(tiny: Tiny, simulated_hpu: sim.SimulatedHpu, default_buckets: None) -> HPUDuoModel:
     return tiny.load(device="hpu-sim", pattern=PATTERN)
 
 

@@ -49,6 +49,7 @@ def load(tiny: Tiny, way: str, **options: Any) -> HPUDuoModel:
 def way(request: pytest.FixtureRequest) -> str:
     if request.param == "hpu-sim":
         request.getfixturevalue("simulated_hpu")
+        request.getfixturevalue("default_buckets")
     return str(request.param)
 
 
