@@ -18,6 +18,7 @@ from hpu_duo.config.engine import ModelConfig
 from hpu_duo.config.limits import CacheConfig
 from hpu_duo.device.runtime import DeviceRuntime, host_memory
 from hpu_duo.device.streams import CopiesAside
+from hpu_duo.engine.on_host.attention import planned_bytes
 from hpu_duo.engine.on_host.choice import HostDecodes
 from hpu_duo.engine.on_host.runner import HostRunner
 from hpu_duo.engine.stepper import Runner
@@ -260,7 +261,7 @@ class HostSlots(NamedTuple):
 def link_bytes(cache: CacheConfig, records: MemoryPlan, runtime: DeviceRuntime) -> int:
     """Return the bytes of the device that tiers allocate beside the stores.
 
-    These are buffers of a link, and blocks of ``cpu_attention``, which are in the memory of a CPU as well.
+    These are buffers of a link, or tiles and blocks of ``cpu_attention``; both are in the memory of a CPU.
 
     Args:
         records: stores of this rank, of whatever number of units.
@@ -269,7 +270,8 @@ def link_bytes(cache: CacheConfig, records: MemoryPlan, runtime: DeviceRuntime) 
         ValueError: ``cpu_attention`` is more than the free memory.
     """
     if cache.cpu_attention is not None:
-        needed, free = int(cache.cpu_attention * _GIB), runtime.free_bytes()
+        num_blocks = int(cache.cpu_attention * _GIB) // max(1, records.block_bytes)
+        needed, free = planned_bytes(records, num_blocks), runtime.free_bytes()
         if needed > free:
             raise ValueError(
                 f"expected cpu_attention within the free memory of the host, {free:,} bytes, got {needed:,} "

@@ -24,6 +24,7 @@ from hpu_duo.engine.on_host.attention import (
     HostRow,
     _like,
     check_specs,
+    planned_bytes,
 )
 from hpu_duo.engine.on_host.choice import HostContextSizes, HostRates
 from hpu_duo.engine.on_host.runner import HostRunner
@@ -241,7 +242,10 @@ def test_device_and_host_are_within_the_memory_of_the_machine(
     first = load(tiny)
     plan, on_host = first.engine.runner.store.plan, first.engine_config.cache.cpu_attention
     assert on_host is not None
-    free = plan.total_bytes + int(on_host * 2**30)
+    host = host_of(first).host
+    num_bytes = planned_bytes(plan, NUM_ON_HOST)
+    assert num_bytes == host.num_bytes + host.staging_bytes
+    free = plan.total_bytes + num_bytes
     monkeypatch.setattr(runtime, "host_memory", lambda: HostMemory(8 * free, free))
     few: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "enable_prefix_caching": False}
     tiny.load(**few, num_blocks=NUM_BLOCKS, cpu_attention=on_host)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
 from hpu_duo import HeadPattern
+from hpu_duo.engine import executor
+from hpu_duo.engine.zigzag import runner
 from hpu_duo.modeling.weight_stream import Weights, WeightStream, weight_bytes
 from hpu_duo.planning import Format
 from hpu_duo.planning.offload import FLEXGEN_T4, Formula, OffloadWork, Placement, ZigZag, offload_model
@@ -128,6 +134,82 @@ def test_time_is_that_of_the_schedule(deep: Tiny, num_batches: int, load_per_com
     placement = Placement(0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0)
     assert link.now - before == pytest.approx(ZigZag(formula, placement).run().decode_s, rel=0.01)
     assert link.num_bytes - moved == num_steps * stream.num_bytes
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of tensors that operators allocate, while they live.
+
+    Args:
+        counts: bytes that live, and the most that did; shared by the modes of several threads.
+    """
+
+    def __init__(self, counts: list[int]) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {each.untyped_storage()._cdata for each in tensors_in((args, kwargs))}
+        found = func(*args, **kwargs)
+        new = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors_in(found)}
+        for key in new.keys() - given:
+            self.counts[0] += new[key].nbytes()
+            self.counts[1] = max(self.counts)
+            weakref.finalize(new[key], self.gone, new[key].nbytes())
+        return found
+
+    def gone(self, num_bytes: int) -> None:
+        self.counts[0] -= num_bytes
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+
+
+def test_the_peak_of_a_step_is_within_the_planned_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside weights and stores, whose sizes are exact; a step that is not cut needs more than that."""
+    wide = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = LlamaConfig(**{**BASE, **wide, "head_dim": 64, "num_hidden_layers": NUM_LAYERS})
+    tiny, rows, prompt, num_groups = Tiny(tmp_path, save_random(config, tmp_path)), 4, 48, 4
+    counts, sizes = [0, 0], offload_model(read_model(tmp_path), Format.BF16, PLAIN)
+
+    def counted(step_of: Any) -> Any:
+        def make(*args: Any) -> Any:
+            step = step_of(*args)
+
+            def run(*inputs: Any) -> Any:
+                with Live(counts):
+                    return step(*inputs)
+
+            return run
+
+        return make
+
+    for module in (runner, executor):
+        monkeypatch.setattr(module, "bucket_step", counted(module.bucket_step))
+    peaks = {}
+    for num_batches in (1, num_groups):
+        most = {"max_num_seqs": rows * num_groups, "max_num_batched_tokens": rows * num_groups * prompt}
+        model = tiny.load(**most, graphs="eager", offload_num_batches=num_batches, attention="sdpa")
+        for each in prompts_of((prompt,) * rows * num_groups):
+            model.engine.add_request(each, replace(GREEDY, ignore_eos=True))
+        found = peaks[num_batches] = []
+        for _ in range(2):  # prompts, and a decode
+            counts[:] = 0, 0
+            model.engine.step()
+            found.append(counts[1])
+    formula = Formula(sizes, OffloadWork(prompt, 6), FLEXGEN_T4, rows, num_groups, False)
+    forms = formula.memory()["device"]
+    placed = formula.num_rows * formula.work.stored_end * sizes.kv_bytes * NUM_LAYERS
+    placed += sizes.resident_bytes + NUM_LAYERS * sizes.layer_bytes
+    on_device = [*Placement(1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0), 1.0]
+    # Planned in 16 bits, and computed in 32.
+    planned = [2 * (float(form @ on_device) - placed) for form in forms]
+    for measured, limit in zip(peaks[num_groups], planned):
+        assert 0 < measured <= limit
+    assert peaks[1][0] > planned[0]
 
 
 def test_a_failed_layer_ends_the_step_of_all_groups(deep: Tiny) -> None:

@@ -20,6 +20,7 @@ from bias_builders import NOWHERE, Leading
 from hpu_duo.engine.on_host.choice import HostContextSizes, HostRates
 from hpu_duo.engine.on_host.worker import Worker
 from hpu_duo.engine.step_plan import StepPlan
+from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.pool import CopyLists
 from hpu_duo.kv.store import reserved_zeros
 from hpu_duo.not_picklable import NotPicklable
@@ -164,8 +165,8 @@ class HostAttention(NotPicklable):
                     key = units.encoding, units.layout.num_heads
                     self._alike[(*key, spec.group_size)].append((number, place))
                     if key not in self._tiles:
-                        num_tile = max(1, min(num_blocks, TILE_BYTES // unit_bytes(units)))
-                        self._tiles[key] = _like(units, num_tile), _like(units, num_tile)
+                        size = _blocks_of_tile(num_blocks, unit_bytes(units))
+                        self._tiles[key] = _like(units, size), _like(units, size)
         self.num_bytes = sum(units.num_bytes for units in self._host.values())
         self.staging_bytes = sum(each.num_bytes for tiles in self._tiles.values() for each in tiles)
         self._now = _Attending()
@@ -394,6 +395,29 @@ def _fastest(work: Callable[[], None]) -> float:
         work()
         times.append(time.perf_counter() - began)
     return min(times)
+
+
+def planned_bytes(memory: MemoryPlan, num_blocks: int) -> int:
+    """Return the bytes of all blocks on the host, and of tiles on the device, as ``HostAttention`` has them.
+
+    Args:
+        memory: stores of the device, of whatever number of blocks.
+        num_blocks: blocks of the host.
+    """
+    tiles = {
+        (group.format, layer.head_dim, layer.value_dim, group.num_heads): layer.unit_bytes(
+            group, memory.dtype_bytes, memory.block_size
+        )
+        for layer in memory.layers
+        for group in layer.own_groups
+        if isinstance(group.kind, Blocks)
+    }
+    in_tiles = sum(2 * (_blocks_of_tile(num_blocks, size) + 1) * size for size in tiles.values())
+    return (num_blocks + 1) * memory.block_bytes + in_tiles
+
+
+def _blocks_of_tile(num_blocks: int, unit_bytes: int) -> int:
+    return max(1, min(num_blocks, TILE_BYTES // unit_bytes))
 
 
 def unit_bytes(units: KVUnits) -> int:
