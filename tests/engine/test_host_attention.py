@@ -17,6 +17,7 @@ from bias_builders import Window
 from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.device import runtime
 from hpu_duo.device.runtime import HostMemory
+from hpu_duo.engine.on_host import attention
 from hpu_duo.engine.on_host.attention import (
     TILE_BYTES,
     HostAttention,
@@ -150,7 +151,9 @@ def test_shares_of_a_policy_are_those_of_device_and_host(tiny: Tiny) -> None:
         tiny.load(**sizes, num_blocks=12)
 
 
-def test_a_decode_moves_queries_and_triples_only(tiny: Tiny) -> None:
+def test_a_decode_moves_queries_and_triples_only(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    built, tokens = list[Any](), attention._tokens
+    monkeypatch.setattr(attention, "_tokens", lambda rows, step: built.append(rows) or tokens(rows, step))
     model = load(tiny)
     runner, engine = host_of(model), model.engine
     for prompt in PROMPTS[:3]:
@@ -165,6 +168,7 @@ def test_a_decode_moves_queries_and_triples_only(tiny: Tiny) -> None:
         assert stats.used_host_blocks == held - stats.used_blocks
         assert stats.held_bytes == of_rows + held * model.engine.runner.store.plan.block_bytes
         running = [each for each in engine.scheduler._running if each.num_uncomputed_tokens == 1]
+        built.clear()
         engine.step()
         rows = sum(bool(each.host_blocks) for each in running)
         if running and all(each.finish_reason is None for each in running):
@@ -172,6 +176,7 @@ def test_a_decode_moves_queries_and_triples_only(tiny: Tiny) -> None:
             assert traffic.triples - before.triples == vectors * (dim + 2) * 4
             assert traffic.queries - before.queries == vectors * dim * 4
             num_steps += rows > 0
+            assert len(built) == (rows > 0)  # for all layers
     assert num_steps > 0
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -112,14 +112,38 @@ class HostTraffic:
     contexts: int = 0
 
 
-@dataclass(frozen=True)
 class _Attending:
-    """Rows that attend on the host in a step, and those whose blocks move to the device."""
+    """Rows that attend on the host in a step, and those whose blocks move to the device.
 
-    there: tuple[HostRow, ...] = ()
-    moved: tuple[HostRow, ...] = ()
-    owner: torch.Tensor = field(default_factory=lambda: _ints(0))
-    num_blocks: int = 0
+    What layers share is built once, at its first use.
+    """
+
+    def __init__(self, there: Sequence[HostRow] = (), moved: Sequence[HostRow] = ()) -> None:
+        self.there, self.moved = tuple(there), tuple(moved)
+        self.num_blocks = sum(len(row.blocks) for row in there)
+        self._indices: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._tiles = dict[int, list[tuple[HostRow, torch.Tensor]]]()
+
+    @cached_property
+    def owner(self) -> torch.Tensor:
+        """Entry of ``there`` whose block each block of the host is, or one that no row has, int32."""
+        owner = torch.full((max((max(row.blocks) for row in self.there), default=-1) + 1,), len(self.there))
+        for entry, row in enumerate(self.there):
+            owner[list(row.blocks)] = entry
+        return owner.to(torch.int32)
+
+    def indices(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Flat indices of the tokens of ``there``, and their places among those of all decode rows."""
+        if self._indices is None:
+            self._indices = _tokens(self.there, step), _places(self.there, step.decode_len)
+        return self._indices
+
+    def tiles(self, size: int) -> list[tuple[HostRow, torch.Tensor]]:
+        """Blocks of ``moved`` in tiles of at most ``size``, each with its row."""
+        if size not in self._tiles:
+            of_rows = ((row, torch.tensor(row.blocks).split(size)) for row in self.moved)
+            self._tiles[size] = [(row, blocks) for row, tiles in of_rows for blocks in tiles]
+        return self._tiles[size]
 
 
 class HostAttention(NotPicklable):
@@ -188,11 +212,7 @@ class HostAttention(NotPicklable):
         )
         moved = [row for row in context.rows if moves_decodes or not row.is_decode]
         there = [row for row in context.rows if row.is_decode and not moves_decodes]
-        owner = torch.full((max((max(row.blocks) for row in there), default=-1) + 1,), len(there))
-        for entry, row in enumerate(there):
-            owner[list(row.blocks)] = entry
-        total = sum(len(row.blocks) for row in there)
-        self._now = _Attending(tuple(there), tuple(moved), owner.to(torch.int32), total)
+        self._now = _Attending(there, moved)
 
     @torch.inference_mode()
     def measure(self, specs: Sequence[LayerSpec]) -> None:
@@ -279,8 +299,7 @@ class HostAttention(NotPicklable):
             return None
         there = None
         if now.there:
-            tokens = _tokens(now.there, step)
-            attend = partial(self._attend, now, self._host[key], inputs, tokens, step.decode_len)
+            attend = partial(self._attend, now, self._host[key], inputs, step)
             there = self.worker.begin(attend)
         moved = self._begin_tiles(key, run, inputs, step) if now.moved else None
 
@@ -289,16 +308,14 @@ class HostAttention(NotPicklable):
             if there is not None:
                 found = there()
                 of_rows = of_rows or _of_rows(inputs, step)
-                _put(of_rows, _places(now.there, step.decode_len), found)
+                _put(of_rows, now.indices(step)[1], found)
             return ElsewherePartials(of_tokens, of_rows)
 
         return join
 
-    def _attend(
-        self, now: _Attending, host: KVUnits, inputs: PartInputs, tokens: torch.Tensor, decode_len: int
-    ) -> Partial:
+    def _attend(self, now: _Attending, host: KVUnits, inputs: PartInputs, step: Step) -> Partial:
         """Attend on the host for decode rows: the triples of their tokens, ``[n * M, K, G, ...]``."""
-        worker = self.worker
+        worker, decode_len, tokens = self.worker, step.decode_len, now.indices(step)[0]
         num_bytes = len(tokens) * inputs.q[0].nbytes
         q = worker.move(num_bytes, lambda: inputs.q.index_select(0, tokens))
         self.traffic.queries += num_bytes
@@ -312,14 +329,12 @@ class HostAttention(NotPicklable):
         self, key: tuple[int, int], run: Kernels, inputs: PartInputs, step: Step
     ) -> Callable[[], tuple[Partial | None, Partial | None]]:
         """Begin to copy the blocks of rows to the device; returns what attends to them there."""
-        host, moved = self._host[key], self._now.moved
+        host = self._host[key]
         buffers = self._tiles[host.encoding, host.layout.num_heads]
-        size = buffers[0].layout.num_units - 1
-        begins = ((row, begin) for row in moved for begin in range(0, len(row.blocks), size))
-        tiles = [(row, row.blocks[begin : begin + size]) for row, begin in begins]
+        tiles = self._now.tiles(buffers[0].layout.num_units - 1)
 
         def copy(number: int) -> KVUnits:
-            units, blocks = buffers[number % 2], torch.tensor(tiles[number][1])
+            units, blocks = buffers[number % 2], tiles[number][1]
             num_bytes = len(blocks) * unit_bytes(host)
             self.worker.move(num_bytes, partial(_copy_units, host, units, blocks))
             self.traffic.contexts += num_bytes
