@@ -107,11 +107,12 @@ inline auto load_bytes(const uint8_t *from) {
 #endif
 }
 
+// Keys that meet G query heads at a time: the sums of eight lanes leave registers for two, or for four of one head.
+constexpr int keys_together(int group) { return kLanes == 16 || group == 1 ? 4 : 2; }
+
 // Sums over the lanes of as many vectors as there are lanes, which come some at a time.
 struct LaneSums {
 #if HPU_DUO_LANES == 16
-  static constexpr int kTogether = 4;
-
   // Of four vectors: quarters hold what a quarter adds to each of the sums.
   void put(int i, F a, F b, F c, F d) {
     const F ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
@@ -127,23 +128,18 @@ struct LaneSums {
 
   F four[4];
 #else
-  static constexpr int kTogether = 2;
-
-  void put(int i, F a, F b) {
-    one[i] = a;
-    one[i + 1] = b;
-  }
   F all() const { return Lanes::sums(one); }
 
   F one[kLanes];
 #endif
 
-  template <int G>
-  void put(int i, const F (&sum)[kTogether][G], int g) {
+  template <int N, int G>
+  void put(int i, const F (&sum)[N][G], int g) {
 #if HPU_DUO_LANES == 16
     put(i, sum[0][g], sum[1][g], sum[2][g], sum[3][g]);
 #else
-    put(i, sum[0][g], sum[1][g]);
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) one[i + n] = sum[n][g];
 #endif
   }
 };
@@ -233,35 +229,38 @@ struct Fp8Codes {
   static int second(int) { return kLanes; }
 
   static void load(const uint8_t *from, F &a, F &b) {
-    a = one(from);
-    b = one(from + kLanes);
+#if HPU_DUO_LANES == 16
+    a = _mm512_cvtph_ps(sixteen(from));
+    b = _mm512_cvtph_ps(sixteen(from + kLanes));
+#elif HPU_DUO_LANES == 8
+    const __m256i both = sixteen(from);
+    a = _mm256_cvtph_ps(_mm256_castsi256_si128(both));
+    b = _mm256_cvtph_ps(_mm256_extracti128_si256(both, 1));
+#else
+    a = Lanes::map([&](int i) { return one(from[i]); });
+    b = Lanes::map([&](int i) { return one(from[kLanes + i]); });
+#endif
   }
 
  private:
-  static F one(const uint8_t *from) {
-#if HPU_DUO_LANES == 16
+#if HPU_DUO_LANES
+  // As float16.
+  static __m256i sixteen(const uint8_t *from) {
     const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)from));
     const __m256i size = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
     const __m256i is_nan = _mm256_cmpeq_epi16(size, _mm256_set1_epi16(0x7f));
     const __m256i sign = _mm256_slli_epi16(_mm256_andnot_si256(_mm256_set1_epi16(0x7f), wide), 8);
-    return _mm512_cvtph_ps(_mm256_or_si256(_mm256_or_si256(_mm256_slli_epi16(size, 7), sign),
-                                           _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7e00))));
-#elif HPU_DUO_LANES == 8
-    const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)from));
-    const __m128i size = _mm_and_si128(wide, _mm_set1_epi16(0x7f));
-    const __m128i is_nan = _mm_cmpeq_epi16(size, _mm_set1_epi16(0x7f));
-    const __m128i sign = _mm_slli_epi16(_mm_andnot_si128(_mm_set1_epi16(0x7f), wide), 8);
-    return _mm256_cvtph_ps(_mm_or_si128(_mm_or_si128(_mm_slli_epi16(size, 7), sign),
-                                        _mm_and_si128(is_nan, _mm_set1_epi16(0x7e00))));
-#else
-    return Lanes::map([&](int i) {
-      const int size = from[i] & 0x7f, exponent = size >> 3, fraction = size & 7;
-      float x = std::ldexp((float)(exponent ? fraction + 8 : fraction), (exponent ? exponent : 1) - 18);
-      if (size == 0x7f) x = NAN;
-      return from[i] >> 7 ? -x : x;
-    });
-#endif
+    return _mm256_or_si256(_mm256_or_si256(_mm256_slli_epi16(size, 7), sign),
+                           _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7e00)));
   }
+#else
+  static float one(uint8_t code) {
+    const int size = code & 0x7f, exponent = size >> 3, fraction = size & 7;
+    float x = std::ldexp((float)(exponent ? fraction + 8 : fraction), (exponent ? exponent : 1) - 18);
+    if (size == 0x7f) x = NAN;
+    return code >> 7 ? -x : x;
+  }
+#endif
 };
 
 // Calls `function` with an object of the class.

@@ -99,7 +99,7 @@ struct Ahead {
 template <class Kind, int G>
 __attribute__((noinline)) void score(Heads &h, int dim, const Codes &k, const Terms &terms, const Codes &v,
                                      int value_bytes) {
-  constexpr int kTogether = LaneSums::kTogether;
+  constexpr int kTogether = keys_together(G);
   const int bytes = Kind::bytes(dim), second = Kind::second(dim);
   for (int j = 0; j < k.count; j += kLanes) {
     LaneSums products[G];
@@ -165,7 +165,7 @@ void add_columns(Heads &h, int dim, int d, const Codes &v, const Ahead &next) {
   F sum[G][W][2];
 #pragma GCC unroll 4
   for (int g = 0; g < G; ++g)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int w = 0; w < W; ++w) {
       sum[g][w][0] = Lanes::load(at(g, w));
       sum[g][w][1] = Lanes::load(at(g, w) + second);
@@ -173,12 +173,12 @@ void add_columns(Heads &h, int dim, int d, const Codes &v, const Ahead &next) {
   for (int j = 0; j < v.count; ++j) {
     next.fetch_line<Kind>(j);
     F value[W][2];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int w = 0; w < W; ++w) Kind::load(v.first + j * v.slot + d + w * Kind::kStep, value[w][0], value[w][1]);
 #pragma GCC unroll 4
     for (int g = 0; g < G; ++g) {
       const F weight = Lanes::set(h.scores[g * kKeys + j]);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int w = 0; w < W; ++w) {
         sum[g][w][0] = Lanes::fma(weight, value[w][0], sum[g][w][0]);
         sum[g][w][1] = Lanes::fma(weight, value[w][1], sum[g][w][1]);
@@ -187,7 +187,7 @@ void add_columns(Heads &h, int dim, int d, const Codes &v, const Ahead &next) {
   }
 #pragma GCC unroll 4
   for (int g = 0; g < G; ++g)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int w = 0; w < W; ++w) {
       Lanes::store(at(g, w), sum[g][w][0]);
       Lanes::store(at(g, w) + second, sum[g][w][1]);
@@ -197,16 +197,18 @@ void add_columns(Heads &h, int dim, int d, const Codes &v, const Ahead &next) {
 // Adds weighted codes to the sums.
 template <class Kind, int G>
 __attribute__((noinline)) void add_values(Heads &h, int dim, const Codes &v, Ahead next) {
-  constexpr int kWide = Lanes::kRegisters == 32 ? 2 : 1, kStep = kWide * Kind::kStep;
+  // Eight sums hide the time that a product takes.
+  constexpr int kWide = Lanes::kRegisters == 32 ? 2 : std::max(4 / G, 1), kStep = kWide * Kind::kStep;
   const int bytes = Kind::bytes(dim);
   int d = 0;
   for (; d + kStep <= bytes; d += kStep) {
     next.share(d, kStep, bytes);
     add_columns<Kind, G, kWide>(h, dim, d, v, next);
   }
-  if (d == bytes) return;
-  next.share(d, bytes - d, bytes);
-  add_columns<Kind, G, 1>(h, dim, d, v, next);
+  for (; d < bytes; d += Kind::kStep) {
+    next.share(d, Kind::kStep, bytes);
+    add_columns<Kind, G, 1>(h, dim, d, v, next);
+  }
 }
 
 // Numbers as multiples of the unit that is returned, which is NaN if one of them is not finite. `lost` is the sum of
@@ -236,7 +238,7 @@ float round_to_words(const float *from, int count, int16_t *to, float *lost = nu
 template <class Kind, int G>
 __attribute__((noinline)) void score_words(Heads &h, int dim, const Codes &k, const Terms &terms, const Codes &v,
                                            int value_bytes) {
-  constexpr int kTogether = LaneSums::kTogether;
+  constexpr int kTogether = keys_together(G);
   const int bytes = Kind::bytes(dim);
   for (int j = 0; j < k.count; j += kLanes) {
     LaneSums products[G];
