@@ -196,7 +196,7 @@ def chi_square(tiny: Tiny, prompt: list[int], outputs: list[list[int]], temperat
 @pytest.mark.slow
 @pytest.mark.parametrize("of_model", every(2, [True, False]))
 def test_draws_behind_and_in_place_of_drafts_follow_the_distribution(tiny: Tiny, of_model: bool) -> None:
-    """A second, independent check: chi-square of 20,000 tokens, most of which had a draft."""
+    """A second, independent check: chi-square of 10,000 tokens, most of which had a draft."""
     (prompt,), num_tokens = prompts_of([9], seed=2), 20
     config = {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 16, 3]]}
     if of_model:
@@ -205,9 +205,9 @@ def test_draws_behind_and_in_place_of_drafts_follow_the_distribution(tiny: Tiny,
     if not of_model:
         drafting.engine.drafter = drafter = Always(7)
         drafter.most_by_rows = ((1, 16, 3),)
-    params = [SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=seed) for seed in range(1000)]
+    params = [SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=seed) for seed in range(500)]
     done = drafting.engine.generate([prompt] * len(params), params)
-    assert drafting.stats().num_drafted_tokens >= 15_000
+    assert drafting.stats().num_drafted_tokens >= 7_500
     outputs = [sample.token_ids for (sample,) in done]
     # With fixed seeds the result is the same in every run.
     assert abs(chi_square(tiny, prompt, outputs, 1.0)) < 3
