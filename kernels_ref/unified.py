@@ -144,17 +144,14 @@ def prepare_step(
 
 
 @dataclass(frozen=True)
-class ReadOnlyKernels:
-    """Kernels of a layer that reads the stores of an earlier one, which has written them in the same step.
+class _OnTop:
+    """Kernels that replace some of others.
 
     Args:
-        inner: all kernels but ``write_kv``.
+        inner: the others.
     """
 
     inner: Kernels
-
-    def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
-        """Write nothing."""
 
     def __getattr__(self, name: str) -> Any:
         """Return a kernel of ``inner``."""
@@ -162,14 +159,24 @@ class ReadOnlyKernels:
 
 
 @dataclass(frozen=True)
-class RowKernels:
+class ReadOnlyKernels(_OnTop):
+    """Kernels of a layer that reads the stores of an earlier one, which has written them in the same step.
+
+    Args:
+        inner: all kernels but ``write_kv``.
+    """
+
+    def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
+        """Write nothing."""
+
+
+@dataclass(frozen=True)
+class RowKernels(_OnTop):
     """Kernels of a layer in a step of decodes only, with results in the order of the rows' tokens.
 
     Args:
         inner: all kernels but ``finish``.
     """
-
-    inner: Kernels
 
     def finish(
         self,
@@ -182,10 +189,6 @@ class RowKernels:
         """Add sink logits and normalise: ``[L, K, G, D]``."""
         assert of_rows is not None, "a step of decodes has the unique part"
         return normalise(of_rows if sinks_KG is None else sink_logits(sinks_KG, of_rows), q_QKGD.dtype)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a kernel of ``inner``."""
-        return getattr(self.inner, name)
 
 
 class ElsewherePartials(NamedTuple):
@@ -219,7 +222,7 @@ class Elsewhere(Protocol):
 
 
 @dataclass(frozen=True)
-class JoiningKernels:
+class JoiningKernels(_OnTop):
     """Kernels of a group of heads of which some keys are stored elsewhere.
 
     Args:
@@ -227,7 +230,6 @@ class JoiningKernels:
         join: returns the partials over these keys.
     """
 
-    inner: Kernels
     join: Callable[[], ElsewherePartials]
 
     def finish(
@@ -244,10 +246,6 @@ class JoiningKernels:
             of_rows = rows if of_rows is None else merge(of_rows, rows)
         further = [] if tokens is None else [tokens]
         return self.inner.finish(q_QKGD, [*of_tokens, *further], of_rows, decode_slot, sinks_KG)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a kernel of ``inner``."""
-        return getattr(self.inner, name)
 
 
 def layer_kernels(spec: LayerSpec, parts: StepParts) -> Kernels:
