@@ -62,7 +62,7 @@ struct Dot {
 struct Dot {
   using Item = int16_t;
   using W = __m256i;
-  static constexpr int kBytes = 16, kRows = 3, kMost = 12;
+  static constexpr int kBytes = 16, kRows = 5, kMost = 12;
   static W weight(const int8_t *from) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from)); }
   static W inputs(const Item *x) {
     int64_t four;
@@ -224,6 +224,7 @@ void pass(const Job &job, const Part &part, int64_t row) {
 #if HPU_DUO_LANES == 8
 constexpr int kStreams = 4;      // panels that a few rows read side by side
 constexpr int64_t kFewRows = 4;
+constexpr int64_t kWideRows = 8;  // rows that meet four vectors at a time: more rows meet two, five at a time
 
 // `MR` rows with kStreams panels, which a CPU fetches on its own, as sequential streams, faster than one whose lines are
 // prefetched. Of each panel, VECTORS vectors at a time meet the same few inputs.
@@ -269,17 +270,17 @@ __attribute__((noinline)) void few(const Job &job, int64_t row, int64_t panel) {
 }
 
 void few_rows(const Job &job, int64_t rows, int64_t panel) {
-  for_even_parts(rows, Dot::kRows, [&](int64_t row, int64_t count) {
+  for_even_parts(rows, 3, [&](int64_t row, int64_t count) {
     switch (count) {
       case 1: return few<1, 2>(job, row, panel);
       case 2: return few<2, 1>(job, row, panel);
-      default: return few<Dot::kRows, 1>(job, row, panel);
+      default: return few<3, 1>(job, row, panel);
     }
   });
 }
 #else
 constexpr int kStreams = 2;
-constexpr int64_t kFewRows = 0;
+constexpr int64_t kFewRows = 0, kWideRows = kRowBlock;
 
 void few_rows(const Job &, int64_t, int64_t) {}
 #endif
@@ -307,12 +308,13 @@ void multiply_block(const Job &job, int64_t first, int64_t rows, int64_t panel, 
   static thread_local Buffer<int> buffer;
   const int64_t stride = kStreams * kVectors * kLanes;
   int *sums = buffer.reserve(rows * stride);
+  const int together = rows > kWideRows || num_panels * kVectors % 4 ? 2 : 4;  // vectors
   const int64_t step = rows <= Dot::kRows ? job.inputs : even_step(job.inputs, kPart, kDepth);
   for (int64_t input = 0; input < job.inputs; input += step)
-    for (int vector = 0; vector < num_panels * kVectors; vector += 4) {
+    for (int vector = 0; vector < num_panels * kVectors; vector += together) {
       const int64_t count = std::min(step, job.inputs - input);
       const Part part{panel, input, count, vector, first, sums + vector * kLanes, stride};
-      num_panels * kVectors - vector >= 4 ? passes<4>(job, part, rows) : passes<2>(job, part, rows);
+      together == 4 ? passes<4>(job, part, rows) : passes<2>(job, part, rows);
     }
 }
 
