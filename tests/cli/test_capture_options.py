@@ -15,7 +15,7 @@ Run = Callable[..., Result]
 
 
 @pytest.fixture
-def arguments(model_dir: Path, simulated_hpu: object) -> list[str | Path]:
+def arguments(model_dir: Path, simulated_hpu: object, default_buckets: None) -> list[str | Path]:
     """A short prompt on the simulated HPU, where steps of a table are captured without a compiler's time."""
     limits = ["--block-size", "8", "--max-model-len", "24", "--max-num-batched-tokens", "8"]
     return [

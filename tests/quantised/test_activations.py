@@ -172,6 +172,7 @@ def test_scales_of_fp8_inputs_on_the_simulated_device(device: str) -> None:
         assert float((got - expected).norm() / expected.norm()) < 2**-7, (scale, device)
 
 
+@pytest.mark.usefixtures("default_buckets")
 def test_layers_of_fp8_inputs_run_by_operators_on_the_simulated_device(tmp_path: Path) -> None:
     path = write(tmp_path, WAYS["fp8 by token"])
     assert "fp8 (HPU operators)" in load(path, **ON_HPU).stats().resolved.weights

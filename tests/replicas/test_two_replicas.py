@@ -25,7 +25,7 @@ from tests.replicas.streams import texts_and_ends
 PROMPT = "The passkey for Joel is loom actor camel."
 PATIENCE_S = 240
 LIMITS = "--max-num-seqs 2 --max-model-len 2048 --num-blocks 40 --graphs eager"
-ASKED = {"prompt": PROMPT, "temperature": 0, "max_tokens": 150, "ignore_eos": True}
+ASKED = {"prompt": PROMPT, "temperature": 0, "max_tokens": 200, "ignore_eos": True}
 
 
 class Served:
