@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -231,6 +232,8 @@ def run_member(_: int, member: Member, work: Callable[..., Any], args: tuple[Any
         work, args: see ``run_processes``.
     """
     bind(member.cores)
+    if sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # A crash of native code prints the Python stacks.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(member.death_signal))
     signal.signal(signal.SIGTERM, _interrupt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -54,16 +55,23 @@ def test_no_environment_is_refused_since_it_means_no_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "told", "shown"),
     [
-        ("unhashable", r"(?s)^process 1 failed: TypeError: .*in fail\n.*unhashable type: 'list'"),
-        ("kill", r"^process 1 terminated with signal SIGKILL"),
+        ("unhashable", r"(?s)^process 1 failed: TypeError: .*in fail\n.*unhashable type: 'list'", ""),
+        (
+            "abort",
+            r"^process 1 terminated with signal SIGABRT",
+            r"(?s)Fatal Python error: Aborted.* in fail\n",
+        ),
     ],
 )
-def test_a_process_that_fails_takes_the_others_down_and_is_the_one_named(how: str, told: str) -> None:
+def test_a_process_that_fails_takes_the_others_down_and_is_the_one_named(
+    how: str, told: str, shown: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(WorkerError, match=told) as raised:
         run_processes(work.fail, (how,), [{}, {}])
     assert raised.value.rank == 1
+    assert re.search(shown, capfd.readouterr().err)
 
 
 @pytest.mark.parametrize(
