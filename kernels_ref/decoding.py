@@ -41,7 +41,22 @@ class ReadsFormats(Protocol):
 
 
 @dataclass(frozen=True)
-class DecodingKernels:
+class WrappingKernels:
+    """Kernels that override some of others.
+
+    Args:
+        inner: the others.
+    """
+
+    inner: Any
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a kernel of ``inner``."""
+        return getattr(self.inner, name)
+
+
+@dataclass(frozen=True)
+class DecodingKernels(WrappingKernels):
     """Kernels that attend to decoded chunks of blocks where they do not read the format of a store.
 
     Rings and heads with a budget run by the portable parts then. New keys and values, copies of rings and
@@ -53,7 +68,6 @@ class DecodingKernels:
         tile: as ``KVUnits.tile``, for ``shared_blocks`` and ``unique_blocks``.
     """
 
-    inner: Any
     impl: ReadsFormats | None = None
     tile: Callable[[KVUnits, torch.Tensor | slice], tuple[torch.Tensor, torch.Tensor]] = KVUnits.tile
 
@@ -141,10 +155,6 @@ class DecodingKernels:
 
     def _reading(self, units: KVUnits) -> Any:
         return self.inner if self._reads(units) else reference
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a kernel of ``inner``."""
-        return getattr(self.inner, name)
 
 
 def _dense(k: torch.Tensor, v: torch.Tensor) -> KVUnits:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 import torch
 
 from kernels_ref.chunks import DEFAULT_BOUNDS, DEFAULT_SLICES, ChunkBounds, Slices
-from kernels_ref.decoding import DecodingKernels
+from kernels_ref.decoding import DecodingKernels, WrappingKernels
 from kernels_ref.formats import LATENT
 from kernels_ref.groups import GroupKind, HeadGroup, LatentKV, Owner
 from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators
@@ -144,22 +144,7 @@ def prepare_step(
 
 
 @dataclass(frozen=True)
-class _OnTop:
-    """Kernels that replace some of others.
-
-    Args:
-        inner: the others.
-    """
-
-    inner: Kernels
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a kernel of ``inner``."""
-        return getattr(self.inner, name)
-
-
-@dataclass(frozen=True)
-class ReadOnlyKernels(_OnTop):
+class ReadOnlyKernels(WrappingKernels):
     """Kernels of a layer that reads the stores of an earlier one, which has written them in the same step.
 
     Args:
@@ -171,7 +156,7 @@ class ReadOnlyKernels(_OnTop):
 
 
 @dataclass(frozen=True)
-class RowKernels(_OnTop):
+class RowKernels(WrappingKernels):
     """Kernels of a layer in a step of decodes only, with results in the order of the rows' tokens.
 
     Args:
@@ -222,7 +207,7 @@ class Elsewhere(Protocol):
 
 
 @dataclass(frozen=True)
-class JoiningKernels(_OnTop):
+class JoiningKernels(WrappingKernels):
     """Kernels of a group of heads of which some keys are stored elsewhere.
 
     Args:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
+from kernels_ref.decoding import WrappingKernels
 from kernels_ref.formats import LATENT, KVFormat
 from kernels_ref.groups.blocks import Blocks
 from kernels_ref.groups.kind import GroupKind, HeadSizes, PartSizes
@@ -113,7 +114,7 @@ class LatentKV(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LatentKernels:
+class LatentKernels(WrappingKernels):
     """Kernels for queries of each head where a store has latents.
 
     Args:
@@ -150,10 +151,6 @@ class LatentKernels:
 
     def _absorbed(self, inputs: PartInputs) -> PartInputs:
         return inputs._replace(q=self.new.absorb(inputs.q), new=self.new.stored)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a kernel of ``inner``."""
-        return getattr(self.inner, name)
 
 
 def with_latents(run: Kernels, inputs: PartInputs, parts: StepParts) -> tuple[Any, PartInputs]:
