@@ -226,7 +226,7 @@ constexpr int kStreams = 4;      // panels that a few rows read side by side
 constexpr int64_t kFewRows = 4;
 constexpr int64_t kWideRows = 8;  // rows that meet four vectors at a time: more rows meet two, five at a time
 
-// `MR` rows with kStreams panels, which a CPU fetches on its own, as sequential streams, faster than one whose lines are
+// `MR` rows of the only block with kStreams panels, which a CPU fetches on its own, as sequential streams, faster than one whose lines are
 // prefetched. Of each panel, VECTORS vectors at a time meet the same few inputs.
 template <int MR, int VECTORS>
 __attribute__((noinline)) void few(const Job &job, int64_t row, int64_t panel) {
@@ -309,7 +309,8 @@ void multiply_block(const Job &job, int64_t first, int64_t rows, int64_t panel, 
   const int64_t stride = kStreams * kVectors * kLanes;
   int *sums = buffer.reserve(rows * stride);
   const int together = rows > kWideRows || num_panels * kVectors % 4 ? 2 : 4;  // vectors
-  const int64_t step = rows <= Dot::kRows ? job.inputs : even_step(job.inputs, kPart, kDepth);
+  const bool is_one_pass = rows <= std::min<int64_t>(Dot::kRows, Dot::kMost / together);
+  const int64_t step = is_one_pass ? job.inputs : even_step(job.inputs, kPart, kDepth);
   for (int64_t input = 0; input < job.inputs; input += step)
     for (int vector = 0; vector < num_panels * kVectors; vector += together) {
       const int64_t count = std::min(step, job.inputs - input);
@@ -339,7 +340,7 @@ void int8_linears(const Int8Inputs &in, const Int8Weight *weights, int64_t num_w
   std::vector<int64_t> ends;  // units of panels up to the end of each weight
   int64_t panels = 0, units = 0;
   for (int64_t n = 0; n < num_weights; ++n) panels += divide_up(weights[n].outputs, kPanel);
-  // Unless threads would get unequal shares.
+  // Fewer and larger units leave threads with less equal shares.
   const int64_t unit_panels = rows <= kFewRows && panels >= 2 * kStreams * num_threads ? kStreams : 2;
   for (int64_t n = 0; n < num_weights; ++n) {
     jobs.push_back({rounded, weights[n], in.inputs, in.is_bfloat16});

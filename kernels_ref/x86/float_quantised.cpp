@@ -416,7 +416,7 @@ void quantised_linears(const float *x, const QuantisedWeight *weights, int64_t n
   std::vector<std::vector<float>> sums(num_weights);
   int64_t panels = 0, units = 0;
   for (int64_t n = 0; n < num_weights; ++n) panels += divide_up(weights[n].outputs, kPanel);
-  // A few rows read four panels at a time, unless threads would get unequal shares.
+  // A few rows read four panels at a time; larger units leave threads with less equal shares.
   const int64_t unit_panels = rows <= 2 * kFewStep && panels >= 8 * num_threads ? 4 : 2;
   for (int64_t n = 0; n < num_weights; ++n) {
     if (weights[n].zeros) {

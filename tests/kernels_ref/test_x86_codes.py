@@ -56,7 +56,7 @@ def poison(units: KVUnits, unit: int, first: int) -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     owner=st.lists(st.integers(0, 4), max_size=6),
     tails=st.lists(st.integers(0, 200), min_size=1, max_size=3),
-    heads=st.sampled_from([(1, 1), (2, 3), (1, 4), (1, 7)]),
+    heads=st.sampled_from([(1, 1), (2, 2), (2, 3), (1, 4), (1, 7)]),
     dim=st.sampled_from([32, 64, 96, 256]),
     slots=st.sampled_from([4, 16, 140]),
     seed=st.integers(0, 99),

@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 NAMES: list[library.Instructions] = ["best", *library.variants(torch.float32)]
-ROWS = [1, 2, 5, 7, 13, 250]
+ROWS = [1, 2, 3, 4, 5, 7, 13, 250]
 
 
 def expected_of(
@@ -37,7 +37,7 @@ def packed(codes: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("is_static", [False, True])
 def test_sums_are_exact_in_any_instructions(is_static: bool, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    for num_outputs, num_inputs in ((70, 100), (33, 2080)):
+    for num_outputs, num_inputs in ((70, 100), (33, 2080), (290, 64)):
         codes = torch.randint(-128, 128, (num_outputs, num_inputs), generator=generator).to(torch.int8)
         scales = torch.rand(num_outputs, generator=generator) + 0.5
         bias = torch.randn(num_outputs, generator=generator)

@@ -46,7 +46,7 @@ CASES = {
     "int8 of a tensor": ("8", (33, 544), (33, 544), torch.float32),
     "unsigned groups": ("u zeros", (96, 1088), (1, 64), torch.float16),
     "groups of many outputs": ("8 zeros", (530, 1088), (1, 64), torch.bfloat16),
-    "fp8 by output": ("f", (96, 160), (1, 160), torch.float32),
+    "fp8 by output": ("f", (290, 160), (1, 160), torch.float32),
     "fp8 blocks": ("f", (150, 200), (128, 128), torch.float32),
     "int4 groups": ("4", (96, 1280), (1, 128), torch.bfloat16),
     "int4 groups with zero points": ("4 zeros", (40, 640), (1, 32), torch.float16),
