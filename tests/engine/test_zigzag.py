@@ -197,9 +197,9 @@ def test_the_peak_of_a_step_is_within_the_planned_bytes(
             model.engine.add_request(each, replace(GREEDY, ignore_eos=True))
         found = peaks[num_batches] = []
         for _ in range(2):  # prompts, and a decode
-            counts[:] = 0, 0
+            before = counts[1] = counts[0]
             model.engine.step()
-            found.append(counts[1])
+            found.append(counts[1] - before)
     formula = Formula(sizes, OffloadWork(prompt, 6), FLEXGEN_T4, rows, num_groups, False)
     forms = formula.memory()["device"]
     placed = formula.num_rows * formula.work.stored_end * sizes.kv_bytes * NUM_LAYERS
