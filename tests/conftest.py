@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from httpx._transports import default as http_transports
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
@@ -40,8 +40,10 @@ if hasattr(providers, "_get_local_constants"):
         providers._local_constants if settings.default.derandomize else _parsed()
     )
 
-if hasattr(http_transports, "create_ssl_context"):
+with suppress(ImportError, AttributeError):
     # Each client would parse the certificates of all authorities, which takes 50 ms of a CPU.
+    from httpx._transports import default as http_transports
+
     http_transports.create_ssl_context = cache(http_transports.create_ssl_context)
 
 if not HAS_GPU:

@@ -175,7 +175,7 @@ def test_a_step_takes_the_tokens_that_the_previous_one_sampled(tiny: Tiny, graph
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("simulated_hpu", "default_buckets")
+@pytest.mark.usefixtures("simulated_hpu")
 @pytest.mark.parametrize("params", every(3, [replace(SEEDED, logprobs=2), GREEDY, SEEDED]))
 def test_a_simulated_hpu_compiles_nothing_and_reads_once_a_step(tiny: Tiny, params: SamplingParams) -> None:
     expected = serve(tiny.load(pattern=PATTERN), PROMPTS, params)

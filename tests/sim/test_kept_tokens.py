@@ -53,7 +53,7 @@ def test_compiled_steps_keep_what_eager_steps_keep_and_capture_nothing_late(tiny
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("simulated_hpu", "default_buckets")
+@pytest.mark.usefixtures("simulated_hpu")
 def test_the_simulated_hpu_keeps_the_same_without_findings_or_new_graphs(tiny: Tiny) -> None:
     served = loaded(tiny, device="hpu-sim", buckets=TABLE)
     served.warmup()
