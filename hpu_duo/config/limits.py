@@ -282,18 +282,18 @@ class CacheConfig:
     )
     cpu_attention: float | None = option(
         None,
-        "GiB of host memory for KV blocks that do not fit on the device; CPUs attend to them there. See "
-        "docs/offload.md.",
+        "GiB of host memory for KV blocks that do not fit on the device; see cpu_attention_mode "
+        "and docs/offload.md.",
         LIMITS,
         metavar="GIB",
         unset="none",
     )
     cpu_attention_mode: str = option(
-        "auto",
+        "attend",
         "How decodes attend to the blocks of cpu_attention: on the host (attend), by copying them to the "
         "device in each step (move), or whichever is predicted to be faster (auto).",
         LIMITS,
-        choices=("auto", "attend", "move"),
+        choices=("attend", "move", "auto"),
     )
     kv_offloading_blocks_per_step: int | None = option(
         None,
@@ -368,7 +368,7 @@ class CacheConfig:
         size = self.cpu_attention
         if size is not None and (isinstance(size, bool) or not 0 < size < math.inf):
             raise ValueError(f"expected cpu_attention to be GiB above 0 or None, got {size!r}")
-        if size is None and self.cpu_attention_mode != "auto":
+        if size is None and self.cpu_attention_mode != "attend":
             raise ValueError(f"cpu_attention_mode={self.cpu_attention_mode!r} needs cpu_attention, got None")
         if size is not None and self.enable_prefix_caching:
             raise ValueError(
