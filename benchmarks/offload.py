@@ -14,6 +14,7 @@ moving the context, in turn, by the clock, beside what the formula predicts.
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import statistics
 import tempfile
@@ -22,7 +23,7 @@ from collections.abc import Callable
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.engine.on_host.attention import TILE_BYTES, HostAttention
 from hpu_duo.engine.on_host.choice import HostContextSizes, HostRates
 from hpu_duo.engine.on_host.runner import HostRunner
-from hpu_duo.engine.on_host.worker import WorkerThread
+from hpu_duo.engine.on_host.worker import TimedWorker, Worker, WorkerThread
 from hpu_duo.modeling.loading import read_config
 from hpu_duo.sampling import SamplingParams
 from kernels_ref.unified import ElsewherePartials
@@ -44,7 +45,6 @@ FREE = 96
 """Blocks for requests: 12,288 tokens."""
 NUM_CHATS, NUM_TURNS = 16, 3
 CONTEXT, LINKS = 16_384, (1e9, 8e9, 32e9)
-T = TypeVar("T")
 
 Work = Callable[[HPUDuoModel, Tokens], list[float]]
 
@@ -129,43 +129,6 @@ def storm(path: Path, *, swaps: bool) -> tuple[float, str]:
     return total / taken, f"{model.stats().num_preemptions} preemptions, {offload and offload.swap}"
 
 
-class TimedWorker(WorkerThread):
-    """A worker that measures how fast host and device attend, and tiles are copied.
-
-    Attributes:
-        host, device: bytes that were attended to, and seconds.
-        copies: bytes that were moved, and seconds.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.host, self.device, self.copies = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
-        self._moved_at = self._joined_at = 0.0
-
-    def begin(self, work: Callable[[], T]) -> Callable[[], T]:
-        join = super().begin(work)
-
-        def joined() -> T:
-            result = join()
-            self._joined_at = time.perf_counter()
-            return result
-
-        return joined
-
-    def move(self, num_bytes: int, copy: Callable[[], T]) -> T:
-        began = time.perf_counter()
-        result = super().move(num_bytes, copy)
-        self._moved_at = time.perf_counter()
-        self.copies = [self.copies[0] + num_bytes, self.copies[1] + self._moved_at - began]
-        return result
-
-    def host_reads(self, num_bytes: int) -> None:
-        self.host = [self.host[0] + num_bytes, self.host[1] + time.perf_counter() - self._moved_at]
-
-    def device_reads(self, num_bytes: int) -> None:
-        self.device = [self.device[0] + num_bytes, self.device[1] + time.perf_counter() - self._joined_at]
-
-
 def timed_attention(host: HostAttention) -> list[float]:
     """Add seconds of attention on the host, from begin to result, to the number that is returned."""
     begin_part, spent = host.begin_part, [0.0]
@@ -207,7 +170,7 @@ def attention_on_host(path: Path, rounds: int) -> str:
         engine.step()
     spent = timed_attention(host)
 
-    def decode(worker: WorkerThread, *, moves: bool) -> list[tuple[float, float]]:
+    def decode(worker: Worker, *, moves: bool) -> list[tuple[float, float]]:
         """Seconds of attention in all layers, and of the whole step, of some decodes."""
         host.worker, host.moves_decodes = worker, moves
         times = []
@@ -217,18 +180,19 @@ def attention_on_host(path: Path, rounds: int) -> str:
             times.append((spent[0], time.perf_counter() - began))
         return times[1:]
 
-    timed = TimedWorker()
+    timed = TimedWorker(WorkerThread())
     found = {(link, moves): list[tuple[float, float]]() for link in LINKS for moves in (False, True)}
     for _ in range(rounds):
         for moves in (False, True):
             decode(timed, moves=moves)
         for (link, moves), times in found.items():
             times += decode(WorkerThread(link), moves=moves)
-    rates = [each[0] / each[1] for each in (timed.host, timed.device, timed.copies)]
+    rates = [each[0] / each[1] for each in (timed.host, timed.device, timed.link)]
     [request] = engine.scheduler._running
     held = len(request.host_blocks) * host.num_bytes / (host.num_blocks + 1)
     heads, dim = text.num_attention_heads, text.hidden_size // text.num_attention_heads
-    sizes = HostContextSizes.of(1, heads, dim, held / text.num_hidden_layers, TILE_BYTES)
+    of_layer = held / text.num_hidden_layers
+    sizes = HostContextSizes.of(1, heads, dim, of_layer, math.ceil(of_layer / TILE_BYTES))
     lines = []
     for link in LINKS:
         there, moved = (np.median(found[link, moves], axis=0) for moves in (False, True))

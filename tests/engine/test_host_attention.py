@@ -117,7 +117,7 @@ def test_tokens_are_those_of_a_larger_device(tiny: Tiny, mode: str, options: dic
         assert all(0 < rate < math.inf for rate in runner.host.rates or (0,))
         # Short contexts are faster to move behind this link, long ones to attend to there.
         runner.host.rates, choose = HostRates(1.0, 1.5, math.inf), runner.host._moving_is_faster
-        runner.host._moving_is_faster = lambda rows: chosen.add(found := choose(rows)) or found
+        runner.host._moving_is_faster = lambda step: chosen.add(found := choose(step)) or found
     assert tokens_of(serve(model, PROMPTS, params)) == wanted
     host, traffic = model.engine.scheduler.allocations.host, runner.host.traffic
     assert host is not None
@@ -308,15 +308,24 @@ def test_a_prompt_larger_than_device_and_host_is_refused(tiny: Tiny) -> None:
 
 
 class VirtualWorker:
-    """Works on a clock: of the link, of the host, and of the device beside both."""
+    """Works on a clock: of the link, of the host, and of the device beside both.
 
-    def __init__(self, link: float, host: float, device: float) -> None:
+    The device takes the fixed cost to hand work over.
+    """
+
+    def __init__(self, link: float, host: float, device: float, call: float = 0.0) -> None:
         self.now = self._host_now = 0.0
-        self._link, self._host, self._device = link, host, device
+        self._link, self._host, self._device, self._call = link, host, device, call
+        self._is_working = False
+
+    def clock(self) -> float:
+        """Time of the host in its work, else that of the device."""
+        return self._host_now if self._is_working else self.now
 
     def begin(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        self._host_now = max(self._host_now, self.now)
-        result, end = work(), self._host_now
+        self.now += self._call
+        self._host_now, self._is_working = max(self._host_now, self.now), True
+        result, end, self._is_working = work(), self._host_now, False
 
         def join() -> Any:
             self.now = max(self.now, end)
@@ -364,7 +373,7 @@ class Layer:
             self.blocks.append(mine)
             first += num_new
         copies = np.tile(np.arange(total, dtype=np.int32), (2, 1))
-        self.rows, self.context = found, HostContext(copies, tuple(found))
+        self.rows, self.context = found, HostContext(copies, tuple(found), most)
         nothing = torch.zeros(0, dtype=torch.int32)
         tensors = StepTensors(*[nothing] * len(StepTensors._fields))._replace(
             positions=torch.zeros(num_query, dtype=torch.int32)
@@ -428,9 +437,9 @@ def test_each_step_takes_the_faster_way_of_the_clock_by_the_formula(link: float)
         layer.attention.moves_decodes, layer.attention.rates = moves_decodes, rates
         layer.attend()
         times.append(worker.now)
-    contexts, tile = num_rows * 16384 * heads * 2 * dim * 4, TILE_BYTES
-    sizes = HostContextSizes.of(num_rows, heads * group, dim, contexts, tile, dtype_bytes=4)
-    nothing = HostContextSizes.of(num_rows, heads * group, dim, 0, tile)
+    contexts = num_rows * 16384 * heads * 2 * dim * 4
+    sizes = HostContextSizes.of(num_rows, heads * group, dim, contexts, contexts // TILE_BYTES, dtype_bytes=4)
+    nothing = HostContextSizes.of(num_rows, heads * group, dim, 0, 0)
     assert nothing.moved(rates) == 0 < nothing.attended(rates)
     assert layer.attention.traffic.contexts == (contexts if link > host else 0)
     assert times[0] == pytest.approx(sizes.attended(rates), rel=0.01)
@@ -438,9 +447,44 @@ def test_each_step_takes_the_faster_way_of_the_clock_by_the_formula(link: float)
     assert times[2] == times[link > host] == min(times)
 
 
-def test_rates_are_those_of_the_link_and_the_processors() -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "decode_len", "host_rate", "moves"),
+    [(1, 1, 1.5e9, True), (96, 1, 1.5e9, False), (1, 1, 2e9, False), (1, 64, 2e9, True)],
+    ids=["one-row", "a-tile-for-each-row", "one-token", "many-tokens"],
+)
+def test_choice_counts_tiles_of_rows_and_tokens_of_decodes(
+    num_rows: int, decode_len: int, host_rate: float, moves: bool
+) -> None:
+    """Each step takes the way that is faster by the clock; all have as many blocks."""
+    worker = VirtualWorker(2e9, host_rate, 40e9, 5e-5)
+    layer = Layer([(1, 96 // num_rows)] * num_rows, worker, (1, 16, 16, 128))
+    layer.attention.measure([layer.spec], worker.clock)
+    layer.step = layer.step._replace(
+        decode_len=decode_len, row_token=torch.zeros(num_rows * decode_len, dtype=torch.int32)
+    )
+    layer.context = layer.context._replace(decode_len=decode_len)
+    times = []
+    for way in (False, True, None):
+        layer.attention.moves_decodes, began = way, worker.now
+        layer.attend()
+        times.append(worker.now - began)
+    assert times[2] == pytest.approx(times[moves], rel=1e-6)
+    assert times[moves] < times[not moves]
+
+
+def test_measured_rates_are_those_of_the_clock() -> None:
+    rates = HostRates(8e9, 20e9, 12e9, 5e-5)
+    worker = VirtualWorker(*rates)
+    layer = Layer([(1, 96)], worker, (2, 4, 64, 128))
+    layer.attention.measure([layer.spec], worker.clock)
+    assert tuple(layer.attention.rates or ()) == pytest.approx(tuple(rates), rel=1e-6)
+    assert layer.attention.worker is worker
+    assert layer.attention.traffic.contexts == 0
+
+
+def test_a_measured_link_is_no_faster_than_it_is() -> None:
+    """With the thread and the clock that engines have."""
     layer = Layer([(1, 64)], WorkerThread(2e8), (2, 4, 64, 128))
     layer.attention.measure([layer.spec])
     assert layer.attention.rates is not None
-    link, host, device = layer.attention.rates
-    assert 1e8 < link <= 2e8 < min(host, device) < math.inf
+    assert 0 < layer.attention.rates.link <= 2e8

@@ -5,6 +5,7 @@ Shapes: Q query tokens, N rows, M most tokens of a decode row, K key/value heads
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,7 @@ import torch
 
 from bias_builders import NOWHERE, Leading
 from hpu_duo.engine.on_host.choice import HostContextSizes, HostRates
-from hpu_duo.engine.on_host.worker import Worker
+from hpu_duo.engine.on_host.worker import TimedWorker, Worker
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.pool import CopyLists
@@ -51,7 +52,7 @@ TILE_BYTES = 4 << 20
 """Bytes of keys and values that move to the device at a time."""
 _TRIAL_BYTES = 64 << 20
 """Bytes of keys and values by which rates are measured: more than caches of CPUs hold."""
-_NUM_TRIALS = 3
+_TRIAL_ROWS, _NUM_TRIALS = 64, 3
 
 
 class HostRow(NamedTuple):
@@ -79,10 +80,12 @@ class HostContext(NamedTuple):
         copies: blocks of the device, and the blocks of the host that they are copied to before the step
             writes anything, int32 ``[2, n]``.
         rows: those with blocks there.
+        decode_len: most new tokens of a decode row (M); attention there has so many of each.
     """
 
     copies: npt.NDArray[np.int32]
     rows: tuple[HostRow, ...]
+    decode_len: int
 
     @classmethod
     def of(cls, plan: StepPlan) -> HostContext:
@@ -93,7 +96,7 @@ class HostContext(NamedTuple):
                 blocks, is_decode = tuple(row.request.host_blocks), row.num_new_tokens <= plan.decode_len
                 rows.append(HostRow(row.ring_row, first, row.num_new_tokens, blocks, is_decode))
             first += row.num_new_tokens
-        return cls(CopyLists.of(plan.moves).to_host, tuple(rows))
+        return cls(CopyLists.of(plan.moves).to_host, tuple(rows), plan.decode_len)
 
 
 @dataclass
@@ -207,71 +210,84 @@ class HostAttention(NotPicklable):
                 self.traffic.blocks += len(source) * unit_bytes(units)
         if not context.rows:
             return
-        moves_decodes = (
-            self._moving_is_faster(context.rows) if self.moves_decodes is None else self.moves_decodes
-        )
+        moves_decodes = self._moving_is_faster(context) if self.moves_decodes is None else self.moves_decodes
         moved = [row for row in context.rows if moves_decodes or not row.is_decode]
         there = [row for row in context.rows if row.is_decode and not moves_decodes]
         self._now = _Attending(there, moved)
 
     @torch.inference_mode()
-    def measure(self, specs: Sequence[LayerSpec]) -> None:
+    def measure(self, specs: Sequence[LayerSpec], clock: Callable[[], float] = time.perf_counter) -> None:
         """Measure the rates, and choose by them from now on; overwrites blocks of the host.
 
-        Each is the fastest of some trials with one row, and with the group of heads that stores the most.
+        Both ways are timed as steps take them, with the group of heads that stores the most: one row with
+        many blocks for the bytes a second, many rows of one block for the fixed cost.
 
         Args:
             specs: attention of each layer.
+            clock: seconds, in any thread.
         """
-        (encoding, num_heads, _), keys = max(
-            self._alike.items(), key=lambda each: len(each[1]) * unit_bytes(self._host[each[1][0]])
-        )
-        host, spec, (tile, _) = self._host[keys[0]], specs[keys[0][0]], self._tiles[encoding, num_heads]
-        num_tile, block_bytes = tile.layout.num_units - 1, unit_bytes(host)
-        num_blocks = max(num_tile, min(self.num_blocks, _TRIAL_BYTES // block_bytes) // num_tile * num_tile)
+        keys = max(self._alike.values(), key=lambda keys: len(keys) * unit_bytes(self._host[keys[0]]))
+        host, size = self._host[keys[0]], unit_bytes(self._host[keys[0]])
+        num_blocks = max(1, min(self.num_blocks, _TRIAL_BYTES // size))
         for view in host.views:
             view[:num_blocks].zero_()  # memory that was never written is one page
-        q = torch.zeros(1, num_heads, spec.group_size, encoding.dim, dtype=encoding.dtype)
-        inputs = PartInputs(q, NewKV(q[:0], q[:0]), host, _step_tensors(), spec.scoring)
-        owner, portable = _ints(num_blocks), kernels(Implementation.SDPA)
-        run = layer_kernels(spec, StepParts(causal=False, shared=False, unique=True))
+        long = [HostRow(0, 0, 1, tuple(range(num_blocks)), True)]
+        short = [HostRow(row, row, 1, (row,), True) for row in range(min(num_blocks, _TRIAL_ROWS))]
+        timed = partial(self._timed, keys[0], specs[keys[0][0]], clock)
+        _, link, _, device = timed(_Attending((), long))
+        _, _, there, _ = timed(_Attending(long))
+        seconds, *_ = timed(_Attending((), short))
+        self._now, self.traffic = _Attending(), HostTraffic()
+        rates = HostRates(*(num_blocks * size / each for each in (link, there, device)))
+        sizes = HostContextSizes(len(short) * size, 0.0, 0.0, len(short))
+        call = max(0.0, seconds - sizes.moved(rates)) / len(short)
+        self.rates, self.moves_decodes = rates._replace(call=call), None
 
-        def copy() -> None:
-            for blocks in torch.arange(num_blocks).split(num_tile):
-                self.worker.move(num_tile * block_bytes, partial(_copy_units, host, tile, blocks))
+    def _timed(
+        self, key: tuple[int, int], spec: LayerSpec, clock: Callable[[], float], rows: _Attending
+    ) -> tuple[float, ...]:
+        """Seconds of a group's attention to rows on the host: in all, and of link, host and device in it.
 
-        def attend_there() -> None:
-            _whole_blocks(portable, host, inputs, q, owner)
+        Each is the least of some trials.
+        """
+        encoding, num_rows, worker = self._host[key].encoding, len(rows.there) + len(rows.moved), self.worker
+        parts = StepParts(causal=False, shared=False, unique=True)
+        tensors = _step_tensors(positions=_ints(num_rows))
+        step = Step(parts, tensors, 1, _ints(num_rows), _ints(num_rows), {})
+        num_heads = spec.groups[key[1]].num_heads
+        q = torch.zeros(num_rows, num_heads, spec.group_size, encoding.dim, dtype=encoding.dtype)
+        inputs = PartInputs(q, NewKV(q[:0], q[:0]), self._device[key], tensors, spec.scoring)
+        run, self._now = layer_kernels(spec, parts), rows
+        trials = []
+        for _ in range(_NUM_TRIALS):
+            self.worker = timed = TimedWorker(worker, clock)
+            began = clock()
+            join = self.begin_part(key, run, inputs, step)
+            assert join is not None
+            join()
+            trials.append((clock() - began, timed.link[1], timed.host[1], timed.device[1]))
+        self.worker = worker
+        return tuple(map(min, zip(*trials)))
 
-        def attend_here() -> None:
-            for _ in range(num_blocks // num_tile):
-                _whole_blocks(run, tile, inputs, q, owner[:num_tile])
-
-        ways = (lambda: self.worker.begin(copy)(), lambda: self.worker.begin(attend_there)(), attend_here)
-        self.rates = HostRates(*(num_blocks * block_bytes / _fastest(each) for each in ways))
-        self.moves_decodes = None
-
-    def _moving_is_faster(self, rows: Sequence[HostRow]) -> bool:
+    def _moving_is_faster(self, context: HostContext) -> bool:
         """Whether the blocks of decode rows are predicted to move faster than the host attends to them."""
-        lengths = [(row.num_new, len(row.blocks)) for row in rows if row.is_decode]
+        lengths = [len(row.blocks) for row in context.rows if row.is_decode]
         if not lengths:
             return False
         assert self.rates is not None, "expected measured rates"
         attended = moved = 0.0
-        num_tokens, num_blocks = len(lengths) * max(lengths)[0], sum(each for _, each in lengths)
         for (encoding, num_heads, group_size), keys in self._alike.items():
-            size, tile = unit_bytes(self._host[keys[0]]), self._tiles[encoding, num_heads][0]
+            num_tile = self._tiles[encoding, num_heads][0].layout.num_units - 1
             sizes = HostContextSizes.of(
-                num_tokens,
+                len(lengths) * context.decode_len,
                 num_heads * group_size,
                 encoding.dim,
-                size * num_blocks,
-                size * (tile.layout.num_units - 1),
+                unit_bytes(self._host[keys[0]]) * sum(lengths),
+                sum(math.ceil(length / num_tile) for length in lengths),
                 encoding.dtype.itemsize,
             )
-            count = len(keys)
-            attended += count * sizes.attended(self.rates)
-            moved += count * sizes.moved(self.rates)
+            attended += len(keys) * sizes.attended(self.rates)
+            moved += len(keys) * sizes.moved(self.rates)
         return moved < attended
 
     def end(self) -> None:
@@ -400,16 +416,6 @@ def check_specs(specs: Sequence[LayerSpec], states: Iterable[RowKind] = ()) -> N
             "cpu_attention serves heads that store all tokens, and heads with a window beside them: got "
             f"{', '.join(sorted(others))}"
         )
-
-
-def _fastest(work: Callable[[], None]) -> float:
-    """Seconds of the fastest of some trials."""
-    times = []
-    for _ in range(_NUM_TRIALS):
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return min(times)
 
 
 def planned_bytes(memory: MemoryPlan, num_blocks: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from enum import Enum
 from typing import NamedTuple
 
@@ -21,16 +20,18 @@ class HostDecodes(Enum):
 
 
 class HostRates(NamedTuple):
-    """Bytes a second.
+    """Bytes a second, and a fixed cost.
 
     Attributes:
         link: either way.
         host, device: of keys and values that the host and the device attend to.
+        call: seconds of work that is handed to the thread of the host, and of a call of a kernel.
     """
 
     link: float
     host: float
     device: float
+    call: float = 0.0
 
 
 class HostContextSizes(NamedTuple):
@@ -40,31 +41,40 @@ class HostContextSizes(NamedTuple):
         contexts: keys and values of all rows that lie on the host, as they are stored.
         queries: of these rows, in the model's dtype.
         triples: partial results of these rows.
-        tile: of keys and values that move at a time.
+        num_tiles: tiles in which the contexts move; each has blocks of one row.
     """
 
     contexts: float
     queries: float
     triples: float
-    tile: float
+    num_tiles: int
 
     @classmethod
     def of(
-        cls, num_rows: int, num_heads: int, head_dim: int, contexts: float, tile: float, dtype_bytes: int = 2
+        cls,
+        num_tokens: int,
+        num_heads: int,
+        head_dim: int,
+        contexts: float,
+        num_tiles: int,
+        dtype_bytes: int = 2,
     ) -> HostContextSizes:
-        """Return the sizes of some decode rows; a triple has ``head_dim + 2`` floats for each query head."""
-        vectors = num_rows * num_heads
+        """Return the sizes of decode tokens; a triple has ``head_dim + 2`` floats for each query head."""
+        vectors = num_tokens * num_heads
         triples = vectors * (head_dim + 2) * _FLOAT32
-        return cls(contexts, vectors * head_dim * dtype_bytes, triples, min(tile, contexts))
+        return cls(contexts, vectors * head_dim * dtype_bytes, triples, num_tiles)
 
     def attended(self, rates: HostRates) -> float:
         """Seconds of attention on the host: queries there, the contexts read, triples back."""
-        return (self.queries + self.triples) / rates.link + self.contexts / rates.host
+        return rates.call + (self.queries + self.triples) / rates.link + self.contexts / rates.host
 
     def moved(self, rates: HostRates) -> float:
-        """Seconds of copies to the device, which attends to each tile while the next one is copied."""
+        """Seconds of copies to the device, which attends to each tile while the next one is copied.
+
+        Tiles count as if all were of one size.
+        """
         if not self.contexts:
             return 0.0
-        last = self.contexts - (math.ceil(self.contexts / self.tile) - 1) * self.tile
-        link, device = rates.link, rates.device
-        return max(self.contexts / link + last / device, self.tile / link + self.contexts / device)
+        link, device, tile = rates.link, rates.device, self.contexts / self.num_tiles
+        overlapped = max(self.contexts / link + tile / device, tile / link + self.contexts / device)
+        return self.num_tiles * rates.call + overlapped

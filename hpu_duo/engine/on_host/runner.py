@@ -48,17 +48,18 @@ class HostRunner(Runner):
         return (
             f"up to {host.num_blocks * block_size:,} tokens of running requests, "
             f"{host.num_bytes / _GIB:,.3g} GiB, lie on the host; {self._decodes()}; "
-            f"{host.staging_bytes / 2**20:,.3g} MiB of device memory buffer blocks that prompts read"
+            f"{host.staging_bytes / 2**20:,.3g} MiB of device memory buffer blocks that move to it"
         )
 
     def _decodes(self) -> str:
         rates, moves = self.host.rates, self.host.moves_decodes
         if rates is None:
             return "decodes move them to the device" if moves else "decodes attend to them there"
-        link, host, device = (f"{each / 1e9:,.3g} GB/s" for each in rates)
+        link, host, device = (f"{each / 1e9:,.3g} GB/s" for each in rates[:3])
         return (
             "each step's decodes attend to them there, or move them to the device where that is predicted to "
-            f"be faster (copied at {link}, attended to at {host} there, {device} on the device)"
+            f"be faster (copied at {link}, attended to at {host} there, {device} on the device, "
+            f"and {1e6 * rates.call:,.3g} us a tile)"
         )
 
     def launch(

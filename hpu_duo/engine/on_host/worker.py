@@ -83,6 +83,56 @@ class WorkerThread(NotPicklable):
             self._last = None
 
 
+class TimedWorker:
+    """Times the parts of what another worker does.
+
+    Args:
+        clock: seconds, in any thread.
+
+    Attributes:
+        link, host, device: bytes that were copied, and that host and device attended to, and seconds of each.
+    """
+
+    def __init__(self, worker: Worker, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._worker, self._clock = worker, clock
+        self.link, self.host, self.device = (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)
+        self._moved_at = self._device_at = 0.0
+
+    def begin(self, work: Callable[[], T]) -> Callable[[], T]:
+        """See ``Worker``; the device attends from here on, or from the end of a wait."""
+        join = self._worker.begin(work)
+        self._device_at = self._clock()
+
+        def joined() -> T:
+            result = join()
+            self._device_at = self._clock()
+            return result
+
+        return joined
+
+    def move(self, num_bytes: int, copy: Callable[[], T]) -> T:
+        """Copy, and time it; the host attends from here on."""
+        began = self._clock()
+        result = self._worker.move(num_bytes, copy)
+        self._moved_at = self._clock()
+        self.link = self.link[0] + num_bytes, self.link[1] + self._moved_at - began
+        return result
+
+    def host_reads(self, num_bytes: int) -> None:
+        """See ``Worker``."""
+        self._worker.host_reads(num_bytes)
+        self.host = self.host[0] + num_bytes, self.host[1] + self._clock() - self._moved_at
+
+    def device_reads(self, num_bytes: int) -> None:
+        """See ``Worker``."""
+        self._worker.device_reads(num_bytes)
+        self.device = self.device[0] + num_bytes, self.device[1] + self._clock() - self._device_at
+
+    def drain(self) -> None:
+        """See ``Worker``."""
+        self._worker.drain()
+
+
 def _in_inference_mode(work: Callable[[], T]) -> T:
     with torch.inference_mode():
         return work()
