@@ -34,6 +34,16 @@ def check_utilization(share: float) -> None:
         raise ValueError(f"expected device_memory_utilization in (0, 1], got {share!r}")
 
 
+def check_cpu_offload(num_bytes: float, most: float) -> None:
+    """Raise ValueError for a ``cpu_offload_gb`` above the weights of all layers; both in bytes."""
+    if num_bytes > most:
+        gib = 1 << 30
+        raise ValueError(
+            f"expected cpu_offload_gb of at most {most / gib:.3g}, the GiB of all layers, got "
+            f"{num_bytes / gib:.3g}"
+        )
+
+
 @dataclass(frozen=True)
 class DeviceBudget:
     """The memory of a device, or of several together, and the share of it that one engine may use.

@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import nn
 
+from hpu_duo.config.limits import check_cpu_offload
 from hpu_duo.device import DeviceRuntime
 from hpu_duo.device.runtime import host_memory
 from hpu_duo.device.streams import CopiesAside, CopyStream, Mark
@@ -376,11 +377,7 @@ def choose_layers(layers: Sequence[nn.Module], num_bytes: float) -> list[nn.Modu
         ValueError: all layers together have fewer.
     """
     sizes = list(map(weight_bytes, layers))
-    if num_bytes > sum(sizes):
-        raise ValueError(
-            f"expected cpu_offload_gb of at most {sum(sizes) / _GIB:.3g}, the GiB of all layers, "
-            f"got {num_bytes / _GIB:.3g}"
-        )
+    check_cpu_offload(num_bytes, sum(sizes))
     num_layers = len(layers)
     for count in range(1, num_layers + 1):
         numbers = [(2 * each + 1) * num_layers // (2 * count) for each in range(count)]

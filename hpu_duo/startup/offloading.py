@@ -66,10 +66,6 @@ def offload_placement(model: ModelConfig) -> Placement | None:
     """
     if model.offload_policy is None:
         placement = Placement(1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0)
-    elif model.offload_policy == "auto":
-        raise ValueError(
-            "expected percentages as offload_policy, which hpu-duo plan-offload finds, got 'auto'"
-        )
     else:
         placement = Placement.parse(model.offload_policy)
     if placement.activations_device < 1 or placement.kv_disk > _ROUNDING or not placement.kv_device:

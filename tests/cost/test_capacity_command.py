@@ -370,5 +370,9 @@ def test_capacity_has_weights_on_the_host_and_the_disk(hpu_duo: Run) -> None:
     printed = hpu_duo(*words, *policy).stdout
     assert "weights on" in printed
     assert "this version does not run weights on the host or a disk on HPU" in " ".join(printed.split())
-    refused = hpu_duo(*words, "--offload-policy", "50,50,50,50,100,0")
-    assert "of weights only" in " ".join(refused.stderr.split())
+    for option, value, message in (
+        ("--offload-policy", "50,50,50,50,100,0", "of weights only"),
+        ("--offload-policy", "auto", "which hpu-duo plan-offload finds, got 'auto'"),
+        ("--cpu-offload-gb", "1000", "the GiB of all layers, got 1e+03"),
+    ):
+        assert message in " ".join(hpu_duo(*words, option, value).stderr.split())

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from hpu_duo.cli.options import of_setting, option_in
 from hpu_duo.cli.terminal import parse_rate
 from hpu_duo.config.engine import ModelConfig
+from hpu_duo.config.limits import check_cpu_offload
 
 if TYPE_CHECKING:
     from hpu_duo.planning import Capacity, CapacityPoint, ModelSize, Serving
@@ -108,7 +109,8 @@ class TierOptions:
         """Return the devices with the weights of some layers elsewhere.
 
         Raises:
-            ValueError: the policy places something else than weights, or an option is out of range.
+            ValueError: the policy places something else than weights, an option is out of range, or more lies
+                on the host than the weights of all layers.
         """
         # Options of an engine are checked as the engine checks them.
         ModelConfig(path="", **{name: getattr(self, name) for name in _OF_WEIGHTS})
@@ -121,9 +123,10 @@ class TierOptions:
 
         num_layers, rates = model.num_layers, (self.offload_prefetch_step, *self._rates())
         if self.offload_policy is None:
-            asked = self.cpu_offload_gb * _GIB * serving.num_devices
-            needed = math.ceil(asked / max(1.0, model.layer_bytes(serving.weights)))
-            return OffloadedLayers(min(num_layers, needed), 0, *rates)
+            asked = self.cpu_offload_gb * _GIB
+            layer_bytes = model.layer_bytes(serving.weights) / serving.num_devices
+            check_cpu_offload(asked, num_layers * layer_bytes)
+            return OffloadedLayers(math.ceil(asked / max(1.0, layer_bytes)), 0, *rates)
         placement = Placement.parse(self.offload_policy)
         if placement.kv_device < 1 or placement.activations_device < 1:
             raise ValueError(

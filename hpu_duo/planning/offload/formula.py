@@ -51,13 +51,17 @@ class Placement(NamedTuple):
         Raises:
             ValueError: there are not six numbers, one is below 0, or two add up to more than 100.
         """
+        if text == "auto":
+            raise ValueError(
+                "expected percentages as offload_policy, which hpu-duo plan-offload finds, got 'auto'"
+            )
         try:
             given = [float(each) for each in text.split(",")]
         except ValueError:
             given = []
         if len(given) != 6 or not all(0 <= each <= 100 for each in given):
             raise ValueError(
-                "expected auto or six percentages w_dev,w_host,kv_dev,kv_host,act_dev,act_host "
+                "expected six percentages w_dev,w_host,kv_dev,kv_host,act_dev,act_host "
                 f"of 0 to 100, got {text!r}"
             )
         shares: list[float] = []
