@@ -33,7 +33,7 @@ from hpu_duo.startup.blueprint import fix_served_len, request_len
 from hpu_duo.startup.device_side import DeviceSide, Place
 from hpu_duo.startup.heads import check_pattern, latent_note
 from hpu_duo.startup.kv_formats import check_scales, scales_note, unused_note
-from hpu_duo.startup.offloading import attach_disk, attach_tiers, with_kv_shares
+from hpu_duo.startup.offloading import attach_disk, attach_tiers, check_kv_shares
 from hpu_duo.startup.sharding import build_led, executed, native_code_built, settle
 
 if TYPE_CHECKING:
@@ -90,7 +90,8 @@ def assemble(
         RankError: one of several ranks could not be started.
         Followed: this process is not the first of several ranks, and has followed it to the end.
     """
-    config, choice = settle(with_kv_shares(config))
+    check_kv_shares(config)
+    config, choice = settle(config)
     make_policy(config.scheduler.scheduling_policy)  # refused before weights are read
     hf_config = read_config(config.model.path)
     rounding_of(config.model.path, config.model.quantization)  # refused before weights are read
@@ -167,7 +168,7 @@ def assemble_around(
             f"kv_offloading_disk={config.cache.kv_offloading_disk}, got a loaded model"
         )
     make_policy(config.scheduler.scheduling_policy)
-    config = with_kv_shares(config)
+    check_kv_shares(config)
     place = Place.of(config)
     with native_code_built(config.model, place, model.dtype):
         side = _device_side(model, config, place)

@@ -28,6 +28,7 @@ from hpu_duo.modeling.weight_stream import WeightStream
 from hpu_duo.startup.heads import ChosenHeads, HeadAssignment, choose_heads, kv_layers
 from hpu_duo.startup.kv_budget import resolve_kv_budget
 from hpu_duo.startup.kv_formats import scales_of, stored_cache, with_formats
+from hpu_duo.startup.offloading import blocks_beside_host
 from hpu_duo.startup.tables import StepTables
 from kernels_ref import (
     Budget,
@@ -458,10 +459,23 @@ class Blueprint:
             ValueError: see ``plan_memory``.
         """
         cache = replace(cache or self.config.cache, block_size=self.config.block_size)
+        num_blocks = blocks_beside_host(self.config, self.memory_of(1, 0))
+        if num_blocks is not None:
+            wanted = self.config.scheduler.max_num_seqs * -(-self.max_len // self.config.block_size)
+            cache = replace(cache, num_blocks=min(num_blocks, wanted))
         sizes = (cache, self.config.scheduler, self.max_len, self.dtype)
-        plan = plan_memory(
-            *(self.layers, self.heads, *sizes), budget=budget, graph_bytes=graph_bytes, states=self._states
-        )
+        try:
+            plan = plan_memory(
+                *(self.layers, self.heads, *sizes),
+                budget=budget,
+                graph_bytes=graph_bytes,
+                states=self._states,
+            )
+        except ValueError as error:
+            if num_blocks is None:
+                raise
+            policy, on_host = self.config.model.offload_policy, cache.cpu_attention
+            raise ValueError(f"{error}: that is offload_policy={policy!r}, cpu_attention={on_host}") from None
         return replace(plan, full_dtype_bytes=self._full_dtype_bytes)
 
     def memory_of(self, num_blocks: int, num_snapshots: int) -> MemoryPlan:

@@ -82,17 +82,22 @@ def offload_placement(model: ModelConfig) -> Placement | None:
     return None if model.offload_policy is None else placement
 
 
-def with_kv_shares(config: EngineConfig) -> EngineConfig:
-    """Return a configuration whose device and host have the shares of blocks that ``offload_policy`` states.
+def check_kv_shares(config: EngineConfig) -> None:
+    """Raise ValueError for sizes of the KV cache that contradict the shares of ``offload_policy``.
 
-    ``cpu_attention`` is the share of the host, from which that of the device follows.
-
-    Raises:
-        ValueError: the host has a share and no ``cpu_attention``, or the device has a size of its own.
+    These are a share of the host without ``cpu_attention`` or the reverse, and a share of a device that has
+    a size of its own.
     """
     placement, cache = offload_placement(config.model), config.cache
-    if placement is None or not placement.kv_host:
-        return config
+    if placement is None:
+        return
+    if not placement.kv_host:
+        if cache.cpu_attention is not None:
+            raise ValueError(
+                f"expected an offload_policy with kv_host above 0 with cpu_attention={cache.cpu_attention}, "
+                f"got {config.model.offload_policy!r}"
+            )
+        return
     sizes = {"num_blocks": cache.num_blocks, "kv_cache_bytes": cache.kv_cache_bytes}
     given = [f"{name}={value}" for name, value in sizes.items() if value is not None]
     if cache.cpu_attention is None or given:
@@ -101,8 +106,24 @@ def with_kv_shares(config: EngineConfig) -> EngineConfig:
             f"neither num_blocks nor kv_cache_bytes with offload_policy={config.model.offload_policy!r}, got "
             f"{', '.join((f'cpu_attention={cache.cpu_attention}', *given))}"
         )
-    on_device = cache.cpu_attention * placement.kv_device / placement.kv_host
-    return replace(config, cache=replace(cache, kv_cache_bytes=int(on_device * _GIB)))
+
+
+def blocks_beside_host(config: EngineConfig, memory: MemoryPlan) -> int | None:
+    """Return the blocks of the device, whose share ``offload_policy`` states; None if it states none.
+
+    The share of the host is ``cpu_attention``. Padding and rings of the device are not in the shares.
+
+    Args:
+        memory: stores of the device, of whatever number of blocks.
+
+    Raises:
+        ValueError: see ``host_blocks``.
+    """
+    placement, size = offload_placement(config.model), config.cache.cpu_attention
+    if placement is None or size is None or not placement.kv_host or not host_blocks(config.cache, memory):
+        return None
+    on_device = size * _GIB * placement.kv_device / placement.kv_host
+    return max(1, int(on_device / memory.block_bytes + _ROUNDING))
 
 
 def streamed_layers(

@@ -44,8 +44,9 @@ def resolve_limits(
     longest = -(-(scheduler.max_model_len or max_len) // memory.block_size)
     if num_on_host and memory.num_blocks < min(fewest, scheduler.max_num_seqs * longest):
         raise ValueError(
-            f"expected num_blocks of {fewest} or more with cpu_attention, for the new tokens of a step and "
-            f"the last blocks of {scheduler.max_num_seqs} requests, got {memory.num_blocks}"
+            f"expected num_blocks of {fewest} or more with cpu_attention, or such a share of the device in "
+            "offload_policy, for the new tokens of a step and the last blocks of "
+            f"{scheduler.max_num_seqs} requests, got {memory.num_blocks}"
         )
     return StepLimits(
         max_num_seqs=scheduler.max_num_seqs,

@@ -143,12 +143,25 @@ def test_shares_of_a_policy_are_those_of_device_and_host(tiny: Tiny) -> None:
     host, limits = model.engine.scheduler.allocations.host, model.engine.scheduler.limits
     assert host is not None
     assert host.num_blocks == NUM_ON_HOST
-    # The device's share has a block for padding.
-    assert limits.num_blocks + 1 == round(NUM_ON_HOST * 35 / 65)
+    assert limits.num_blocks == int((NUM_ON_HOST + 0.5) * 35 / 65)
     assert model.engine.runner.model.stream is not None
     assert tokens_of(serve(model, PROMPTS, GREEDY)) == tokens_of(serve(first, PROMPTS, GREEDY))
     with pytest.raises(ValueError, match=r"neither num_blocks nor kv_cache_bytes .* got .*num_blocks=12"):
         tiny.load(**sizes, num_blocks=12)
+    # Rings are not in the shares.
+    cache = load(tiny, NUM_BLOCKS, pattern=PATTERN).engine_config.cache
+    sizes |= {"cpu_attention": cache.cpu_attention, "pattern": PATTERN}
+    model = tiny.load(**{**sizes, "offload_policy": "100,0,50,50,100,0"})
+    assert model.engine.scheduler.limits.num_blocks == NUM_BLOCKS
+    for policy, message in (
+        (
+            "100,0,45,55,100,0",
+            "11 or more with cpu_attention, or such a share of the device in offload_policy.* got 9",
+        ),
+        ("100,0,100,0,100,0", r"kv_host above 0 with cpu_attention=.*, got '100,0,100,0,100,0'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tiny.load(**{**sizes, "offload_policy": policy})
 
 
 def test_a_decode_moves_queries_and_triples_only(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
