@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from hpu_duo import HPUDuoModel
 from hpu_duo.cli.app import app
+from hpu_duo.cli.planning.plan_offload import _kv_shares
 from hpu_duo.planning.offload import (
     FLEXGEN_T4,
     T4,
@@ -219,6 +221,29 @@ def run_command(*options: str):
     return CliRunner().invoke(app, ["plan-offload", "--model", str(BUILTIN), "--max-batch", "2", *options])
 
 
+def test_an_engine_with_the_printed_options_has_the_planned_blocks() -> None:
+    words = "--prompt-len", "1024", "--offload-policy", "100,0,40,60,100,0", "--batch", "16x1"
+    given = run_command("--host-memory", "2", *words).output.partition("serve with")[2].split("   (on a CPU)")
+    assert len(given) == 2, given
+    options = given[0].replace("--no-enable-prefix-caching", "").split()
+    named = dict(zip((each[2:].replace("-", "_") for each in options[::2]), options[1::2]))
+    sizes = {name: kind(named.pop(name)) for name, kind in (("cpu_attention", float), ("max_num_seqs", int))}
+    model = HPUDuoModel.from_pretrained(BUILTIN, enable_prefix_caching=False, **named, **sizes)
+    scheduler = model.engine.scheduler
+    # Of 9 blocks a row, 5 are on the device; 40 % would be 3.6.
+    assert scheduler.allocations.host.num_blocks == 16 * 4
+    assert scheduler.limits.num_blocks == 16 * 5
+
+
+@pytest.mark.parametrize("blocks", [(80, 64), (64, 80), (1475, 15), (3, 99_997), (99_985, 15)])
+def test_printed_shares_hold_all_blocks_and_few_more(blocks: tuple[int, int]) -> None:
+    percent, gib = _kv_shares(*blocks, 2.0**20)
+    held = gib * 1024 * percent / (100 - percent), gib * 1024
+    for number, room in zip(blocks, held):
+        assert number <= room + 1e-6
+        assert room <= number + 1 + 1e-4 * sum(blocks)
+
+
 def test_the_command_prints_the_policy_and_refuses_what_cannot_be() -> None:
     ran = run_command("--device-memory", "0.01", "--host-memory", "2", "--json")
     assert ran.exit_code == 0, ran.output
@@ -234,10 +259,8 @@ def test_the_command_prints_the_policy_and_refuses_what_cannot_be() -> None:
     options = "--offload-policy 25,75,100,0,100,0 --offload-num-batches 2 --max-num-seqs 8"
     assert options in " ".join(given.output.split())
     on_host = ["--host-memory", "2", "--offload-policy", "100,0,40,60,100,0", "--batch"]
-    given = " ".join(run_command(*on_host, "4x1").output.split())
-    # In whole blocks of 128 tokens.
-    assert "--offload-policy 100,0,60,40,100,0 --cpu-attention 0.0034 --cpu-attention-mode move" in given
-    assert given.endswith("--no-enable-prefix-caching --max-num-seqs 4 (on a CPU)")
+    few = " ".join(run_command(*on_host, "4x1").output.split())
+    assert "the device has 12 KV blocks, and steps of 2,048 tokens and 4 rows need 28" in few
     assert "several batches" in run_command(*on_host, "4x2").output
     planned = run_command("--host-memory", "2", "--offload-policy", "0,100,0,100,100,0", "--batch", "4x2")
     assert "planned only" in planned.output

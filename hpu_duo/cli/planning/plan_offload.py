@@ -13,6 +13,7 @@ import typer
 from hpu_duo.cli.options import Json, grouped, model_option, option_in
 from hpu_duo.cli.planning.hardware import WEIGHTS
 from hpu_duo.cli.terminal import Waiting, parse_rate, show_bytes, user_errors
+from hpu_duo.config.engine import SchedulerConfig
 
 if TYPE_CHECKING:
     from hpu_duo.planning.offload import Found, OffloadMachine, OffloadModel, OffloadWork, Placement, Policy
@@ -265,18 +266,63 @@ def _weight_bytes(placement: Placement, sizes: OffloadModel) -> dict[str, float]
     }
 
 
+def _kv_blocks(policy: Policy, work: OffloadWork) -> tuple[int, int]:
+    """Return the KV blocks of all rows on the device and on the host."""
+    from hpu_duo.planning.offload import BLOCK_SIZE
+
+    total = policy.num_rows * -(-work.stored_end // BLOCK_SIZE)
+    on_device = math.ceil(total * policy.placement.kv_device - 1e-6)
+    return on_device, total - on_device
+
+
+def _why_not_served(policy: Policy, work: OffloadWork) -> str | None:
+    """Return why no engine executes a policy; None for one that an engine executes."""
+    from hpu_duo.kv.allocations import block_moves
+    from hpu_duo.kv.host_blocks import fewest_blocks
+    from hpu_duo.planning.offload import BLOCK_SIZE
+
+    placement = policy.placement
+    # Blocks on the host are those of whole requests, in steps that are not cut in groups.
+    attends_there = policy.num_batches == 1 and work.kv_share == 1 and not placement.kv_disk
+    on_device, on_host = _kv_blocks(policy, work)
+    if placement.activations_device < 1 or (on_host and not (attends_there and on_device)):
+        return (
+            "activations outside the device, keys and values on the disk, or on the host with several "
+            "batches, a KV budget or none on the device"
+        )
+    tokens = SchedulerConfig.max_num_batched_tokens
+    fewest = fewest_blocks(block_moves(tokens, BLOCK_SIZE), policy.num_rows)
+    if on_host and on_device < fewest:
+        return (
+            f"the device has {on_device} KV blocks, and steps of {tokens:,} tokens and {policy.num_rows} "
+            f"rows need {fewest}"
+        )
+    return None
+
+
+def _kv_shares(on_device: int, on_host: int, block_bytes: float) -> tuple[float, float]:
+    """Return the percentage of the device and the GiB of the host for at least so many blocks."""
+    exact = 1e4 * on_device / (on_device + on_host)
+    # Rounding up the smaller share adds the fewest blocks.
+    percent = (math.floor(exact + 1e-6) if on_device > on_host else math.ceil(exact - 1e-6)) / 100
+    most = max(on_host, on_device * (100 - percent) / percent)
+    return percent, math.ceil(1e6 * most * block_bytes / _GIB) / 1e6
+
+
 def _serve_with(policy: Policy, sizes: OffloadModel, work: OffloadWork) -> str | None:
     """Return the options of an engine that executes a policy; None for one that is only planned."""
-    device, host, disk, kv_device, kv_host, kv_disk, activations, _, _ = policy.placement
-    # Blocks on the host are those of whole requests, in steps that are not cut in groups.
-    attends_there = policy.num_batches == 1 and work.kv_share == 1 and kv_device and not kv_disk
-    if activations < 1 or (kv_device < 1 and not attends_there):
+    from hpu_duo.planning.offload import BLOCK_SIZE
+
+    if _why_not_served(policy, work) is not None:
         return None
+    device, host, disk, *_ = policy.placement
+    blocks = _kv_blocks(policy, work)
     has_disk = disk > 1e-4
     on_device = (math.floor if has_disk else round)(1e4 * device) / 100
     on_host = math.floor(1e4 * host) / 100 if has_disk else round(100 - on_device, 2)
-    of_kv = round(100 * kv_device, 2)
-    options = []
+    of_kv, gib, options = 100.0, 0.0, []
+    if blocks[1]:
+        of_kv, gib = _kv_shares(*blocks, BLOCK_SIZE * sizes.kv_bytes * sizes.num_layers)
     if on_device < 100 or of_kv < 100:
         options.append(
             f"--offload-policy {on_device:g},{on_host:g},{of_kv:g},{round(100 - of_kv, 2):g},100,0"
@@ -284,9 +330,8 @@ def _serve_with(policy: Policy, sizes: OffloadModel, work: OffloadWork) -> str |
     if has_disk:
         options.append("--offload-disk DIR")
     if of_kv < 100:
-        kv_bytes = kv_host * policy.num_rows * work.stored_end * sizes.kv_bytes * sizes.num_layers
         mode = "attend" if policy.host_attention else "move"
-        options.append(f"--cpu-attention {math.ceil(1e4 * kv_bytes / _GIB) / 1e4:g}")
+        options.append(f"--cpu-attention {gib:.6f}".rstrip("0").rstrip("."))
         options.append(f"--cpu-attention-mode {mode} --no-enable-prefix-caching")
     else:
         options.append(f"--offload-num-batches {policy.num_batches}")
@@ -322,12 +367,9 @@ def _show(
     weights = _weight_bytes(policy.placement, sizes).items()
     typer.echo(f"weights          {', '.join(f'{name} {show_bytes(size)}' for name, size in weights)}")
     given = _serve_with(policy, sizes, work)
-    how = (
-        "planned only: activations outside the device, keys and values on the disk, or on the host with "
-        "several batches, a KV budget or none on the device"
-    )
+    why = f"planned only: {_why_not_served(policy, work)}"
     device = "on a CPU" if policy.placement.kv_device < 1 else "on a CPU or GPU"
-    typer.echo(f"serve with       {how if given is None else f'{given}   ({device})'}")
+    typer.echo(f"serve with       {why if given is None else f'{given}   ({device})'}")
     if gains is not None:
         more = ", ".join(f"{name} {gain:+,.2f}" for name, gain in gains.items())
         typer.echo(f"tokens/s gained by one GiB more: {more}")

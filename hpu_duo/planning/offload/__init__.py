@@ -13,10 +13,11 @@ from hpu_duo.planning.offload.formula import (
     Policy,
 )
 from hpu_duo.planning.offload.machines import offload_model, on_hardware
-from hpu_duo.planning.offload.search import Found, PolicySearch
+from hpu_duo.planning.offload.search import BLOCK_SIZE, Found, PolicySearch
 from hpu_duo.planning.offload.zigzag import ZigZag, spread
 
 __all__ = [
+    "BLOCK_SIZE",
     "FLEXGEN_T4",
     "T4",
     "Formula",
