@@ -17,12 +17,17 @@ from hpu_duo.modeling.packed_linear import can_pack, leave_files, pack_linears, 
 from kernels_ref.x86 import library
 from tests.modeling.families import FAMILIES, save_random
 
+# What a process has mapped is read from /proc.
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is there on Linux only")
+# Linears of float32 arithmetic are packed for these alone.
+with_our_kernels = pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C")
+
 
 def mapped(path: Path) -> bool:
     return str(path) in Path("/proc/self/maps").read_text()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc is there on Linux only")
+@on_linux
 @pytest.mark.skipif(
     not (can_pack(torch.bfloat16) or library.lanes()),
     reason="linears are packed only with a compiler, and AVX2 or torch's oneDNN",
@@ -60,8 +65,8 @@ def linears_of(weights: Iterable[torch.Tensor]) -> nn.ModuleList:
     return model
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc is there on Linux only")
-@pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C")
+@on_linux
+@with_our_kernels
 def test_a_file_whose_layers_are_all_packed_stays_mapped_until_the_last_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,8 +87,8 @@ def test_a_file_whose_layers_are_all_packed_stays_mapped_until_the_last_is(
     assert not mapped(second)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc is there on Linux only")
-@pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C")
+@on_linux
+@with_our_kernels
 @pytest.mark.parametrize("is_written", [False, True])
 def test_packing_lets_go_of_pages_that_hold_what_the_file_does(is_written: bool, tmp_path: Path) -> None:
     path, stored = tmp_path / "weights", torch.randn(2, 256, 256).bfloat16()
