@@ -117,12 +117,21 @@ _WIDTHS = (
     "intermediate_size",
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
+    "moe_shared_expert_intermediate_size",
     "shared_intermediate_size",
+    "mamba_d_ssm",
 )
-"""Names of the widths of MLPs and experts."""
-_HEADS = ("num_attention_heads", "num_attention_heads_per_layer", "linear_num_value_heads")
+"""Names of the widths of MLPs and experts, and of results of all heads of a state space."""
+_HEADS = (
+    "num_attention_heads",
+    "num_attention_heads_per_layer",
+    "linear_num_value_heads",
+    "mamba_n_heads",
+    "mamba_num_heads",
+)
 """Names of numbers of query heads, one or one for each layer, and of heads of recurrences."""
-_KV_HEADS = ("num_key_value_heads", "linear_num_key_heads")
+_KV_HEADS = ("num_key_value_heads", "linear_num_key_heads", "mamba_n_groups")
+"""Names of numbers of what several heads share; ranks have copies of few."""
 _VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
 """Names of numbers of tokens, of which tables have a row each."""
 _BY_LAYER = "per_layer_config"

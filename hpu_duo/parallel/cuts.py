@@ -150,13 +150,17 @@ class MixerCuts(NamedTuple):
 
     Attributes:
         name: of the module in its layer.
-        cuts: of its parameters, by their names in it; ranks have all of others.
+        cuts: of its parameters and buffers, by their names in it; ranks have all of others.
         bias: name of the bias of its sum over ranks.
+        norm: name of a norm in it over all heads together; empty if it has none.
+        numbers: values of attributes in a share, by the paths of modules in it and their names.
     """
 
     name: str
     cuts: Mapping[str, Cut]
     bias: str
+    norm: str = ""
+    numbers: tuple[tuple[str, str, int], ...] = ()
 
     def within(self, key: str) -> str | None:
         """Return the name of a tensor in the module; None for tensors outside of it."""
@@ -232,7 +236,7 @@ class Cutter:
         mixer, inner = self._mixer(key, layer)
         if mixer is not None:
             return mixer.cuts.get(inner)
-        if self._attention in path:
+        if self._attention in path and int(layer[1]) in self._heads:
             return self._of_heads(leaf, is_bias, shape, *self._heads[int(layer[1])])
         if self.experts is not None and self.experts.are_in(path, shape):
             span = self.experts.span(path, shape)
@@ -261,7 +265,7 @@ class Cutter:
         mixer, inner = self._mixer(key, layer)
         if mixer is not None:
             return inner == mixer.bias
-        if self._attention in path:
+        if self._attention in path and int(layer[1]) in self._heads:
             return path[-1] in OUTPUTS
         if self.experts is not None and self.experts.are_in(path, ()):
             return False
@@ -537,6 +541,14 @@ class Fit:
                 value = getattr(layer.attention, name, None)
                 if value is not None and getattr(share, name, value) != value:
                     numbers.append((path, name, value))
+        for path, module in whole.named_modules():
+            number = path.rpartition(".")[2]
+            mixer = cutter.mixers.get(int(number)) if number.isdigit() else None
+            if mixer is not None and hasattr(module, mixer.name):
+                within = f"{path}.{mixer.name}"
+                numbers += [
+                    (f"{within}.{part}".rstrip("."), name, size) for part, name, size in mixer.numbers
+                ]
         if cutter.experts is not None:
             for path, module in routed_experts(whole):
                 names = {f"{path}.{leaf}": leaf for leaf, _ in module.named_parameters(recurse=False)}

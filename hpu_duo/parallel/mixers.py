@@ -4,15 +4,18 @@ The same trial tells how attention with gates in its queries orders them. Famili
 projections in many ways, under any name. So a module is run with projections that return numbers of their
 own, scaled row by row, and gradients by the scales show the rows that the inputs of its output projection
 depend on. Ranks have equal, neighbouring parts of these inputs: of whole heads where results have heads.
+Heads of a state space that share vectors may be on several ranks, which have copies of these vectors.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.nn.functional import silu
 
 from hpu_duo.device.ranks import Ranks
 from hpu_duo.heads.permute import OUTPUTS
@@ -20,6 +23,7 @@ from hpu_duo.modeling.attention import LayerKind, Trial, attending
 from hpu_duo.modeling.probe import DecoderLayer, refusing
 from hpu_duo.modeling.recurrent import RecurrentLayer
 from hpu_duo.parallel.cuts import Cut, MixerCuts, Span, merged
+from kernels_ref import Recurrence
 from kernels_ref.recurrent import StateSpace
 
 _QUERIES = "q_proj"
@@ -41,6 +45,14 @@ class _Rows(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return (self.numbers * self.scale)[None]
+
+
+class _Gated(nn.Module):
+    """What a norm of all ranks returns but for the size of all: a weight and a gate for each channel."""
+
+    def forward(self, hidden: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        weighted = hidden * self.get_parameter("weight")
+        return weighted if gate is None else weighted * silu(gate)
 
 
 class _Results(nn.Module):
@@ -75,8 +87,6 @@ def mixer_cuts(layers: Sequence[RecurrentLayer], width: int, ranks: Ranks) -> li
 
 def _cuts(layer: RecurrentLayer, width: int, ranks: Ranks) -> MixerCuts:
     mixer, name = layer.mixer, type(layer.mixer).__name__
-    if any(isinstance(kind, StateSpace) for kind in layer.kinds):
-        raise ValueError(f"{name} cannot be served by several ranks: state spaces (Mamba 2) are not split")
     children = {id(module): child for child, module in layer.module.named_children()}
     outputs = [child for child, _ in mixer.named_children() if child in OUTPUTS]
     if len(outputs) != 1 or id(mixer) not in children:
@@ -93,18 +103,88 @@ def _cuts(layer: RecurrentLayer, width: int, ranks: Ranks) -> MixerCuts:
         )
     part = size // ranks.size
     own = (ranks.rank * part, (ranks.rank + 1) * part)
+    norm = _norm_of_ranks(mixer, output, size, own)
     cuts = {f"{output}.weight": Cut(1, (own,))}
-    for parameter, rows in _rows(mixer, output, width, own).items():
+    dims = {name: buffer.ndim - 1 for name, buffer in mixer.named_buffers()}
+    for parameter, rows in _rows(mixer, output, norm, width, own).items():
         if not bool(rows.all()):
-            cuts[parameter] = Cut(0, _spans(rows))
-    return MixerCuts(children[id(mixer)], cuts, f"{output}.bias")
+            cuts[parameter] = Cut(dims.get(parameter, 0), _spans(rows))
+    numbers = tuple(number for kind in layer.kinds for number in _numbers(mixer, kind, ranks.size))
+    return MixerCuts(children[id(mixer)], cuts, f"{output}.bias", norm, numbers)
+
+
+def _numbers(mixer: nn.Module, kind: Recurrence, num_ranks: int) -> list[tuple[str, str, int]]:
+    """Numbers of heads, and widths, that a module with a state space and its norms have in a share.
+
+    Those of other recurrences follow from the configuration.
+    """
+    if not isinstance(kind, StateSpace):
+        return []
+    share = replace(
+        kind, num_heads=kind.num_heads // num_ranks, num_groups=max(1, kind.num_groups // num_ranks)
+    )
+    widths, own_widths = _widths(kind), _widths(share)
+    return [
+        (path, name, own_widths[name])
+        for path, module in mixer.named_modules()
+        for name, width in widths.items()
+        if getattr(module, name, None) == width
+    ]
+
+
+def _widths(kind: StateSpace) -> dict[str, int]:
+    """What families call the sizes of a state space."""
+    width, shared = kind.num_heads * kind.head_dim, kind.num_groups * kind.state_dim
+    return {
+        "num_heads": kind.num_heads,
+        "n_groups": kind.num_groups,
+        "intermediate_size": width,
+        "conv_dim": width + 2 * shared,
+        "groups_time_state_size": shared,
+        "group_size": width // kind.num_groups,
+    }
 
 
 @torch.inference_mode(False)
-def _rows(mixer: nn.Module, output: str, width: int, own: Span) -> dict[str, torch.Tensor]:
-    """Rows of each parameter that some of the inputs of the output projection depend on, bool ``[rows]``."""
+def _norm_of_ranks(mixer: nn.Module, output: str, size: int, own: Span) -> str:
+    """Return the name of the norm of a module's results that divides by the size of all; empty for none.
+
+    Raises:
+        ValueError: it divides by that of a part, which several ranks would have.
+    """
+    for name, norm in mixer.named_children():
+        weight = getattr(norm, "weight", None)
+        if name == output or weight is None or tuple(weight.shape) != (size,):
+            continue
+        trial = copy.deepcopy(norm)
+        trial.weight = nn.Parameter(torch.ones(size))
+        x = torch.randn(1, 1, size, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with torch.enable_grad(), refusing(mixer):
+            trial(x)[..., slice(*own)].sum().backward()
+        assert x.grad is not None, "results depend on inputs"
+        seen = x.grad.flatten() != 0
+        if seen.all():
+            return name
+        begin, end = own
+        if seen[:begin].any() or seen[end:].any():
+            raise ValueError(
+                f"{type(mixer).__name__} cannot be served by several ranks: expected a norm of all results, "
+                f"or of groups of which each rank has whole ones, got a norm of {int(seen.sum())} results "
+                f"where a rank has {end - begin}"
+            )
+    return ""
+
+
+@torch.inference_mode(False)
+def _rows(mixer: nn.Module, output: str, norm: str, width: int, own: Span) -> dict[str, torch.Tensor]:
+    """Rows of each parameter that some of the inputs of the output projection depend on, bool ``[rows]``.
+
+    Buffers count as parameters, and have their rows in the last dimension.
+    """
     generator = torch.Generator().manual_seed(0)
     trial, results = copy.deepcopy(mixer), _Results()
+    if norm:
+        _set(trial, norm, _Gated())
     names: dict[str, tuple[str, ...]] = {}
     for path, module in mixer.named_modules():
         if isinstance(module, nn.Linear) and path != output:
@@ -112,7 +192,10 @@ def _rows(mixer: nn.Module, output: str, width: int, own: Span) -> dict[str, tor
             _set(trial, path, rows)
             names[f"{path}.scale"] = tuple(f"{path}.{leaf}" for leaf, _ in module.named_parameters())
         elif not isinstance(module, nn.Linear):
-            for leaf, parameter in module.named_parameters(recurse=False):
+            for leaf, parameter in (
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+            ):
                 drawn = torch.randn(parameter.shape, generator=generator)
                 setattr(trial.get_submodule(path), leaf, nn.Parameter(drawn))
                 full = f"{path}.{leaf}".lstrip(".")
@@ -126,6 +209,7 @@ def _rows(mixer: nn.Module, output: str, width: int, own: Span) -> dict[str, tor
     seen = results.seen[..., slice(*own)]
     seen.backward(torch.randn(seen.shape, generator=generator))
     depends: dict[str, torch.Tensor] = {}
+    buffers = dict(mixer.named_buffers())
     for name, owners in names.items():
         gradient = trial.get_parameter(name).grad
         if gradient is None:
@@ -133,9 +217,10 @@ def _rows(mixer: nn.Module, output: str, width: int, own: Span) -> dict[str, tor
                 f"{type(mixer).__name__} cannot be served by several ranks: expected results that depend on "
                 f"all of its parameters, got others without {name}"
             )
-        depends |= dict.fromkeys(
-            owners, (gradient != 0).flatten(1).any(1) if gradient.ndim > 1 else gradient != 0
+        of_rows = (
+            gradient.reshape(-1, gradient.shape[-1]).T if name in buffers else gradient[:, None].flatten(1)
         )
+        depends |= dict.fromkeys(owners, (of_rows != 0).any(1))
     return depends
 
 

@@ -11,19 +11,21 @@ key/value heads of the layer if ranks have copies of them.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.functional import silu
 
 from hpu_duo.device.collectives import sum_over_ranks
 from hpu_duo.device.ranks import Ranks
 from hpu_duo.heads.permute import KV_NORMS, QUERY_NORMS
 from hpu_duo.modeling.probe import DecoderLayer, layers_besides, refusing
-from hpu_duo.modeling.recurrent import recurrent_layers
+from hpu_duo.modeling.recurrent import number_of, recurrent_layers
 from hpu_duo.parallel.cuts import Cutter
 from kernels_ref import FutureQueries, KVPolicy, SlotView
 
@@ -43,15 +45,19 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
 class NormFormula:
     """A root-mean-square norm: ``(offset + weight) * x / sqrt(mean(x ** 2) + epsilon)``.
 
+    A gate, if there is one, multiplies inputs or results by its SiLU.
+
     Attributes:
         epsilon: added to the mean.
         offset: added to the weight.
         rounds_first: whether ``x`` is rounded to its dtype before the product with the weight, not after.
+        gates_first: whether a gate multiplies inputs, not results.
     """
 
     epsilon: float
     offset: float = 0.0
     rounds_first: bool = False
+    gates_first: bool = False
 
     @classmethod
     def of(cls, norm: nn.Module) -> NormFormula:
@@ -72,21 +78,52 @@ class NormFormula:
                     norm, "weight * x or (1 + weight) * x of a root-mean-square norm, got another formula"
                 )
         # In bfloat16 the formulas that are left differ in what is rounded.
-        return min(formulas, key=errors.__getitem__)
+        found = min(formulas, key=errors.__getitem__)
+        return replace(found, gates_first=_gates_first(norm))
 
-    def apply(self, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    def mean(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the mean square of a part, ``[..., 1]`` in float32; see ``apply``."""
+        return self._inputs(x, gate).float().square().mean(dim=-1, keepdim=True)
+
+    def apply(
+        self, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, gate: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the norm of a part of a dimension.
 
         Args:
             x: the part, ``[..., W]``.
             weight: of the part, ``[W]``.
             mean: mean square over the whole dimension, ``[..., 1]`` in float32.
+            gate: of the part, ``[..., W]``.
         """
-        normed = x.float() * torch.rsqrt(mean + self.epsilon)
+        normed = self._inputs(x, gate).float() * torch.rsqrt(mean + self.epsilon)
         if self.rounds_first:
             normed = normed.to(x.dtype)
         factor = weight.to(normed.dtype) + self.offset if self.offset else weight
-        return (factor * normed).to(x.dtype)
+        result = factor * normed
+        if gate is not None and not self.gates_first:
+            result = result * silu(gate.float())
+        return result.to(x.dtype)
+
+    def _inputs(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        return x if gate is None or not self.gates_first else x.float() * silu(gate.float())
+
+
+def _gates_first(norm: nn.Module) -> bool:
+    """Whether the gate of a norm, if it takes one, multiplies its inputs."""
+    if "gate" not in inspect.signature(norm.forward).parameters:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    trial = copy.deepcopy(norm)
+    width = len(norm.get_parameter("weight"))
+    trial.weight = nn.Parameter(torch.rand(width, generator=generator), requires_grad=False)
+    x, gate = (torch.randn(1, _NUM_TOKENS, width, generator=generator) for _ in range(2))
+    with torch.inference_mode(), refusing(norm):
+        got = trial(x, gate)
+        errors = [(got - each).abs().max() for each in (trial(x * silu(gate)), trial(x) * silu(gate))]
+    if not min(errors) <= _TOLERANCE[torch.float32] * got.abs().max():
+        raise _refused(norm, "a gate whose SiLU multiplies inputs or results, got another one")
+    return bool(errors[0] <= errors[1])
 
 
 def _errors(norm: nn.Module, formulas: list[NormFormula], dtype: torch.dtype) -> dict[NormFormula, float]:
@@ -124,16 +161,15 @@ class LayerSums(NamedTuple):
 
     Attributes:
         path: of the layer.
-        norms: norms in its attention over all heads together, by their names there, and their formulas.
+        norms: norms over all heads together in its attention, or in its module with states, by their paths in
+            the layer, and their formulas.
         children: its modules that add a partial sum on each rank: attention, modules with states, MLP and
             experts.
-        attention: which of them attends; empty if none does.
     """
 
     path: str
     norms: dict[str, NormFormula]
     children: tuple[str, ...]
-    attention: str = ""
 
 
 @dataclass(frozen=True)
@@ -159,14 +195,22 @@ class Sums:
         paths = {id(module): path for path, module in whole.named_modules()}
         attending = {id(layer.module): layer for layer in layers}
         modules = [layer.module for layer in layers]
-        modules += [each.module for each in recurrent_layers(whole) if id(each.module) not in attending]
+        with_states = {id(each.module): each.module for each in recurrent_layers(whole)}
+        modules += [module for key, module in with_states.items() if key not in attending]
         modules += layers_besides(whole, modules)
         found = []
         for module in modules:
-            layer, children = attending.get(id(module)), _shared_children(cutter, module, names)
-            norms = {} if layer is None else wide_norms(layer)
-            attention = "" if layer is None else paths[id(layer.attention)].rpartition(".")[2]
-            found.append(LayerSums(paths[id(module)], norms, children, attention))
+            layer, path = attending.get(id(module)), paths[id(module)]
+            norms: dict[str, NormFormula] = {}
+            if layer is not None:
+                attention = paths[id(layer.attention)].rpartition(".")[2]
+                norms |= {f"{attention}.{name}": each for name, each in wide_norms(layer).items()}
+            if id(module) in with_states:
+                mixer = cutter.mixers[number_of(type(whole).__name__, path)]
+                if mixer.norm:
+                    name = f"{mixer.name}.{mixer.norm}"
+                    norms[name] = NormFormula.of(module.get_submodule(name))
+            found.append(LayerSums(path, norms, _shared_children(cutter, module, names)))
         return cls(tuple(found), token_tables(whole))
 
 
@@ -262,17 +306,17 @@ class RMSNormOverRanks(nn.Module):
         self.weight, self.formula = weight, formula
         self.num_ranks, self.group = num_ranks, group
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        own = x.float().square().mean(dim=-1, keepdim=True)
-        mean = sum_over_ranks(own, self.group) / self.num_ranks
-        return self.formula.apply(x, self.weight, mean)
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        mean = sum_over_ranks(self.formula.mean(x, gate), self.group) / self.num_ranks
+        return self.formula.apply(x, self.weight, mean, gate)
 
 
 def connect(model: PreTrainedModel, sums: Sums, ranks: Ranks, group: str) -> None:
     """Insert the exchanges between ranks into a rank's shard of a model, in place.
 
     Two all-reduces per layer, after the attention and after the MLP or its experts, and one for each
-    embedding table; two more of one number per token if queries and keys have norms over all heads together.
+    embedding table; two more of one number per token if queries and keys have norms over all heads together,
+    and one if results of states have.
     Logits stay the rank's own: its columns of the vocabulary.
 
     Args:
@@ -281,10 +325,11 @@ def connect(model: PreTrainedModel, sums: Sums, ranks: Ranks, group: str) -> Non
     """
     for own in sums.layers:
         layer = model.get_submodule(own.path)
-        for name, formula in own.norms.items():
-            attention = layer.get_submodule(own.attention)
-            weight = attention.get_submodule(name).get_parameter("weight")
-            setattr(attention, name, RMSNormOverRanks(weight, formula, ranks.size, group))
+        for path, formula in own.norms.items():
+            above, _, name = path.rpartition(".")
+            weight = layer.get_submodule(path).get_parameter("weight")
+            norm = RMSNormOverRanks(weight, formula, ranks.size, group)
+            setattr(layer.get_submodule(above), name, norm)
         for name in own.children:
             setattr(layer, name, SummedOverRanks(layer.get_submodule(name), group))
     for path in sums.tables:

@@ -56,7 +56,10 @@ def check_partial_sums(
         layer = layers[number] if number < len(layers) else None
         for name in own.children:
             child = whole.get_submodule(f"{own.path}.{name}")
-            norms = own.norms if name == own.attention else {}
+            within = f"{name}."
+            norms = {
+                path.removeprefix(within): each for path, each in own.norms.items() if path.startswith(within)
+            }
             has_states = id(child) in mixers
             modules.append(_Module(f"{own.path}.{name}", child, number, layer, norms, has_states))
     calls = _calls(whole, [each.module for each in modules if not each.has_states])
@@ -211,8 +214,8 @@ class _NormAsOfAll(nn.Module):
         super().__init__()
         self.held, self.formula, self.mean = weight, formula, mean
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.formula.apply(x, self.held, self.mean)
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        return self.formula.apply(x, self.held, self.mean, gate)
 
 
 _Values = Mapping[str, tuple[torch.Tensor, ...]]
@@ -264,8 +267,8 @@ class _Module:
         buffers = {name: _filled(each, generator) for name, each in self.module.named_buffers()}
         whole = _with_values(self.module, values, buffers)
         means: dict[str, torch.Tensor] = {}
-        for name in self.norms:
-            whole.get_submodule(name).register_forward_pre_hook(_keep_mean(means, name))
+        for name, formula in self.norms.items():
+            whole.get_submodule(name).register_forward_pre_hook(_keep_mean(means, name, formula))
         with refusing(self.module):
             expected = call.run(whole)
             parts = [self._of_rank(share, call, values, buffers, means) for share in shares]
@@ -293,6 +296,8 @@ class _Module:
         means: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         own = {name: self._cut(share, name, each) for name, each in values.items()}
+        if self.has_states:
+            buffers = {name: self._cut(share, name, (each,))[0] for name, each in buffers.items()}
         module = _with_values(share.model.get_submodule(self.path), own, buffers)
         for name, formula in self.norms.items():
             [weight] = own[f"{name}.weight"]
@@ -315,9 +320,9 @@ class _Module:
         return tuple(rows.of(each) if dim == cut.dim else each for dim, each in enumerate(value))
 
 
-def _keep_mean(means: dict[str, torch.Tensor], name: str) -> Any:
+def _keep_mean(means: dict[str, torch.Tensor], name: str, formula: NormFormula) -> Any:
     def keep(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        means[name] = args[0].float().square().mean(dim=-1, keepdim=True)
+        means[name] = formula.mean(*args)
 
     return keep
 

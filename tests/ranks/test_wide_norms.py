@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
@@ -22,6 +23,8 @@ SERVED = {
     "weight * x, rounded last": lambda: Olmo2RMSNorm(WIDTH, EPSILON),
     "(1 + weight) * x": lambda: GemmaRMSNorm(WIDTH, EPSILON),
     "torch": lambda: nn.RMSNorm(WIDTH, EPSILON),
+    "gated inputs": lambda: FalconH1RMSNormGated(WIDTH, EPSILON, norm_before_gate=False),
+    "gated results": lambda: FalconH1RMSNormGated(WIDTH, EPSILON, norm_before_gate=True),
 }
 
 
@@ -33,10 +36,13 @@ class Other(nn.Module):
         self.weight = nn.Parameter(torch.ones(WIDTH))
         self.formula, self.variance_epsilon = formula, EPSILON
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         """Norm."""
         mean = x.float().square().mean(dim=-1, keepdim=True)
         match self.formula:
+            case "another gate":
+                normed = (self.weight * x * torch.rsqrt(mean + self.variance_epsilon)).to(x.dtype)
+                return normed if gate is None else normed * gate.sigmoid()
             case "epsilon outside the root":
                 return (self.weight * x / (mean.sqrt() + self.variance_epsilon)).to(x.dtype)
             case "another epsilon":
@@ -56,6 +62,7 @@ REFUSED = {
         formula: lambda formula=formula: Other(formula)
         for formula in (
             *("epsilon outside the root", "another epsilon", "(2 + weight) * x", "weights of heads"),
+            "another gate",
         )
     },
 }
@@ -81,14 +88,20 @@ def test_ranks_compute_what_the_norm_computes(
     monkeypatch.setattr(modules, "sum_over_ranks", ranks.sum)
     # Rows as small as the epsilon as well.
     x = (torch.randn(64, WIDTH, generator=generator) * torch.logspace(-3, 1, 64)[:, None]).to(dtype)
+    given = [x]
+    if name.startswith("gated"):
+        # Gated inputs are not rounded by the module.
+        x = x.float()
+        dtype, given = x.dtype, [x, torch.randn(x.shape, generator=generator).to(dtype)]
 
     def of_rank(rank: int) -> torch.Tensor:
         weight = nn.Parameter(norm.weight.detach().chunk(size)[rank])
-        own: torch.Tensor = RMSNormOverRanks(weight, formula, size, "")(x.chunk(size, dim=-1)[rank])
+        parts = [each.chunk(size, dim=-1)[rank] for each in given]
+        own: torch.Tensor = RMSNormOverRanks(weight, formula, size, "")(*parts)
         return own
 
     with torch.no_grad():
-        got, expected = torch.cat(ranks.run(of_rank), dim=-1), norm(x)
+        got, expected = torch.cat(ranks.run(of_rank), dim=-1), norm(*given)
     assert got.dtype == dtype
     # The order of a sum may change a bfloat16 of few, and another formula changes many.
     close = torch.isclose(got, expected, rtol=1e-5, atol=0)

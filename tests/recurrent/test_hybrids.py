@@ -18,7 +18,7 @@ from hpu_duo.sampling import SamplingParams
 from kernels_ref import PLAIN
 from tests.modeling.driving import greedy_logits
 from tests.modeling.families import BASE, BLOCK, greedy, make_config, prompts_of, save_random
-from tests.recurrent.hybrids import HYBRIDS, STATE_SPACES, load, saved
+from tests.recurrent.hybrids import HYBRIDS, load, saved
 from tests.tiers import EXHAUSTIVE
 
 CAPTURE: dict[str, dict[str, Any]] = {
@@ -146,11 +146,25 @@ def test_preempted_requests_and_samples_of_one_prompt_are_right(
         assert [sample.token_ids for sample in samples] == [greedy(model, prompt, 20)] * 2
 
 
-@pytest.mark.parametrize("name", [*STATE_SPACES, "OlmoHybridConfig"])
-def test_states_that_ranks_do_not_split_are_refused(tmp_path: Path, name: str) -> None:
-    saved(tmp_path, name)
-    with pytest.raises(ValueError, match=r"served by several ranks: (state spaces|transformers joins)"):
-        load(tmp_path, tensor_parallel_size=2)
+@pytest.mark.parametrize(
+    ("name", "size", "changes", "reason"),
+    [
+        ("OlmoHybridConfig", 2, {}, "transformers joins"),
+        ("NemotronHConfig", 4, {}, "expected a norm of all results, or of groups .* 24 results .* has 12"),
+        (
+            "FalconH1Config",
+            2,
+            {"mamba_n_groups": 1, "mamba_n_heads": 3},
+            "expected mamba_n_heads to be a multiple",
+        ),
+    ],
+)
+def test_states_that_ranks_do_not_split_are_refused(
+    tmp_path: Path, name: str, size: int, changes: dict[str, Any], reason: str
+) -> None:
+    saved(tmp_path, name, **changes)
+    with pytest.raises(ValueError, match=reason):
+        load(tmp_path, tensor_parallel_size=size)
 
 
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}

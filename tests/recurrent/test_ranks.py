@@ -11,19 +11,29 @@ from hpu_duo.device import run_processes
 from hpu_duo.sampling import SamplingParams
 from tests.modeling.families import prompts_of
 from tests.ranks.work import Case, serve, serve_here
-from tests.recurrent.hybrids import HYBRIDS, STATE_SPACES, saved
+from tests.recurrent.hybrids import HYBRIDS, saved
+from tests.tiers import EXHAUSTIVE
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
-FAST = ("Lfm2Config", "Qwen3NextConfig")
+FAST = ("Lfm2Config", "Qwen3NextConfig", "GraniteMoeHybridConfig")
 SMALL = {"max_num_batched_tokens": 13, "max_num_seqs": 3}
 DRAFTING = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 
-OTHERS = tuple(name for name in HYBRIDS if name not in (*FAST, *STATE_SPACES, "OlmoHybridConfig"))
+SLOW = ("NemotronHConfig", "FalconH1Config", "Qwen3_5TextConfig", "Lfm3Config", "Lfm2MoeConfig")
+LIKE_THEM = ("BambaConfig", "Qwen3_5MoeTextConfig")
+assert {*FAST, *SLOW, *LIKE_THEM} == {*HYBRIDS} - {"OlmoHybridConfig"}
 
 
-@pytest.mark.parametrize("names", [FAST, pytest.param(OTHERS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "names",
+    [
+        FAST,
+        pytest.param(SLOW, marks=pytest.mark.slow),
+        pytest.param(LIKE_THEM, marks=EXHAUSTIVE),
+    ],
+)
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, names: tuple[str, ...]) -> None:
     """Chunks, moved and preempted rows, prefixes that are taken up, and drafts that are right in part."""
     prompts = prompts_of([20, 1, 40, 9])
