@@ -198,7 +198,7 @@ def expected(tiny: Tiny) -> list[int]:
     return greedy(tiny.model, prompts_of([13])[0], 6)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def busy(tiny: Tiny) -> HPUDuoModel:
     return tiny.load()
 
@@ -285,17 +285,18 @@ def test_a_binarised_pattern_goes_without_sparsity(tiny: Tiny) -> None:
         (TOO_LONG, "prompt 2 has .* prompt tokens, at most"),
     ],
 )
-def test_a_bad_prompt_is_named_by_its_place_in_the_call(tiny: Tiny, bad: list[Any], message: str) -> None:
-    served = tiny.load()
+def test_a_bad_prompt_is_named_by_its_place_in_the_call(
+    busy: HPUDuoModel, bad: list[Any], message: str
+) -> None:
     params = SamplingParams(n=2, max_tokens=3)
-    served.engine.generate([[5], [6]], params)  # names of requests count on
+    busy.engine.generate([[5], [6]], params)  # names of requests count on
     with pytest.raises(ValueError, match=f"^{message}"):
-        served.engine.generate([[5], [6], bad, [7]], params)
+        busy.engine.generate([[5], [6], bad, [7]], params)
     with pytest.raises(ValueError, match=f"^{message}"):
-        served.score([[5], [6], bad, [7]], [[[1]]] * 4)
+        busy.score([[5], [6], bad, [7]], [[[1]]] * 4)
     if all(isinstance(token, int) for token in bad):
         with pytest.raises(ValueError, match=f"^{message}"):
-            served.generate([[5], [6], bad, [7]], max_new_tokens=3)
+            busy.generate([[5], [6], bad, [7]], max_new_tokens=3)
     with pytest.raises(ValueError, match=f"^{message.replace('prompt 2', 'request .x.')}"):
-        served.engine.add_request(bad, params, request_id="x")
-    assert_holds_nothing(served)
+        busy.engine.add_request(bad, params, request_id="x")
+    assert_holds_nothing(busy)
