@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from hpu_duo.planning import Hardware
 from hpu_duo.planning.read_model import CONFIG_FILE, stored_bytes
 from hpu_duo.startup.blueprint import Blueprint, ChosenKernels, fix_served_len, request_len
 from hpu_duo.startup.heads import check_pattern
+from hpu_duo.startup.tables import StepTables
 from kernels_ref import FusedOperators, Implementation, Softmax
 from kernels_ref.hpu.attention import LINE_BYTES
 
@@ -40,8 +42,7 @@ class Structure:
         name: of the model's directory.
         mode: the fake tensor mode of all its tensors.
         model: the step model, its parameters and stores on a fake ``hpu:0``.
-        geometry, limits, memory: as the engine has them.
-        table: the buckets.
+        geometry, limits, memory, tables: as the engine has them.
         vocab_size, max_len: of the model, and of a request in tokens.
         stored_bytes: of all weights, if the checkpoint's are quantised.
     """
@@ -52,10 +53,17 @@ class Structure:
     geometry: StepGeometry
     limits: StepLimits
     memory: MemoryPlan
-    table: BucketTable
+    tables: StepTables
     vocab_size: int
     max_len: int
     stored_bytes: int | None = None
+
+    @cached_property
+    def table(self) -> BucketTable:
+        """The buckets; planning takes seconds, and a step of one bucket does without."""
+        table = self.tables.table(self.memory)
+        check_reach(table, self.limits)
+        return table
 
     @property
     def held(self) -> list[torch.Tensor]:
@@ -114,22 +122,24 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
     cache, budget = _cache(config.cache, model, hardware, stored)
     memory = blueprint.memory(budget, cache)
     tables = blueprint.tables(EagerBackend(), is_padding=True)
-    limits, table = tables.limits(memory), tables.table(memory)
-    check_reach(table, limits)
+    limits = tables.limits(memory)
     with mode:
         _, step_model = blueprint.build(model, memory, live)
-    return Structure(
+    structure = Structure(
         name=path.resolve().name,
         mode=mode,
         model=step_model,
         geometry=tables.geometry(memory),
         limits=limits,
         memory=memory,
-        table=table,
+        tables=tables,
         vocab_size=blueprint.text_config.vocab_size,
         max_len=limits.max_model_len,
         stored_bytes=stored,
     )
+    if config.graph.table is not None:
+        _ = structure.table  # refused where it is given
+    return structure
 
 
 def make_hpu_known() -> None:
