@@ -83,7 +83,7 @@ def check_divisions(tiny: Tiny, options: dict[str, Any]) -> None:
     assert prefixes.num_hit_tokens > 0 or "pattern" in options
 
 
-TABLE = BucketTable.from_strings(["csu/q16/s48/u48/l4"])
+TABLE = BucketTable.from_strings(["csu/q16/s12/u16/l4"])
 CPU: dict[str, dict[str, Any]] = {
     "several tokens": {"decode_len": 4},
     "rule": {"attention_rule": "sink_band:sink=2,band=9", "decode_len": 3},

@@ -104,8 +104,8 @@ def test_a_reader_that_comes_late_gets_every_event_once_and_in_order(
         return is_taken
 
     monkeypatch.setattr(EventSender, "take", noted)
-    body = {**LONG, "stream": True, "n": 128, "logprobs": 90, "return_token_ids": True, "seed": 1}
-    with live(tiny.load(max_num_seqs=16), max_behind=1 << 20, max_choices=128, max_logprobs=90) as server:
+    body = {**LONG, "stream": True, "n": 48, "logprobs": 90, "return_token_ids": True, "seed": 1}
+    with live(tiny.load(max_num_seqs=16), max_behind=1 << 20, max_choices=48, max_logprobs=90) as server:
         with server.http() as http:
             calm = http.post("/v1/completions", json=body).text
         refused.clear()
