@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hpu_duo.cli.app import app
+from tests.tiers import EXHAUSTIVE
 
 ROOT = Path(__file__).parent.parent
 CLI = (sys.executable, "-m", "hpu_duo.cli")
@@ -116,11 +117,11 @@ def test_each_block_is_of_commands_or_compared_or_has_a_reason() -> None:
 
 
 # The example runs in test_examples.py too, and warm-ups in cli/test_warmup.py.
-SLOW = {"streaming heads "}
+FURTHER = {"streaming heads "}
 
 
 @pytest.mark.parametrize(
-    "beginning", [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in COMMANDS]
+    "beginning", [pytest.param(each, marks=EXHAUSTIVE if each in FURTHER else ()) for each in COMMANDS]
 )
 def test_a_sample_is_what_its_command_prints(beginning: str) -> None:
     status, text = printed(COMMANDS[beginning])

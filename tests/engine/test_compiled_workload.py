@@ -100,7 +100,8 @@ def test_a_warmed_table_serves_requests_without_a_miss_or_a_recompilation(
     tiny: Tiny, eager_tokens: dict[str, list[int]], guards: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What a compiler makes of a graph does not depend on how the graph was traced.
-    served = load(tiny, CompileBackend("eager" if guards else "inductor", guards=guards))
+    backend = CountingRegions("eager" if guards else "inductor", guards=guards)
+    served = load(tiny, backend)
     num_written, run = 0, StepModel.logits
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -124,9 +125,11 @@ def test_a_warmed_table_serves_requests_without_a_miss_or_a_recompilation(
     assert tokens == eager_tokens
     # Without guards the warm-up has also traced each bucket: the model's Python runs no more.
     assert num_written == (stats.num_steps if guards else 0)
+    assert len(backend.regions) == len(graphs.table) * len(served.engine.runner.model.kinds)
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_portable_attention_traces_into_one_graph_per_bucket_and_kind_of_layer(
     tiny: Tiny, eager_tokens: dict[str, list[int]]
 ) -> None:

@@ -49,7 +49,7 @@ def load_drafting(tiny: Tiny, **options: Any) -> HPUDuoModel:
         pytest.param(GREEDY, {"graphs": "compile", "pattern": PATTERN}, marks=EXHAUSTIVE),
         pytest.param(replace(SEEDED, n=3), {"enable_prefix_caching": False}, marks=pytest.mark.slow),
         pytest.param(SEEDED, {"tensor_parallel_size": 2, "pattern": PATTERN}, marks=EXHAUSTIVE),
-        pytest.param(GREEDY, {"tensor_parallel_size": 2, "graphs": "replay"}, marks=pytest.mark.slow),
+        pytest.param(GREEDY, {"tensor_parallel_size": 2, "graphs": "replay"}, marks=EXHAUSTIVE),
         pytest.param(GREEDY, {"kv_cache_dtype": "int8_per_token_head"}, marks=pytest.mark.slow),
         pytest.param(SEEDED, {"attention_rule": "top_blocks"}, marks=pytest.mark.slow),
     ],
@@ -175,7 +175,7 @@ def test_a_step_takes_the_tokens_that_the_previous_one_sampled(tiny: Tiny, graph
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("simulated_hpu")
+@pytest.mark.usefixtures("simulated_hpu", "default_buckets")
 @pytest.mark.parametrize("params", every(3, [replace(SEEDED, logprobs=2), GREEDY, SEEDED]))
 def test_a_simulated_hpu_compiles_nothing_and_reads_once_a_step(tiny: Tiny, params: SamplingParams) -> None:
     expected = serve(tiny.load(pattern=PATTERN), PROMPTS, params)

@@ -52,9 +52,6 @@ CAPTURE: dict[str, dict[str, Any]] = {
 }
 
 
-COMPILED = {("Gemma3nTextConfig", "compile"): pytest.mark.slow, ("Gemma4TextConfig", "compile"): EXHAUSTIVE}
-
-
 def shared(tmp_path: Path, name: str) -> Any:
     if not is_known(name):
         pytest.skip("transformers has no such model yet")
@@ -75,7 +72,7 @@ def test_gemma3n_is_an_error_on_an_hpu_whose_graphs_cannot_read_the_host(tmp_pat
 @pytest.mark.parametrize(
     ("name", "capture"),
     [
-        pytest.param(*case, marks=COMPILED.get(case, ()))
+        pytest.param(*case, marks=EXHAUSTIVE if case[1] == "compile" else ())
         for case in product(FAMILIES, CAPTURE)
         if case != ("Gemma3nTextConfig", "hpu-sim")
     ],

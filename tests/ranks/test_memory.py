@@ -72,11 +72,10 @@ def peak_of_loading(member: Member, path: Path, parallel: dict[str, Any]) -> tup
 
 
 CASES = [
-    ("llama", 2),
     ("widths of experts", 2),
     *(
         pytest.param(name, 2, marks=pytest.mark.exhaustive)
-        for name in ("rows by kind", "rows by group", "whole experts")
+        for name in ("llama", "rows by kind", "rows by group", "whole experts")
     ),
     *(
         pytest.param(name, 4, marks=pytest.mark.exhaustive)

@@ -87,6 +87,7 @@ def test_machines_with_another_setting_are_refused_by_its_name() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_torchrun_starts_a_server_again_whose_rank_is_killed() -> None:
     port = free_port()
     command = [

@@ -110,6 +110,7 @@ def test_a_replica_that_is_lost_takes_no_answer_for_complete_and_comes_back(harm
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_replica_of_two_ranks_that_loses_one_ends_and_comes_back_with_both() -> None:
     options = "--tensor-parallel-size 2 --rank-timeout-seconds 20"
     expected = answer_of_one_rank()
