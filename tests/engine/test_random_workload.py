@@ -79,7 +79,7 @@ def check_against_each_alone(tiny: Tiny, pattern: HeadPattern | None, num_reques
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pattern", "num_requests"), [(None, 80), (PATTERN, 200)], ids=["full", "duo"])
+@pytest.mark.parametrize(("pattern", "num_requests"), [(None, 60), (PATTERN, 120)], ids=["full", "duo"])
 def test_every_request_gets_what_it_would_get_alone(
     tiny: Tiny, pattern: HeadPattern | None, num_requests: int
 ) -> None:

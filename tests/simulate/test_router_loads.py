@@ -17,7 +17,7 @@ from hpu_duo.lab.simulate.sessions import SessionArrivals
 from hpu_duo.lab.traces import make_workload
 from tests.tiers import crossed
 
-NUM_REPLICAS, NUM_REQUESTS = 8, 400
+NUM_REPLICAS, NUM_REQUESTS = 8, 240
 LIMITS = StepLimits(
     max_num_seqs=32,
     max_num_batched_tokens=2048,
@@ -97,6 +97,6 @@ def test_cache_aware_lets_no_replica_idle_for_one_long_document() -> None:
     _, first_s, _ = served("cache-aware", OF_WORTH["one long document"])
     _, least_first_s, _ = served("least-loaded", OF_WORTH["one long document"])
     assert first_s <= 1.1 * least_first_s
-    _, _, end_s = served("cache-aware", OF_WORTH["one long document"], 1200)
-    _, _, least_end_s = served("least-loaded", OF_WORTH["one long document"], 1200)
+    _, _, end_s = served("cache-aware", OF_WORTH["one long document"], 720)
+    _, _, least_end_s = served("least-loaded", OF_WORTH["one long document"], 720)
     assert end_s <= 1.1 * least_end_s
