@@ -5,6 +5,10 @@
 The weights of layers pass through a link that a thread throttles. The prediction is the simulated
 schedule of ``hpu-duo plan-offload``, with the time of a layer as measured with all weights on the device.
 A second table has several groups of rows, which pass through a loaded layer one after the other.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.weight_stream --budget
+
+The device has room for a quarter of the weights of layers and of the keys and values; both share one link.
 """
 
 from __future__ import annotations
@@ -14,10 +18,12 @@ import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -26,7 +32,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.cpu_systems import make_checkpoint
 from benchmarks.prefix_cache import NUM_KV_HEADS, Tokens, run
 from hpu_duo import HPUDuoModel, SamplingParams
-from hpu_duo.modeling.weight_stream import ThreadMover, weight_bytes
+from hpu_duo.engine.on_host.runner import HostRunner
+from hpu_duo.engine.on_host.worker import WorkerThread
+from hpu_duo.modeling.weight_stream import ThreadMover, Weights, weight_bytes
 from hpu_duo.planning import Format
 from hpu_duo.planning.offload import (
     FLEXGEN_T4,
@@ -40,8 +48,10 @@ from hpu_duo.planning.offload import (
 from hpu_duo.planning.read_model import read_model
 from kernels_ref import PLAIN
 
+T = TypeVar("T")
 ROWS, PROMPT, OUTPUT = 8, 64, 12
 RATES = (100e6, 200e6, 400e6)
+LONG_ROWS, LONG, LONG_OUTPUT, LONG_STEP, LONG_RATES = 2, 1024, 14, 256, (100e6, 200e6)
 NUM_BATCHES, GROUPED_RATES = (1, 2, 4), (50e6, 100e6)
 SETUP: dict[str, Any] = {
     "block_size": 128,
@@ -49,6 +59,45 @@ SETUP: dict[str, Any] = {
     "max_model_len": 256,
     "enable_prefix_caching": False,
 }
+
+
+class Link:
+    """A link of some bytes/s that threads share; who asks first is served first."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s, self._free_at, self._lock = bytes_per_s, 0.0, Lock()
+
+    def carry(self, num_bytes: int) -> None:
+        """Wait until so many bytes have crossed."""
+        with self._lock:
+            end = self._free_at = max(self._free_at, time.monotonic()) + num_bytes / self._bytes_per_s
+        time.sleep(max(0.0, end - time.monotonic()))
+
+
+class WeightsOver(ThreadMover):
+    """Copies weights over a link."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__()
+        self._link = link
+
+    def _copy(self, source: Weights, target: torch.Tensor, asked_at: float) -> None:
+        super()._copy(source, target, asked_at)
+        self._link.carry(source.nbytes)
+
+
+class ContextOver(WorkerThread):
+    """Copies queries, results, and keys and values over a link."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__()
+        self._link = link
+
+    def move(self, num_bytes: int, copy: Callable[[], T]) -> T:
+        """Copy, for as long as the link takes."""
+        copied = copy()
+        self._link.carry(num_bytes)
+        return copied
 
 
 def decode(model: HPUDuoModel, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
@@ -116,11 +165,95 @@ class Served:
         return taken, cells
 
 
+def timed(model: HPUDuoModel, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
+    """Tokens of each request, and seconds of a step in which all of them decode: the median."""
+    engine, params = model.engine, SamplingParams(max_tokens=LONG_OUTPUT, temperature=0, ignore_eos=True)
+    numbers = [engine.add_request(each, params) for each in prompts]
+    found = {number: list[int]() for number in numbers}
+    times: list[float] = []
+    while engine.has_unfinished:
+        began = time.monotonic()
+        outputs = engine.step()
+        times.append(time.monotonic() - began)
+        for each in outputs:
+            found[each.request_id] += each.token_ids
+    num_prompt_steps = len(prompts) * -(-LONG // LONG_STEP)
+    return [found[number] for number in numbers], statistics.median(times[num_prompt_steps + 1 : -2])
+
+
+def quarter(path: Path) -> list[str]:
+    """Decodes with a quarter of the bytes of weights and of keys and values on the device, as lines."""
+    setup: dict[str, Any] = {
+        "block_size": 32,
+        "max_num_seqs": LONG_ROWS,
+        "max_model_len": LONG + 64,
+        "max_num_batched_tokens": LONG_STEP,
+        "enable_prefix_caching": False,
+        "graphs": "eager",
+    }
+    tokens = Tokens("quarter", 0)
+    prompts = [tokens.draw(LONG) for _ in range(LONG_ROWS)]
+    resident = HPUDuoModel.from_pretrained(path, **setup)
+    wanted, compute = timed(resident, prompts)
+    memory = resident.engine.runner.store.plan
+    on_host = memory.num_blocks * 3 // 4 * memory.block_bytes
+    model = HPUDuoModel.from_pretrained(
+        path, **setup, offload_policy="0,100,25,75,100,0", cpu_attention=(on_host + 1) / 2**30
+    )
+    engine, runner = model.engine, model.engine.runner
+    stream = runner.executor.model.stream
+    assert stream is not None
+    assert isinstance(runner, HostRunner)
+    sizes = offload_model(read_model(path), Format.BF16, PLAIN)
+    sizes = replace(sizes, layer_bytes=stream.num_bytes / sizes.num_layers)
+    blocks = engine.scheduler.limits.num_blocks
+    total = stream.num_bytes + memory.num_blocks * memory.block_bytes
+    share = (stream.buffer_bytes + blocks * memory.block_bytes) / total
+    lines = [
+        f"Weights of layers and keys and values are {total / 1e6:.0f} MB, of which the device holds "
+        f"{share:.0%}: all layers pass through {stream.buffer_bytes / 1e6:.0f} MB of buffers, and {blocks} "
+        f"of {memory.num_blocks} KV blocks lie there. {LONG_ROWS} rows behind {LONG:,} tokens, "
+        f"{LONG_OUTPUT} sampled ones each. Weights and context share the link, which threads throttle.",
+        "",
+        "| link, MB/s | keys and values on the host | all on the device | offloaded | predicted | "
+        "offloaded : predicted | same tokens |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for rate in LONG_RATES:
+        for moves in (False, True):
+            link = Link(rate)
+            stream.mover, runner.host.worker, runner.host.moves_decodes = (
+                *(WeightsOver(link), ContextOver(link)),
+                moves,
+            )
+            found, taken = timed(model, prompts)
+            machine = replace(
+                FLEXGEN_T4,
+                up=rate,
+                decode_matrix=LONG_ROWS * 2 * sizes.layer_params * sizes.num_layers / compute,
+                decode_attention=float("inf"),
+                host_attention=float("inf"),
+                loads_first=False,
+            )
+            formula = Formula(sizes, OffloadWork(LONG, LONG_OUTPUT), machine, LONG_ROWS, 1, not moves)
+            placement = Placement(0.0, 1.0, 0.0, 0.25, 0.75, 0.0, 1.0, 0.0, 0.0)
+            expected = ZigZag(formula, placement).run().decode_s / (LONG_OUTPUT - 1)
+            cells = f"{compute:.3f} | {taken:.3f} | {expected:.3f} | {taken / expected:.2f}"
+            way, same = "moved" if moves else "attended to there", "yes" if found == wanted else "no"
+            lines.append(f"| {rate / 1e6:.0f} | {way} | {cells} | {same} |")
+    return lines
+
+
 def main() -> None:
     """Measure, and print a page."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--budget", action="store_true", help="only a quarter of the bytes on the device")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.budget:
+        with tempfile.TemporaryDirectory() as folder:
+            print("\n".join(quarter(make_checkpoint(Path(folder), NUM_KV_HEADS))))
+        return
     lines, grouped, first = [], [], dict[float, float]()
     with tempfile.TemporaryDirectory() as folder:
         path = make_checkpoint(Path(folder), NUM_KV_HEADS)

@@ -33,7 +33,7 @@ from hpu_duo.startup.blueprint import fix_served_len, request_len
 from hpu_duo.startup.device_side import DeviceSide, Place
 from hpu_duo.startup.heads import check_pattern, latent_note
 from hpu_duo.startup.kv_formats import check_scales, scales_note, unused_note
-from hpu_duo.startup.offloading import attach_disk, attach_tiers, check_kv_shares
+from hpu_duo.startup.offloading import attach_disk, attach_tiers, capped_note, check_kv_shares
 from hpu_duo.startup.sharding import build_led, executed, native_code_built, settle
 
 if TYPE_CHECKING:
@@ -210,6 +210,7 @@ def engine_around(
         *frequencies_note(blueprint.text_config, blueprint.max_len),
         *latent_note(blueprint.layers, blueprint.specs, blueprint.text_config),
         *unused_note(blueprint.specs, config.cache, blueprint.dtype),
+        *capped_note(config, runner.store.plan, limits.max_model_len),
         *scales_note(blueprint.specs, runner.model.kv_scales, config.cache, config.model.path),
     )
     if (stream := runner.model.stream) is not None:

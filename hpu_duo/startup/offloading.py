@@ -126,6 +126,25 @@ def blocks_beside_host(config: EngineConfig, memory: MemoryPlan) -> int | None:
     return max(1, int(on_device / memory.block_bytes + _ROUNDING))
 
 
+def capped_note(config: EngineConfig, memory: MemoryPlan, max_len: int) -> tuple[str, ...]:
+    """Return a note on blocks of the device that are left out, as requests cannot fill them; none without.
+
+    Args:
+        memory: stores of the engine.
+        max_len: most tokens of a request.
+    """
+    cache, asked, name = config.cache, blocks_beside_host(config, memory), "offload_policy"
+    if asked is None and cache.cpu_attention is not None and cache.kv_cache_bytes is not None:
+        spare = max(0, cache.kv_cache_bytes - memory.total_bytes)
+        asked, name = memory.num_blocks + spare // memory.block_bytes, "kv_cache_bytes"
+    if asked is None or asked <= memory.num_blocks:
+        return ()
+    return (
+        f"the device has {memory.num_blocks:,} of the {asked:,} KV blocks of {name}: {memory.max_num_seqs} "
+        f"requests of {max_len:,} tokens fill no more, so none moves to the host",
+    )
+
+
 def streamed_layers(
     model: ModelConfig, layers: Sequence[nn.Module]
 ) -> tuple[list[nn.Module], frozenset[int]]:

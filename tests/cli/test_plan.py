@@ -234,6 +234,7 @@ def test_hardware_gives_the_blocks_and_a_picture_of_what_fits(
     result = hpu_duo(
         *("plan", "--model", config_dir, *HARDWARE, "--graphs-budget", 6, "--max-model-len", 1024),
         *("--png", png, "--kv-offloading-size", 1, "--kv-offloading-disk-size", 2, "--disk-rate", "1GB/s"),
+        *("--offload-policy", "50,25,100,0,100,0", "--link", "8GB/s"),
     )
     assert result.exit_code == 0, result.stderr
     assert png.read_bytes().startswith(b"\x89PNG\r\n")
@@ -241,7 +242,7 @@ def test_hardware_gives_the_blocks_and_a_picture_of_what_fits(
     for text in ("Gaudi 3", "Requests that fit at once", "50% bf16", "Table for", "query tokens", "planned"):
         assert text in words
     assert "this project has not measured any Gaudi" in words
-    for text in ("Tokens that fit on the host", "from the disk; binds: disk"):
+    for text in ("Tokens that fit on the host", "from the disk; binds: disk", "weights on device"):
         assert text in words
 
 

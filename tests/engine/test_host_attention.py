@@ -153,6 +153,12 @@ def test_shares_of_a_policy_are_those_of_device_and_host(tiny: Tiny) -> None:
     sizes |= {"cpu_attention": cache.cpu_attention, "pattern": PATTERN}
     model = tiny.load(**{**sizes, "offload_policy": "100,0,50,50,100,0"})
     assert model.engine.scheduler.limits.num_blocks == NUM_BLOCKS
+    for own, is_capped in (({}, False), ({"offload_policy": "100,0,95,5,100,0"}, True)):
+        notes = tiny.load(**{**sizes, "offload_policy": "100,0,50,50,100,0", **own}).stats().notes
+        assert any("KV blocks of offload_policy: 3 requests" in note for note in notes) is is_capped
+    cache = {"kv_cache_bytes": 1 << 20, "offload_policy": None}
+    notes = tiny.load(**{**sizes, **cache}).stats().notes
+    assert any("KV blocks of kv_cache_bytes: 3 requests" in note for note in notes)
     for policy, message in (
         (
             "100,0,45,55,100,0",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,18 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
 from hpu_duo import HeadPattern
-from hpu_duo.engine import executor
 from hpu_duo.engine.zigzag import runner
 from hpu_duo.modeling.weight_stream import Weights, WeightStream, weight_bytes
 from hpu_duo.planning import Format
-from hpu_duo.planning.offload import FLEXGEN_T4, Formula, OffloadWork, Placement, ZigZag, offload_model
+from hpu_duo.planning.offload import (
+    BLOCK_SIZE,
+    FLEXGEN_T4,
+    Formula,
+    OffloadWork,
+    Placement,
+    ZigZag,
+    offload_model,
+)
 from hpu_duo.planning.read_model import read_model
 from hpu_duo.sampling import SamplingParams
 from kernels_ref import PLAIN
@@ -166,50 +175,50 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
     return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
 
 
-def test_the_peak_of_a_step_is_within_the_planned_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_groups", [1, 4])
+def test_the_peak_of_the_device_is_within_the_planned_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_groups: int
 ) -> None:
-    """Beside weights and stores, whose sizes are exact; a step that is not cut needs more than that."""
+    """Three of four layers pass through three buffers; all is computed in float32, and planned in 16 bits."""
     wide = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4}
     config = LlamaConfig(**{**BASE, **wide, "head_dim": 64, "num_hidden_layers": NUM_LAYERS})
-    tiny, rows, prompt, num_groups = Tiny(tmp_path, save_random(config, tmp_path)), 4, 48, 4
-    counts, sizes = [0, 0], offload_model(read_model(tmp_path), Format.BF16, PLAIN)
+    tiny, rows, work = Tiny(tmp_path, save_random(config, tmp_path)), 16, OffloadWork(48, 6)
+    counts, step_of = [0, 0], runner.bucket_step
 
-    def counted(step_of: Any) -> Any:
-        def make(*args: Any) -> Any:
-            step = step_of(*args)
+    def counted(*args: Any) -> Any:
+        step = step_of(*args)
 
-            def run(*inputs: Any) -> Any:
-                with Live(counts):
-                    return step(*inputs)
+        def run(*inputs: Any) -> Any:
+            # The test's own thread counts already: it runs the layers, or all of a step that is not cut.
+            with nullcontext() if current_thread() is main_thread() else Live(counts):
+                return step(*inputs)
 
-            return run
+        return run
 
-        return make
-
-    for module in (runner, executor):
-        monkeypatch.setattr(module, "bucket_step", counted(module.bucket_step))
-    peaks = {}
-    for num_batches in (1, num_groups):
-        most = {"max_num_seqs": rows * num_groups, "max_num_batched_tokens": rows * num_groups * prompt}
-        model = tiny.load(**most, graphs="eager", offload_num_batches=num_batches, attention="sdpa")
-        for each in prompts_of((prompt,) * rows * num_groups):
-            model.engine.add_request(each, replace(GREEDY, ignore_eos=True))
-        found = peaks[num_batches] = []
-        for _ in range(2):  # prompts, and a decode
-            before = counts[1] = counts[0]
+    monkeypatch.setattr(runner, "bucket_step", counted)
+    model = tiny.load(
+        **{"max_num_seqs": rows, "max_num_batched_tokens": rows * work.prompt_len, "num_blocks": rows},
+        **{"max_model_len": 54, "block_size": BLOCK_SIZE, "graphs": "eager", "attention": "auto"},
+        **{"offload_num_batches": num_groups, "offload_policy": "25,75,100,0,100,0"},
+        enable_prefix_caching=False,
+    )
+    for each in prompts_of((work.prompt_len,) * rows):
+        model.engine.add_request(each, replace(GREEDY, ignore_eos=True))
+    sizes = offload_model(read_model(tmp_path), Format.BF16, PLAIN)
+    machine = replace(FLEXGEN_T4, flexgen_memory=False)
+    formula = Formula(sizes, work, machine, rows // num_groups, num_groups, False)
+    placement = Placement(0.25, 0.75, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0)
+    [prompts, decode] = (2 * float(form @ [*placement, 1.0]) for form in formula.memory(3)["device"])
+    assert 2 * formula.peak_bytes(placement)["device"] == max(prompts, decode)
+    resolved = model.stats().resolved
+    for planned in (prompts, decode):
+        before = counts[1] = counts[0]
+        with Live(counts):
             model.engine.step()
-            found.append(counts[1] - before)
-    formula = Formula(sizes, OffloadWork(prompt, 6), FLEXGEN_T4, rows, num_groups, False)
-    forms = formula.memory()["device"]
-    placed = formula.num_rows * formula.work.stored_end * sizes.kv_bytes * NUM_LAYERS
-    placed += sizes.resident_bytes + NUM_LAYERS * sizes.layer_bytes
-    on_device = [*Placement(1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0), 1.0]
-    # Planned in 16 bits, and computed in 32.
-    planned = [2 * (float(form @ on_device) - placed) for form in forms]
-    for measured, limit in zip(peaks[num_groups], planned):
-        assert 0 < measured <= limit
-    assert peaks[1][0] > planned[0]
+        computed = counts[1] - before
+        assert computed > 0
+        reached = resolved.device_weight_bytes + resolved.kv_bytes + computed
+        assert 0.8 * planned < reached <= planned
 
 
 def test_a_failed_layer_ends_the_step_of_all_groups(deep: Tiny) -> None:

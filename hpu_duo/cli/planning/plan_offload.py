@@ -106,6 +106,7 @@ class MachineOptions:
                 device_memory=T4.device_memory if device is None else device,
                 host_memory=T4.host_memory if host is None else host,
                 disk=T4.disk if disk is None else disk,
+                flexgen_memory=False,
             )
         disk_rate = parse_rate("--disk-rate", self.disk_rate or _DISK_RATE)
         return on_hardware(

@@ -10,10 +10,12 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from hpu_duo.modeling.attention import AttentionLayer
 from hpu_duo.modeling.quantised.hpu import KERNEL as HPU_KERNEL
 from hpu_duo.modeling.quantised.hpu import HPUFp8Linear, HPUInt4Linear
 from hpu_duo.modeling.quantised.linear import QuantisedLinear
 from hpu_duo.modeling.quantised.weight import NIBBLE, QuantisedWeight, unpack_nibbles
+from hpu_duo.modeling.recurrent import RecurrentStates
 from kernels_ref.x86 import int8
 from kernels_ref.x86 import quantised as kernel
 from kernels_ref.x86.linear import pack_bias
@@ -225,7 +227,7 @@ def weights_of(model: nn.Module) -> tuple[str, int]:
     """Return the formats of the linear weights of a model, with their kernels, and the bytes of all weights.
 
     Args:
-        model: as it is served.
+        model: as it is served. Stores of keys and values, and states of rows, are no weights.
     """
     found: Counter[str] = Counter()
     for module in model.modules():
@@ -235,6 +237,11 @@ def weights_of(model: nn.Module) -> tuple[str, int]:
             found[f"{module.label} ({HPU_KERNEL})"] += 1
         elif isinstance(module, QuantisedLinear):
             found[f"{module.stored.label} (dequantised at each use)"] += 1
-    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    own = [each for each in model.modules() if not isinstance(each, AttentionLayer | RecurrentStates)]
+    tensors = {
+        id(tensor): tensor
+        for module in own
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    }
     names = [f"{name} in {number} layers" for name, number in found.items()]
     return ", ".join(names) or "plain", sum(each.nbytes for each in tensors.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hpu_duo.planning.offload.formula import (
+    BLOCK_SIZE,
     FLEXGEN_T4,
     T4,
     Formula,
@@ -13,7 +14,7 @@ from hpu_duo.planning.offload.formula import (
     Policy,
 )
 from hpu_duo.planning.offload.machines import offload_model, on_hardware
-from hpu_duo.planning.offload.search import BLOCK_SIZE, Found, PolicySearch
+from hpu_duo.planning.offload.search import Found, PolicySearch
 from hpu_duo.planning.offload.zigzag import ZigZag, spread
 
 __all__ = [

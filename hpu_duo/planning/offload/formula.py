@@ -1,7 +1,8 @@
 """Time and memory of a model whose weights, keys and values lie on a device, its host and a disk.
 
 The formulas are those of FlexGen (Sheng et al., 2023, arXiv 2303.06865, and its published cost model), for
-other sizes of heads, formats and KV budgets too. All are linear in the nine shares of a placement.
+other sizes of heads, formats and KV budgets too. All are linear in the nine shares of a placement. Memory is
+that which the engine of this package allocates, or as FlexGen counts it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hpu_duo.engine.on_host.attention import TILE_BYTES
+from hpu_duo.modeling.weight_stream import buffer_numbers
+
+BLOCK_SIZE = 128
+"""Tokens of a block, of which a row's keys and values lie whole in one memory."""
 UP, DOWN, READ, WRITE, COMPUTE = RESOURCES = (
     "host to device",
     "device to host",
@@ -108,6 +114,7 @@ class OffloadModel:
         layer_bytes: of all its weights as they are stored and moved.
         kv_bytes: of keys and values of a token in a layer, as they are stored.
         resident_bytes: of what always stays on the device: the embedding table, the head and norms.
+        vocab_size: logits of a row; 0 leaves them out of the memory.
     """
 
     num_layers: int
@@ -120,11 +127,12 @@ class OffloadModel:
     layer_bytes: float
     kv_bytes: float
     resident_bytes: float = 0.0
+    vocab_size: int = 0
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if value <= 0 and not (each.name == "resident_bytes" and value == 0):
+            if value <= 0 and not (each.name in ("resident_bytes", "vocab_size") and value == 0):
                 raise ValueError(f"expected {each.name} above 0, got {value}")
 
     @property
@@ -204,6 +212,8 @@ class OffloadMachine:
         score_bytes: of a score that prompts store while they attend; 0 for attention in tiles.
         loads_first: whether a decode waits for what is loaded for it, as FlexGen's fit has it, instead of
             loading while it computes.
+        flexgen_memory: whether memory is counted as FlexGen does: buffers for the share of a layer that
+            moves, and keys and values by token. Otherwise it is what the engine of this package allocates.
     """
 
     device_memory: float
@@ -225,6 +235,7 @@ class OffloadMachine:
     host_fit: tuple[float, float, float] = (0.0, 0.0, 0.0)
     score_bytes: int = 0
     loads_first: bool = False
+    flexgen_memory: bool = False
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -265,6 +276,7 @@ FLEXGEN_T4 = OffloadMachine(
     host_fit=(0.0168, 0.0328, 0.0621),
     score_bytes=2,
     loads_first=True,
+    flexgen_memory=True,
 )
 """The machine of FlexGen's measurements: an NVIDIA T4 and its host, with FlexGen's published fit, and 0.8 of
 16 GiB on the device, 200 GiB on the host and 1,500 GiB of disk. It does not know the device's memory rate."""
@@ -343,8 +355,59 @@ class Formula:
             up, down = up + moved, away + moved / max(context, 1.0)
         return dict(zip(RESOURCES, (up / machine.up, down / machine.down, read, write, compute)))
 
-    def memory(self) -> dict[str, tuple[Form, ...]]:
-        """Bytes at the peak of each memory, of the prompts' phase and of decodes."""
+    def memory(self, num_buffers: int = 2, *, has_tiles: bool = False) -> dict[str, tuple[Form, ...]]:
+        """Bytes at the peak of each memory, of the prompts' phase and of decodes.
+
+        Args:
+            num_buffers: layers that the device has room for beside those that lie there.
+            has_tiles: whether keys and values of the host pass through tiles of the device.
+        """
+        if self.machine.flexgen_memory:
+            return self._flexgen_memory()
+        device = tuple(self._step(each, num_buffers, has_tiles) for each in (self.work.prompt_len, 1))
+        layers, weights, kv = self.model.num_layers, self.model.layer_bytes, self._stored_bytes()
+        acts = [self.num_rows * tokens * self.model.act_bytes for tokens in (self.work.prompt_len, 1)]
+        # Layers on the disk are read to two of them before they are copied to the device.
+        staged = 2 * weights * (num_buffers > 0)
+        host = (
+            _form(weights_host=weights * layers, weights_disk=staged, kv_host=kv, activations_host=each)
+            for each in acts
+        )
+        disk = _form(weights_disk=weights * layers, kv_disk=kv, activations_disk=acts[0])
+        return {"device": device, "host": tuple(host), "disk": (disk,)}
+
+    def _stored_bytes(self) -> float:
+        """Bytes of all keys and values in whole blocks."""
+        blocks = -(-self.work.stored_end // BLOCK_SIZE)
+        return self.num_rows * blocks * BLOCK_SIZE * self.model.kv_bytes * self.model.num_layers
+
+    def _step(self, num_tokens: int, num_buffers: int, has_tiles: bool) -> Form:
+        """Bytes of the device in a step of the engine with so many new tokens of each row.
+
+        What is computed is that of one batch at a time, as ``hpu_duo.startup.tables.StepSizes`` has it. All
+        batches have their hidden states, rotary tables and logits. Padding has a block.
+        """
+        model = self.model
+        queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        # Of the two matrices that a feed-forward network has here; those with a gate have three.
+        between = 2 * 2 * model.intermediate_size
+        attention = 2 * 2 * (queries + 2 * keys) + 4 * 4 * model.num_heads * (model.head_dim + 2)
+        layer = num_tokens * (10 * model.hidden_size + max(between, attention))
+        logits = num_tokens * 10 * model.hidden_size + 8 * model.vocab_size
+        unit = BLOCK_SIZE * model.kv_bytes
+        held = num_tokens * (2 * model.act_bytes + 4 * model.head_dim + _IDS_BYTES) + 2 * model.vocab_size
+        return _form(
+            constant=model.resident_bytes
+            + num_buffers * model.layer_bytes
+            + unit * model.num_layers
+            + self.num_rows * held
+            + self.batch_size * max(layer, logits)
+            + has_tiles * 2 * (max(TILE_BYTES, unit) + unit),
+            weights_device=model.layer_bytes * model.num_layers,
+            kv_device=self._stored_bytes(),
+        )
+
+    def _flexgen_memory(self) -> dict[str, tuple[Form, ...]]:
         model, work, rows, batch = self.model, self.work, self.num_rows, self.batch_size
         layers, weights, act = model.num_layers, model.layer_bytes, model.act_bytes
         prompt, stored, end = work.prompt_len, work.stored_prompt, work.stored_end
@@ -434,9 +497,12 @@ class Formula:
         return self.num_rows * num_outputs / seconds
 
     def peak_bytes(self, placement: Placement) -> dict[str, float]:
-        """Most bytes of the device, the host and the disk."""
+        """Most bytes of the device, the host and the disk, where layers lie whole in one memory."""
         shares = _shares(placement)
-        return {name: max(float(form @ shares) for form in forms) for name, forms in self.memory().items()}
+        num_away = math.ceil((1 - placement.weights_device) * self.model.num_layers - 1e-6)
+        num_buffers = max(buffer_numbers(num_away, 1)) + 1 if num_away else 0
+        memory = self.memory(num_buffers, has_tiles=placement.kv_device < 1)
+        return {name: max(float(form @ shares) for form in forms) for name, forms in memory.items()}
 
     def limits(self) -> dict[str, float]:
         """Bytes that each memory has."""
@@ -449,6 +515,8 @@ class Formula:
         return all(used <= limits[name] * (1 + 1e-9) for name, used in self.peak_bytes(placement).items())
 
 
+_IDS_BYTES = 64
+"""Bytes of a token's number, position and place in the stores."""
 _INDEX = {name: index for index, name in enumerate((*Placement._fields, "constant"))}
 
 

@@ -40,6 +40,7 @@ def offload_model(model: ModelSize, weights: Format, kv_format: KVFormat) -> Off
         / num_layers,
         kv_bytes=fmean(_kv_bytes(layer, kv_format) for layer in model.layers),
         resident_bytes=resident,
+        vocab_size=model.vocab_size,
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from hpu_duo.extras import install_command
 from hpu_duo.planning.offload.formula import (
+    BLOCK_SIZE,
     Form,
     Formula,
     OffloadMachine,
@@ -23,8 +24,6 @@ from hpu_duo.planning.offload.formula import (
 )
 from hpu_duo.planning.offload.zigzag import ZigZag
 
-BLOCK_SIZE = 128
-"""Tokens of a block, of which a row's keys and values lie whole in one memory."""
 _GIB = 1 << 30
 _NUM_SIMULATED = 12
 _NUM_ROUNDED = 4
@@ -86,15 +85,13 @@ class PolicySearch:
         """Return the highest tokens per second of one size of batches; 0 if it does not fit."""
         placed = self._solved(batch_size, num_batches, host_attention)
         formula = self._formula(batch_size, num_batches, host_attention)
-        return 0.0 if placed is None else formula.throughput(placed)
+        return formula.throughput(placed[0]) if placed else 0.0
 
     def whole(self, batch_size: int, num_batches: int, host_attention: bool) -> Found | None:
         """Return the best policy of one size of batches, with shares of whole parts; None if none fits."""
         placed = self._solved(batch_size, num_batches, host_attention)
-        if placed is None:
-            return None
         bound = self.bound(batch_size, num_batches, host_attention)
-        return self._whole(Policy(batch_size, num_batches, placed, host_attention), bound)
+        return self._whole(self._formula(batch_size, num_batches, host_attention), placed, bound)
 
     def best(self) -> Found:
         """Return the fastest policy.
@@ -123,7 +120,7 @@ class PolicySearch:
         for way in self._ways:
             formula = self._formula(batch_size, num_batches, way)
             bound = formula.throughput(placement)
-            tried.append(self._whole(Policy(batch_size, num_batches, placement, way), bound))
+            tried.append(self._whole(formula, [placement], bound))
         found = [each for each in tried if each is not None]
         if not found:
             used = ", ".join(
@@ -156,7 +153,7 @@ class PolicySearch:
     def _sizes(self, way: bool) -> Iterator[int]:
         """Sizes of batches: 1 to 4, then powers of 2, until one batch does not fit."""
         size = 1
-        while size <= self._max_batch and self._solved(size, 1, way) is not None:
+        while size <= self._max_batch and self._solved(size, 1, way):
             yield size
             size = size + 1 if size < 4 else 2 * size
 
@@ -171,29 +168,44 @@ class PolicySearch:
             most *= 2
         best = _highest(bound, 1, 2 * most)
         placed = self._solved(batch_size, best, way)
-        if placed is None:
+        if not placed:
             return 0.0, None
-        return bound(best), Policy(batch_size, best, placed, way)
+        return bound(best), Policy(batch_size, best, placed[0], way)
 
     def _formula(self, batch_size: int, number: int, way: bool) -> Formula:
         return Formula(self.model, self.work, self.machine, batch_size, number, way)
 
-    def _place(self, batch_size: int, number: int, way: bool) -> Placement | None:
-        """The placement with the least time; None if nothing fits."""
+    def _place(self, batch_size: int, number: int, way: bool) -> list[Placement]:
+        """The placements with the least time, with and without what moves, the fastest first."""
         formula = self._formula(batch_size, number, way)
+        # Buffers and tiles are there or not, whatever the shares.
+        ways = (True,) if self.machine.flexgen_memory else (True, False)
+        placed = [self._least(formula, *each) for each in product(ways, repeat=2)]
+        return sorted(filter(None, placed), key=formula.throughput, reverse=True)
+
+    def _least(self, formula: Formula, streams: bool, has_tiles: bool) -> Placement | None:
+        """The placement with the least time; None if nothing fits.
+
+        Args:
+            streams: whether layers may leave the device, which then has buffers for two of them.
+            has_tiles: whether keys and values may leave it, which then has tiles.
+        """
         rows: list[Form] = []
         bounds: list[float] = []
         for phase in (0, 1):
             for form in formula.rounds(is_prefill=not phase).values():
                 rows.append(np.concatenate([form[:9], -np.eye(2)[phase]]))
                 bounds.append(-float(form[9]))
-        limits = formula.limits()
-        for name, each in formula.memory().items():
+        limits, fixed = formula.limits(), np.array([not streams, 0, 0, not has_tiles, *[0] * 5, 1])
+        for name, each in formula.memory(2 * streams, has_tiles=has_tiles).items():
             for form in each:
+                if float(form @ fixed) > limits[name]:
+                    return None
                 rows.append(np.concatenate([form[:9], np.zeros(2)]) / _GIB)
                 bounds.append((limits[name] - float(form[9])) / _GIB)
         # Activations on a disk are left out, as in FlexGen: each layer would write and read them.
         upper = [1.0] * 8 + [0.0, None, None]
+        lower = [*fixed[:9].astype(float), 0.0, 0.0]
         # Of placements that take as long, the one in the faster memories.
         weights = [1e-9 * place for _ in range(3) for place in range(3)] + [
             1.0,
@@ -206,22 +218,21 @@ class PolicySearch:
             b_ub=bounds,
             A_eq=sums,
             b_eq=np.ones(3),
-            bounds=[(0.0, each) for each in upper],
+            bounds=list(zip(lower, upper)),
         )
         return Placement(*map(float, np.clip(found.x[:9], 0, 1))) if found.status == 0 else None
 
-    def _whole(self, policy: Policy, bound: float) -> Found | None:
+    def _whole(self, formula: Formula, near: Sequence[Placement], bound: float) -> Found | None:
         """The policy with shares of whole layers, blocks and batches, judged by the simulated schedule."""
-        formula = self._formula(policy.batch_size, policy.num_batches, policy.host_attention)
-        fitting = [each for each in _whole_placements(formula, policy.placement) if formula.fits(each)]
-        fitting.sort(key=formula.throughput, reverse=True)
+        every = dict.fromkeys(each for placement in near for each in _whole_placements(formula, placement))
+        fitting = sorted(filter(formula.fits, every), key=formula.throughput, reverse=True)
         tried = [(ZigZag(formula, placement).run(), placement) for placement in fitting[:_NUM_SIMULATED]]
         if not tried:
             return None
         result, placement = max(tried, key=lambda one: one[0].tokens_per_s)
         limits, peaks = formula.limits(), formula.peak_bytes(placement)
         full = tuple(name for name, used in peaks.items() if used > 0.95 * limits[name])
-        policy = policy._replace(placement=placement)
+        policy = Policy(formula.batch_size, formula.num_batches, placement, formula.host_attention)
         return Found(policy, result.tokens_per_s, bound, result.binds, full, peaks)
 
 
