@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
@@ -183,12 +183,34 @@ class Membership:
         group: name of the process group that exchanges tensors of devices inside steps.
         link: messages of rank 0.
         host_group: process group that exchanges tensors of the host.
+        store: rendezvous store of all ranks.
     """
 
     ranks: Ranks
     group: str
     link: Link
     host_group: Any
+    store: dist.Store
+
+    def exchange_aside(self, timeout_s: float) -> Callable[[Sequence[int]], list[list[int]]]:
+        """Create exchanges of equally many integers of each rank, for a thread beside steps.
+
+        All ranks create them at the same time.
+
+        Args:
+            timeout_s: of an exchange.
+        """
+        with _near(self.store):
+            in_time = timedelta(seconds=timeout_s)
+            group = dist.new_group(range(self.ranks.size), backend="gloo", timeout=in_time)
+
+        def exchange(own: Sequence[int]) -> list[list[int]]:
+            given = torch.tensor(own, dtype=torch.int64)
+            found = [torch.empty_like(given) for _ in range(self.ranks.size)]
+            dist.all_gather(found, given, group=group)
+            return [each.tolist() for each in found]
+
+        return exchange
 
     def compare(self, what: str, value: Any) -> None:
         """Check that all ranks have equal values; see ``compare_all``."""
@@ -233,6 +255,11 @@ def first_difference(facts: Sequence[Mapping[str, Any]]) -> str | None:
     return None
 
 
+def _near(store: dist.Store) -> AbstractContextManager[None]:
+    """Context in which ranks connect: with a file store all are on one machine, so by its loopback."""
+    return on_loopback(store) if isinstance(store, dist.FileStore) else nullcontext()
+
+
 @contextmanager
 def joined(
     ranks: Ranks,
@@ -259,8 +286,7 @@ def joined(
     if is_cuda:
         torch.cuda.set_device(device)
     try:
-        # Ranks with a file store are on one machine, and need no other interface.
-        with on_loopback(store) if isinstance(store, dist.FileStore) else nullcontext():
+        with _near(store):
             dist.init_process_group(
                 backend,
                 store=store,
@@ -274,7 +300,7 @@ def joined(
             # Receiving a message may take long, sending must not.
             orders = dist.new_group(everybody, backend="gloo", timeout=_PATIENCE if ranks.rank else in_time)
             group: Any = dist.new_group(everybody, timeout=in_time)
-        yield Membership(ranks, group.group_name, Link(ranks, orders), host_group)
+        yield Membership(ranks, group.group_name, Link(ranks, orders), host_group, store)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

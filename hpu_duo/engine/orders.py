@@ -67,6 +67,10 @@ class WorkerRank(Protocol):
         """Replace the bucket table."""
         ...
 
+    def open_disk(self, fingerprint: bytes) -> str | None:
+        """Open the folder of records of this rank."""
+        ...
+
 
 class Link(Protocol):
     """Receiver of the orders of rank 0."""
@@ -170,6 +174,21 @@ class SetTable:
 
 
 @dataclass(frozen=True)
+class OpenDisk:
+    """The folders of records of all ranks.
+
+    Attributes:
+        fingerprint: SHA-256 of all that records depend on.
+    """
+
+    fingerprint: bytes
+
+    def carry_out(self, runner: WorkerRank) -> None:
+        """Open that of this rank."""
+        runner.open_disk(self.fingerprint)
+
+
+@dataclass(frozen=True)
 class Stop:
     """The end."""
 
@@ -180,7 +199,7 @@ class Stop:
 WARM_UP_ORDERS = (Touch, Capture, FinishWarmUp, Exchange)
 """Orders that may compile, without a time limit."""
 
-Order: TypeAlias = Execute | CarryOut | Touch | Capture | FinishWarmUp | Exchange | SetTable | Stop
+Order: TypeAlias = Execute | CarryOut | Touch | Capture | FinishWarmUp | Exchange | SetTable | OpenDisk | Stop
 
 
 def follow(link: Link, runner: WorkerRank, done: Callable[[], None] = lambda: None) -> None:

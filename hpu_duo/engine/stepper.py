@@ -28,6 +28,7 @@ from hpu_duo.engine.drafts import (
     write_model_drafts,
 )
 from hpu_duo.engine.executor import Executor, LaunchedStep, StepWarmUp
+from hpu_duo.engine.orders import OpenDisk
 from hpu_duo.engine.outputs import OutputQueue, TokenLogprob, logprobs_of
 from hpu_duo.engine.replanning import Replanner
 from hpu_duo.engine.samples import LiveSamples
@@ -37,6 +38,7 @@ from hpu_duo.engine.step_plan import CommittedToken, StepPlan
 from hpu_duo.engine.telemetry import Replanning, ShapeWatch, Telemetry
 from hpu_duo.kv.pool import Copy
 from hpu_duo.kv.store import KVStore
+from hpu_duo.kv.tiers.host_link import HostRecords
 from hpu_duo.kv.tiers.link import Transfers
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.not_picklable import NotPicklable
@@ -133,6 +135,24 @@ class Runner(NotPicklable):
     def carry_out(self, copies: Sequence[Copy], transfers: Transfers | None = None) -> None:
         """Copy units of the stores between steps, at most as many as in a step, and begin transfers."""
         self.executor.carry_out(self.builder.copying(copies, self.executor.largest, transfers))
+
+    def open_disk(self, fingerprint: bytes) -> str | None:
+        """Open the folders of records of all ranks; returns the error of one of them.
+
+        Args:
+            fingerprint: SHA-256 of all that records depend on.
+        """
+        link = self.executor.link
+        assert isinstance(link, HostRecords), "expected records in host memory"
+        assert link.disk is not None, "expected a folder of this rank"
+        with self.executor.leading(OpenDisk(fingerprint)):
+            return link.disk.open(fingerprint)
+
+    def close_disk(self) -> None:
+        """Wait for the end of what a worker rank does in its folder, if it has one."""
+        link = self.executor.link
+        if isinstance(link, HostRecords) and link.disk is not None:
+            link.disk.close()
 
     def set_table(self, table: BucketTable, policy: MissPolicy) -> None:
         """See ``Executor.set_table``."""

@@ -463,7 +463,7 @@ def _make_executor(
     policy = config.graph.on_miss if tables.uses_table else MissPolicy.EAGER
     graphs = GraphCache(tables.backend, tables.table(memory), policy, config.graph.max_captured_tokens)
     geometry = tables.geometry(memory)
-    spread = followers = exchanges = None
+    spread = followers = exchanges = membership = None
     if shared is not None:
         membership, followers = shared.membership, shared.followers
         spread = SpreadLogits(
@@ -490,7 +490,7 @@ def _make_executor(
         followers=followers,
         exchanges=exchanges,
         drafts=drafts,
-        link=host_link(config.cache, store, tables.limits(memory), runtime),
+        link=host_link(config, store, tables.limits(memory), runtime, membership),
     )
     if shared is not None:
         # One broadcast per step, unless masks or histories of penalties exceed that.

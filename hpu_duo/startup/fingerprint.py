@@ -81,7 +81,8 @@ def records_digest(engine: Engine, config: EngineConfig) -> bytes:
             *(f"{each.num_heads} {each.kind.name} {each.kind.describe()}" for each in layer.own_groups),
             *(kind.name for kind in layer.rows),
         ]
-        for layer in plan.layers
+        for of_rank in (plan.layers, *plan.others)
+        for layer in of_rank
     ]
     found = {
         **fingerprint(engine, config),
@@ -90,4 +91,6 @@ def records_digest(engine: Engine, config: EngineConfig) -> bytes:
         "records": f"{plan.block_bytes} {plan.row_bytes}",
         "layers": json.dumps(layers),
     }
+    if (size := config.parallel.tensor_parallel_size) > 1:
+        found["ranks"] = f"{size}, blocks dealt: {config.parallel.deals_blocks}"
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).digest()

@@ -16,6 +16,7 @@ from torch import nn
 from graphs import StepLimits
 from hpu_duo.config.engine import ModelConfig
 from hpu_duo.config.limits import CacheConfig
+from hpu_duo.device.ranks import Membership
 from hpu_duo.device.runtime import DeviceRuntime, host_memory
 from hpu_duo.device.streams import CopiesAside
 from hpu_duo.engine.on_host.attention import planned_bytes
@@ -27,13 +28,14 @@ from hpu_duo.kv.allocations import block_moves
 from hpu_duo.kv.host_blocks import HostBlocks, fewest_blocks
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore, block_units, row_units
-from hpu_duo.kv.tiers.disk import DiskTier, SegmentFolder
+from hpu_duo.kv.tiers.disk import DiskAccess, DiskThreads, DiskTier, SegmentFolder
 from hpu_duo.kv.tiers.eviction import ORDERS
 from hpu_duo.kv.tiers.host import HostTier
 from hpu_duo.kv.tiers.host_link import HostLink, HostRecords
 from hpu_duo.kv.tiers.link import Link
 from hpu_duo.kv.tiers.policy import WritePolicy
 from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers, RecordSizes
+from hpu_duo.kv.tiers.rank_disk import LeadingDisk, OwnFolder, RankDisk
 from hpu_duo.kv.tiers.stage import Stage
 from hpu_duo.kv.tiers.stream_link import STAGING_BYTES, StreamLink, staging_bytes
 from hpu_duo.kv.tiers.swap import PreemptionMode, SwapSpace
@@ -258,12 +260,14 @@ class HostSlots(NamedTuple):
         num_bytes: of one, on this rank.
         per_row: that a snapshot fills, the same on all ranks.
         num_swap: slots of preempted requests, after the others.
+        share: of this rank in the bytes of a slot of all ranks.
     """
 
     number: int
     num_bytes: int
     per_row: int
     num_swap: int = 0
+    share: float = 1.0
 
     @classmethod
     def of(cls, size_gib: float, memory: MemoryPlan, swap_gib: float = 0.0) -> HostSlots:
@@ -291,7 +295,7 @@ class HostSlots(NamedTuple):
             raise ValueError(
                 f"expected swap_space of one block or more, {sum(sizes):,} bytes, got {swap:,} bytes"
             )
-        return cls(total // sum(sizes), sizes[0], per_row, swap // sum(sizes))
+        return cls(total // sum(sizes), sizes[0], per_row, swap // sum(sizes), sizes[0] / sum(sizes))
 
 
 def link_bytes(cache: CacheConfig, records: MemoryPlan, runtime: DeviceRuntime) -> int:
@@ -320,13 +324,21 @@ def link_bytes(cache: CacheConfig, records: MemoryPlan, runtime: DeviceRuntime) 
 
 
 def host_link(
-    cache: CacheConfig, store: KVStore, limits: StepLimits, runtime: DeviceRuntime
+    config: EngineConfig,
+    store: KVStore,
+    limits: StepLimits,
+    runtime: DeviceRuntime,
+    membership: Membership | None = None,
 ) -> HostLink | StreamLink | None:
     """Allocate the records of this rank; None without a tier.
+
+    Args:
+        membership: this rank among several.
 
     Raises:
         ValueError: the sizes are below one record, or above the free memory of the host.
     """
+    cache = config.cache
     if cache.kv_offloading_size is None:
         return None
     slots = HostSlots.of(cache.kv_offloading_size, store.plan, cache.swap_space or 0.0)
@@ -339,44 +351,77 @@ def host_link(
         )
     each_way = limits.num_staged_blocks // 2, limits.num_staged_rows // 2
     records = block_units(store), row_units(store), slots.number + slots.num_swap, slots.num_bytes
+    link: HostLink | StreamLink
     if isinstance(runtime, CopiesAside):
-        return StreamLink(*records, runtime, max(each_way))
-    return HostLink(*records, each_way if runtime.compiles_operators else None)
+        link = StreamLink(*records, runtime, max(each_way))
+    else:
+        link = HostLink(*records, each_way if runtime.compiles_operators else None)
+    if membership is not None and cache.kv_offloading_disk is not None:
+        link.disk = _rank_disk(config, store.plan, slots, limits.block_size, link, membership)
+    return link
+
+
+def _rank_disk(
+    config: EngineConfig,
+    memory: MemoryPlan,
+    slots: HostSlots,
+    block_size: int,
+    link: HostRecords,
+    membership: Membership,
+) -> RankDisk:
+    """Return the folder of this rank, which is opened by an order; all ranks call it at the same time."""
+    cache, ranks = config.cache, membership.ranks
+    assert cache.kv_offloading_disk is not None, "expected a folder"
+    assert cache.kv_offloading_disk_size is not None, "expected its size"
+    own = OwnFolder(
+        Path(cache.kv_offloading_disk),
+        ranks.rank,
+        ranks.size,
+        int(cache.kv_offloading_disk_size * _GIB * slots.share),
+        slots.num_bytes * (slots.per_row if memory.uses_rows else 1),
+        block_size,
+    )
+    exchange = membership.exchange_aside(config.parallel.timeout_s)
+    return (RankDisk if ranks.rank else LeadingDisk)(own, link.slots, exchange)
 
 
 def attach_disk(engine: Engine, config: EngineConfig) -> tuple[str, ...]:
     """Connect the tier in host memory to its folder on disk, if it has one; returns notes.
 
     Raises:
-        ValueError: the folder cannot be written, or is too small, or each rank would need its own.
+        ValueError: the folder cannot be written, or is too small.
     """
     cache, tiers, link = config.cache, engine.scheduler.allocations.tiers, engine.runner.executor.link
     if cache.kv_offloading_disk is None or cache.kv_offloading_disk_size is None or tiers is None:
         return ()
-    if config.parallel.tensor_parallel_size > 1:
-        raise ValueError(
-            "kv_offloading_disk is served on one rank: expected tensor_parallel_size=1, got "
-            f"{config.parallel.tensor_parallel_size}"
-        )
     assert isinstance(link, HostRecords), "expected records in host memory"
     path, limit = Path(cache.kv_offloading_disk), int(cache.kv_offloading_disk_size * _GIB)
     check_directory("kv_offloading_disk", path)
     largest = tiers.sizes.slot_bytes * (tiers.sizes.slots_per_row if tiers.sizes.row_bytes else 1)
+    expected = f"expected kv_offloading_disk to be a folder that can be read and written, got {path}: "
+    digest, disk = records_digest(engine, config), link.disk
     try:
-        folder = SegmentFolder(path, records_digest(engine, config), limit, largest)
-        free = shutil.disk_usage(path).free + folder.num_bytes
+        access: DiskAccess
+        if disk is None:
+            folder = SegmentFolder(path, digest, limit, largest)
+            access = DiskThreads(folder, link.slots)
+        else:
+            assert isinstance(disk, LeadingDisk), "expected the folder of rank 0"
+            # Run before the other ranks are told to stop.
+            weakref.finalize(engine.runner.executor, disk.close)
+            if (problem := engine.runner.open_disk(digest)) is not None:
+                raise ValueError(expected + problem)
+            folder, access = disk.folder, disk
+        free = shutil.disk_usage(path).free + folder.num_bytes * config.parallel.tensor_parallel_size
         if limit > free:
             folder.release()
             raise ValueError(
                 f"expected kv_offloading_disk_size within the free space of {path}, {free:,} bytes, got "
                 f"{limit:,} bytes"
             )
-        tiers.disk = DiskTier(folder, tiers.host, link.slots, engine.scheduler.limits.block_size)
+        tiers.disk = DiskTier(access, tiers.host, link.slots.shape[1], engine.scheduler.limits.block_size)
     except OSError as error:
-        raise ValueError(
-            f"expected kv_offloading_disk to be a folder that can be read and written, got {path}: "
-            f"{error.strerror}"
-        ) from error
+        raise ValueError(expected + str(error.strerror)) from error
     if not is_in_memory(path):
         return ()
     note = f"warning: kv_offloading_disk={path} is in memory (tmpfs), so it is lost with the machine"

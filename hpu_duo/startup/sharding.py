@@ -347,6 +347,7 @@ def _follow(ranks: Ranks, local_rank: int, store: dist.Store, config: EngineConf
         with joined_as(ranks, backend, store, place.device, timeout_s) as membership, heartbeat.reporting():
             side = build_share(config, place, membership, None)
             follow(membership.link, side.runner, heartbeat.count)
+            side.runner.close_disk()
             heartbeat.close()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from hpu_duo.kv.tiers.disk import DiskTier, SegmentFolder
+from hpu_duo.kv.tiers.disk import DiskThreads, DiskTier, SegmentFolder
 from hpu_duo.kv.tiers.eviction import LeastRecentlyUsed
 from hpu_duo.kv.tiers.host import HostTier, RecordKey
 
@@ -24,7 +24,7 @@ def tier(folder: Path, limit: int, model: int = 0) -> tuple[DiskTier, HostTier, 
     """A tier with eight slots on the host."""
     host, slots = HostTier(8, 4, LeastRecentlyUsed()), np.zeros((8, SLOT_BYTES), np.uint8)
     segments = SegmentFolder(folder, model.to_bytes(32, "little"), limit, SLOT_BYTES)
-    return DiskTier(segments, host, slots, 4), host, slots
+    return DiskTier(DiskThreads(segments, slots), host, SLOT_BYTES, 4), host, slots
 
 
 if __name__ == "__main__":

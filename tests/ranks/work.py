@@ -365,5 +365,8 @@ def _answer(engine: Engine, case: Case) -> Answer:
         "budgets": stats.budgets,
         "row_bytes": engine.runner.store.plan.row_bytes,
         "loaded": 0 if stats.offload is None else stats.offload.num_loaded,
+        "disk": None
+        if stats.offload is None or stats.offload.disk is None
+        else vars(stats.offload.disk.counters),
     }
     return Answer([list(sample.token_ids) for each in samples for sample in each], seen=seen)

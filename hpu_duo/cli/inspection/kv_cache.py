@@ -24,7 +24,7 @@ Folder = Annotated[
 
 @dataclass
 class _Model:
-    """Segments of one model: the first digits of its fingerprint, and sums."""
+    """Segments of one model: the first digits of its fingerprint, behind the folder of a rank, and sums."""
 
     model: str
     num_files: int = 0
@@ -34,11 +34,18 @@ class _Model:
 
 
 def _models(folder: Path, *, verifies: bool) -> Iterator[_Model]:
+    from hpu_duo.kv.tiers.segments import folders_of
+
+    for each in folders_of(folder):
+        yield from _models_of(each, "" if each == folder else f"{each.name}/", verifies=verifies)
+
+
+def _models_of(folder: Path, prefix: str, *, verifies: bool) -> Iterator[_Model]:
     from hpu_duo.kv.tiers.segments import DamagedRecord, read_record, scan, segments_of
 
     found: dict[str, _Model] = {}
     for segment in segments_of(folder):
-        name = segment.fingerprint.hex()[:16] if segment.fingerprint else "damaged"
+        name = prefix + (segment.fingerprint.hex()[:16] if segment.fingerprint else "damaged")
         each = found.setdefault(name, _Model(name))
         each.num_files += 1
         each.num_bytes += segment.num_bytes
@@ -94,20 +101,31 @@ def verify(folder: Folder, *, as_json: Json = False) -> None:
 @app.command()
 def purge(folder: Folder) -> None:
     """Remove all records, but those of models that a process serves now."""
-    from hpu_duo.kv.tiers.segments import FolderLock, models_of, segments_of
+    from hpu_duo.kv.tiers.segments import folders_of
 
     num_files = num_kept = 0
     with user_errors(OSError):
-        for model in models_of(folder):
-            lock = FolderLock(folder, model)
-            own = [each for each in segments_of(folder) if each.name.startswith(model)]
-            if not lock.acquire():
-                num_kept += len(own)
-                continue
-            for each in own:
-                (folder / each.name).unlink()
-            num_files += len(own)
-            (folder / f"{model}.lock").unlink()
-            lock.release()
+        for each in folders_of(folder):
+            removed, left = _purge(each)
+            num_files, num_kept = num_files + removed, num_kept + left
     kept = f", kept {num_kept} of models that are served" if num_kept else ""
     typer.echo(f"removed {num_files} files{kept}")
+
+
+def _purge(folder: Path) -> tuple[int, int]:
+    """Remove the segments that no process writes; returns how many, and how many are left."""
+    from hpu_duo.kv.tiers.segments import FolderLock, models_of, segments_of
+
+    num_files = num_kept = 0
+    for model in models_of(folder):
+        lock = FolderLock(folder, model)
+        own = [each for each in segments_of(folder) if each.name.startswith(model)]
+        if not lock.acquire():
+            num_kept += len(own)
+            continue
+        for each in own:
+            (folder / each.name).unlink()
+        num_files += len(own)
+        (folder / f"{model}.lock").unlink()
+        lock.release()
+    return num_files, num_kept

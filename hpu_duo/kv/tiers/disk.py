@@ -12,11 +12,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from hpu_duo.kv.tiers.host import HostTier, PartialRecords, Record, RecordKey
+from hpu_duo.kv.tiers.link import DiskOrders
 from hpu_duo.kv.tiers.segments import (
     PAGE,
     DamagedRecord,
@@ -39,7 +41,8 @@ _now = time.monotonic
 
 _BATCH_BYTES = 8 << 20
 _REFRESH_S = 2.0
-_NUM_READERS = 4
+NUM_READERS = 4
+"""Threads that read records."""
 MOST_READS = 64
 """Most records that are read at the same time."""
 
@@ -75,7 +78,7 @@ class DiskCounters:
 
 
 @dataclass
-class _Written:
+class Written:
     """Changes of the folder by a thread."""
 
     stored: Sequence[StoredRecord] = ()
@@ -84,7 +87,7 @@ class _Written:
 
 
 @dataclass
-class _Scanned:
+class Scanned:
     """Records that a thread has found in the folder."""
 
     stored: Sequence[StoredRecord] = ()
@@ -104,18 +107,24 @@ class SegmentFolder:
         fingerprint: SHA-256 of all that records depend on.
         limit: bytes of all segments.
         largest: payload of the largest record.
+        may_write: whether to write if no other process does; an attribute too.
+
+    Attributes:
+        is_writer: whether this process writes.
 
     Raises:
         ValueError: not even one record fits.
         OSError: the folder cannot be written.
     """
 
-    def __init__(self, path: Path, fingerprint: bytes, limit: int, largest: int) -> None:
-        self.path, self._fingerprint, self._limit = path, fingerprint, limit
+    def __init__(
+        self, path: Path, fingerprint: bytes, limit: int, largest: int, *, may_write: bool = True
+    ) -> None:
+        self.path, self._fingerprint, self._limit, self.may_write = path, fingerprint, limit, may_write
         self._segment_bytes = segment_bytes(limit, largest)
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.lock = FolderLock(path, model_name(fingerprint))
-        self.is_writer = self.lock.acquire()
+        self.is_writer = may_write and self.lock.acquire()
         # Bytes of segments, and where their next record begins.
         self._sizes: dict[str, int] = {}
         self._ends: dict[str, int] = {}
@@ -128,9 +137,9 @@ class SegmentFolder:
         own = (each for each in segments_of(self.path) if each.fingerprint == self._fingerprint)
         return sum(each.num_bytes for each in own)
 
-    def scan(self) -> _Scanned:
+    def scan(self) -> Scanned:
         """Return records that were written since the last call."""
-        self.is_writer = self.lock.acquire()
+        self.is_writer = self.may_write and self.lock.acquire()
         found, num_damaged, num_foreign = list[StoredRecord](), 0, 0
         segments = segments_of(self.path)
         if self.is_writer:
@@ -159,9 +168,9 @@ class SegmentFolder:
                 own[name] = end
         self._sizes = own
         self._ends = {name: end for name, end in self._ends.items() if name in own}
-        return _Scanned(found, frozenset(own), num_damaged, num_foreign)
+        return Scanned(found, frozenset(own), num_damaged, num_foreign)
 
-    def write(self, records: Sequence[tuple[RecordKey, bytes, int, bytes]]) -> _Written:
+    def write(self, records: Sequence[tuple[RecordKey, bytes, int, bytes]]) -> Written:
         """Append records: key, parent, tokens of the last block, payload."""
         began, stored, dropped = time.perf_counter(), list[StoredRecord](), list[str]()
         for key, parent, num_own, data in records:
@@ -171,7 +180,7 @@ class SegmentFolder:
             assert self._current is not None, "expected a segment"
             stored.append(write_record(self._file, self._current, self._end, key, parent, num_own, data))
             self._end += size
-        return _Written(stored, dropped, time.perf_counter() - began)
+        return Written(stored, dropped, time.perf_counter() - began)
 
     def _begin_segment(self) -> list[str]:
         """Create a segment, and drop the oldest ones for it."""
@@ -204,49 +213,223 @@ class SegmentFolder:
         self.lock.release()
 
 
+class DiskIndex:
+    """Records of a folder by key.
+
+    Args:
+        block_size: tokens of a full block.
+
+    Attributes:
+        num_bytes: of the records.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def get(self, key: RecordKey) -> StoredRecord | None:
+        """Return a record."""
+        return self._records.get(key)
+
+    def partial_blocks(self, digest: bytes) -> Iterable[StoredRecord]:
+        """Return the records of partial blocks, or of their snapshots, behind a prefix of full blocks."""
+        return self._partial.behind(digest)
+
+    def add(self, found: Iterable[StoredRecord]) -> None:
+        """Add records, in place of earlier ones with their keys."""
+        for stored in found:
+            if (older := self._records.get(stored.key)) is not None:
+                self.drop(older)
+            self._records[stored.key] = stored
+            self._by_segment.setdefault(stored.segment, {})[stored.key] = stored
+            self.num_bytes += record_bytes(stored.num_bytes)
+            if stored.num_own_tokens < self._block_size:
+                self._partial.add(stored)
+
+    def drop(self, stored: StoredRecord) -> None:
+        """Remove a record, if it is there."""
+        if self._records.get(stored.key) == stored:
+            del self._records[stored.key], self._by_segment[stored.segment][stored.key]
+            self.num_bytes -= record_bytes(stored.num_bytes)
+            if stored.num_own_tokens < self._block_size:
+                self._partial.remove(stored)
+
+    def drop_segments(self, names: Iterable[str]) -> int:
+        """Remove the records of segments; returns their number."""
+        number = 0
+        for name in names:
+            for stored in tuple(self._by_segment.get(name, {}).values()):
+                number += 1
+                self.drop(stored)
+            self._by_segment.pop(name, None)
+        return number
+
+    def keep_segments(self, names: frozenset[str]) -> int:
+        """Remove the records of all other segments; returns their number."""
+        return self.drop_segments(self._by_segment.keys() - names)
+
+    def clear(self) -> None:
+        """Remove all records."""
+        self._records: dict[RecordKey, StoredRecord] = {}
+        self._by_segment: dict[str, dict[RecordKey, StoredRecord]] = {}
+        self._partial: PartialRecords[StoredRecord] = PartialRecords()
+        self.num_bytes = 0
+
+
+class DiskAccess(Protocol):
+    """Reads and writes records of slots in threads.
+
+    Attributes:
+        path: of the folder.
+        is_writer: whether this process writes; otherwise it reads what another one writes.
+    """
+
+    path: Path
+
+    @property
+    def is_writer(self) -> bool:
+        """See above."""
+        ...
+
+    def scan(self) -> Future[Scanned]:
+        """Return records that were written since the last call."""
+        ...
+
+    def write(self, batch: Sequence[Record]) -> Future[Written]:
+        """Write records, which stay on the host meanwhile."""
+        ...
+
+    def read(self, stored: StoredRecord, record: Record) -> Future[float]:
+        """Read a record to its slots; returns seconds.
+
+        Raises:
+            DamagedRecord: by the future: it has other bytes.
+            FileNotFoundError: by the future: its segment was dropped.
+        """
+        ...
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether any work waits for the next step."""
+        ...
+
+    def take_orders(self) -> DiskOrders | None:
+        """Return the work that all ranks begin with the next step."""
+        ...
+
+    def forget(self) -> None:
+        """End work that has not begun: writes without records, reads without bytes."""
+        ...
+
+
+class DiskThreads(NotPicklable):
+    """The folder of a single rank; see ``DiskAccess``.
+
+    Args:
+        folder: of the segments.
+        slots: bytes of records in host memory, ``[slots, slot_bytes]``.
+    """
+
+    def __init__(self, folder: SegmentFolder, slots: npt.NDArray[np.uint8]) -> None:
+        self._folder, self.path, self._slots = folder, folder.path, slots
+        self._writer = ThreadPoolExecutor(1, "hpu-duo-kv-disk-write")
+        self._readers = ThreadPoolExecutor(NUM_READERS, "hpu-duo-kv-disk-read")
+        # Threads that write or read refer to this object, so none runs then.
+        weakref.finalize(self, SegmentFolder.release, folder)
+
+    @property
+    def is_writer(self) -> bool:
+        """See ``DiskAccess``."""
+        return self._folder.is_writer
+
+    def scan(self) -> Future[Scanned]:
+        """See ``DiskAccess``."""
+        return self._writer.submit(self._folder.scan)
+
+    def write(self, batch: Sequence[Record]) -> Future[Written]:
+        """See ``DiskAccess``."""
+        return self._writer.submit(self._write, batch)
+
+    def _write(self, batch: Sequence[Record]) -> Written:
+        return self._folder.write(
+            [
+                (each.key, each.parent, each.num_own_tokens, self._slots[list(each.slots)].tobytes())
+                for each in batch
+            ]
+        )
+
+    def read(self, stored: StoredRecord, record: Record) -> Future[float]:
+        """See ``DiskAccess``."""
+        return self._readers.submit(self._read, stored, record)
+
+    def _read(self, stored: StoredRecord, record: Record) -> float:
+        began = time.perf_counter()
+        data = np.frombuffer(read_record(self.path, stored), np.uint8)
+        self._slots[list(record.slots)] = data.reshape(len(record.slots), -1)
+        return time.perf_counter() - began
+
+    @property
+    def has_orders(self) -> bool:
+        """False: threads have begun."""
+        return False
+
+    def take_orders(self) -> None:
+        """Return None."""
+
+    def forget(self) -> None:
+        """Do nothing: threads have begun."""
+
+
 class DiskTier(NotPicklable):
     """Records on disk by key; threads write what has landed on the host, and read what requests wait for.
 
     A failure of the disk switches the tier off, and a damaged record is dropped: no request ends for either.
 
     Args:
-        folder: of the segments.
+        access: reads and writes.
         host: records in host memory; they stay there while they are written or read.
-        slots: bytes of these records, ``[slots, slot_bytes]``.
+        slot_bytes: of these records.
         block_size: tokens of a full block.
 
     Attributes:
-        num_bytes: of the records.
         is_off: whether the disk has failed.
     """
 
-    def __init__(
-        self, folder: SegmentFolder, host: HostTier, slots: npt.NDArray[np.uint8], block_size: int
-    ) -> None:
-        self._folder, self._host, self._slots, self._block_size = folder, host, slots, block_size
+    def __init__(self, access: DiskAccess, host: HostTier, slot_bytes: int, block_size: int) -> None:
+        self._access, self._host, self._slot_bytes = access, host, slot_bytes
         self.counters, self.is_off = DiskCounters(), False
-        self._records: dict[RecordKey, StoredRecord] = {}
-        self._by_segment: dict[str, dict[RecordKey, StoredRecord]] = {}
-        self.num_bytes = 0
-        self._partial: PartialRecords[StoredRecord] = PartialRecords()
+        self._index = DiskIndex(block_size)
         self._queue: deque[Record] = deque()
-        self._writer = ThreadPoolExecutor(1, "hpu-duo-kv-disk-write")
-        self._readers = ThreadPoolExecutor(_NUM_READERS, "hpu-duo-kv-disk-read")
-        self._writing: tuple[Future[_Written], list[Record]] | None = None
+        self._writing: tuple[Future[Written], list[Record]] | None = None
         self._reading: dict[Record, tuple[Future[float], StoredRecord]] = {}
-        # Threads that write or read refer to this object, so none runs then.
-        weakref.finalize(self, SegmentFolder.release, folder)
         self._scanned_at = _now()
-        self._take(folder.scan())
-        self._scanning: Future[_Scanned] | None = None
+        self._take(access.scan().result())
+        self._scanning: Future[Scanned] | None = None
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._index)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the records."""
+        return self._index.num_bytes
 
     @property
     def is_writer(self) -> bool:
         """Whether this process writes; otherwise it reads what another one writes."""
-        return self._folder.is_writer
+        return self._access.is_writer
+
+    @property
+    def has_orders(self) -> bool:
+        """See ``DiskAccess``."""
+        return self._access.has_orders
+
+    def take_orders(self) -> DiskOrders | None:
+        """See ``DiskAccess``."""
+        return self._access.take_orders()
 
     @property
     def num_reads(self) -> int:
@@ -261,15 +444,15 @@ class DiskTier(NotPicklable):
 
     def get(self, key: RecordKey) -> StoredRecord | None:
         """Return a record."""
-        return self._records.get(key)
+        return self._index.get(key)
 
     def partial_blocks(self, digest: bytes) -> Iterable[StoredRecord]:
         """Return the records of partial blocks, or of their snapshots, behind a prefix of full blocks."""
-        return self._partial.behind(digest)
+        return self._index.partial_blocks(digest)
 
     def offer(self, record: Record) -> None:
         """Write a record that has landed on the host, unless it leaves it before."""
-        if self.is_off or not self._folder.is_writer or record.key in self._records:
+        if self.is_off or not self.is_writer or self._index.get(record.key) is not None:
             return
         self._queue.append(record)
         self._drop_late()
@@ -288,18 +471,10 @@ class DiskTier(NotPicklable):
         while self._queue and num_bytes < _BATCH_BYTES:
             batch.append(record := self._queue.popleft())
             record.num_readers += 1
-            num_bytes += len(record.slots) * self._slots.shape[1]
+            num_bytes += len(record.slots) * self._slot_bytes
             self._drop_late()
         if batch:
-            self._writing = (self._writer.submit(self._write, batch), batch)
-
-    def _write(self, batch: Sequence[Record]) -> _Written:
-        return self._folder.write(
-            [
-                (each.key, each.parent, each.num_own_tokens, self._slots[list(each.slots)].tobytes())
-                for each in batch
-            ]
-        )
+            self._writing = (self._access.write(batch), batch)
 
     def read(self, stored: StoredRecord, record: Record) -> bool:
         """Begin to read a record to its slots on the host; whether it can be read.
@@ -307,17 +482,11 @@ class DiskTier(NotPicklable):
         Args:
             record: has its slots, and stays until ``poll`` has returned it.
         """
-        num_bytes = len(record.slots) * self._slots.shape[1]
-        if self.is_off or self._records.get(stored.key) != stored or stored.num_bytes != num_bytes:
+        num_bytes = len(record.slots) * self._slot_bytes
+        if self.is_off or self.get(stored.key) != stored or stored.num_bytes != num_bytes:
             return False
-        self._reading[record] = (self._readers.submit(self._read, stored, record), stored)
+        self._reading[record] = (self._access.read(stored, record), stored)
         return True
-
-    def _read(self, stored: StoredRecord, record: Record) -> float:
-        began = time.perf_counter()
-        data = np.frombuffer(read_record(self._folder.path, stored), np.uint8)
-        self._slots[list(record.slots)] = data.reshape(len(record.slots), -1)
-        return time.perf_counter() - began
 
     def poll(self) -> list[tuple[Record, StoredRecord, float | None]]:
         """Return reads that have ended, with their seconds, or None where the record could not be read."""
@@ -339,11 +508,11 @@ class DiskTier(NotPicklable):
             seconds = future.result()
         except DamagedRecord:
             self.counters.num_damaged += 1
-            self._drop(stored)
+            self._index.drop(stored)
         except FileNotFoundError:  # the process that writes has dropped its segment
-            self._drop(stored)
-            if not self._folder.path.is_dir():
-                self._fail(FileNotFoundError(f"{self._folder.path} was removed"))
+            self._index.drop(stored)
+            if not self._access.path.is_dir():
+                self._fail(FileNotFoundError(f"{self._access.path} was removed"))
         except Exception as error:
             self._fail(error)
         else:
@@ -363,69 +532,41 @@ class DiskTier(NotPicklable):
         except Exception as error:
             self._fail(error)
             return
-        for stored in written.stored:
-            self._add(stored)
-            self.counters.num_written += 1
-            self.counters.written_bytes += stored.num_bytes
+        self._index.add(written.stored)
+        self.counters.num_written += len(written.stored)
+        self.counters.written_bytes += sum(stored.num_bytes for stored in written.stored)
         self.counters.written_s += written.seconds
-        if written.dropped:
-            self._drop_segments(written.dropped)
+        self.counters.num_dropped += self._index.drop_segments(written.dropped)
 
     def refresh(self) -> None:
         """Look for what another process has written, unless this one writes; at most every two seconds."""
         is_due = _now() - self._scanned_at > _REFRESH_S
-        if is_due and not self._folder.is_writer and self._scanning is None and not self.is_off:
+        if is_due and not self.is_writer and self._scanning is None and not self.is_off:
             self._scanned_at = _now()
-            self._scanning = self._writer.submit(self._folder.scan)
+            self._scanning = self._access.scan()
 
-    def _end_scanning(self, future: Future[_Scanned]) -> None:
+    def _end_scanning(self, future: Future[Scanned]) -> None:
         self._scanning = None
         try:
             scanned = future.result()
         except Exception as error:
             self._fail(error)
             return
-        self._drop_segments(self._by_segment.keys() - scanned.names)
+        self.counters.num_dropped += self._index.keep_segments(scanned.names)
         self._take(scanned)
 
-    def _take(self, scanned: _Scanned) -> None:
-        for stored in scanned.stored:
-            self._add(stored)
+    def _take(self, scanned: Scanned) -> None:
+        self._index.add(scanned.stored)
         self.counters.num_damaged += scanned.num_damaged
         self.counters.num_foreign = scanned.num_foreign
-
-    def _add(self, stored: StoredRecord) -> None:
-        if (older := self._records.get(stored.key)) is not None:
-            self._drop(older)
-        self._records[stored.key] = self._by_segment.setdefault(stored.segment, {})[stored.key] = stored
-        self.num_bytes += record_bytes(stored.num_bytes)
-        if stored.num_own_tokens < self._block_size:
-            self._partial.add(stored)
-
-    def _drop(self, stored: StoredRecord) -> None:
-        if self._records.get(stored.key) == stored:
-            del self._records[stored.key], self._by_segment[stored.segment][stored.key]
-            self.num_bytes -= record_bytes(stored.num_bytes)
-            if stored.num_own_tokens < self._block_size:
-                self._partial.remove(stored)
-
-    def _drop_segments(self, names: Iterable[str]) -> None:
-        for name in names:
-            for stored in tuple(self._by_segment.get(name, {}).values()):
-                self.counters.num_dropped += 1
-                self._drop(stored)
-            self._by_segment.pop(name, None)
 
     def _fail(self, error: Exception) -> None:
         self.counters.num_failures += 1
         if not self.is_off:
             reason = str(error) or repr(error)
-            _log.warning("the KV tier on disk is off, because %s failed: %s", self._folder.path, reason)
+            _log.warning("the KV tier on disk is off, because %s failed: %s", self._access.path, reason)
         self.is_off = True
-        self._records.clear()
-        self._by_segment.clear()
-        self.num_bytes = 0
-        self._partial = PartialRecords()
+        self._index.clear()
         self._queue.clear()
 
     def flush(self) -> None:
@@ -438,6 +579,7 @@ class DiskTier(NotPicklable):
 
     def drain(self) -> None:
         """Wait for threads, and forget reads, whose records have no valid bytes."""
+        self._access.forget()
         for future in self.futures:
             future.exception()
         self._reading.clear()

@@ -16,6 +16,7 @@ import torch
 
 from hpu_duo.kv.row_state import Units
 from hpu_duo.kv.tiers.link import Landed, Transfer, Transfers
+from hpu_duo.kv.tiers.rank_disk import RankDisk
 from hpu_duo.not_picklable import NotPicklable
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -31,6 +32,7 @@ class HostRecords(NotPicklable):
 
     Attributes:
         slots: the records, ``[num_slots, slot_bytes]``.
+        disk: reads and writes them, where several ranks do so together.
 
     Raises:
         MemoryError: the system has no such range of addresses.
@@ -48,6 +50,12 @@ class HostRecords(NotPicklable):
                 f"expected room for {num_slots * slot_bytes:,} bytes of records: {error}"
             ) from error
         self.slots: Bytes = np.frombuffer(memory, np.uint8).reshape(num_slots, slot_bytes)
+        self.disk: RankDisk | None = None
+
+    def _begin_disk(self, transfers: Transfers) -> None:
+        if transfers.disk is not None:
+            assert self.disk is not None, "expected a folder"
+            self.disk.begin(transfers.disk)
 
     def poison(self, transfer: Transfer) -> None:
         """Fill a unit with ones in every bit: not a number in every float format."""
@@ -94,6 +102,7 @@ class HostLink(HostRecords):
 
     def begin(self, transfers: Transfers) -> None:
         """Begin the transfers of a step."""
+        self._begin_disk(transfers)
         self._read_leaving()
         for is_row in (False, True):
             for is_load, each in ((False, transfers.stores), (True, transfers.loads)):

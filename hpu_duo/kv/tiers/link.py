@@ -8,6 +8,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from hpu_duo.kv.tiers.host import RecordKey
+
 
 class Transfer(NamedTuple):
     """A copy between a unit of the stores and a record.
@@ -23,6 +25,36 @@ class Transfer(NamedTuple):
     slots: tuple[int, ...]
 
 
+class DiskRecord(NamedTuple):
+    """A record that each rank reads from its folder to its slots, or writes there.
+
+    Attributes:
+        key: of the record.
+        parent: digest of the prefix that is one block shorter.
+        num_own_tokens: tokens of the last block.
+        slots: of the record.
+    """
+
+    key: RecordKey
+    parent: bytes
+    num_own_tokens: int
+    slots: tuple[int, ...]
+
+
+class DiskOrders(NamedTuple):
+    """Work of several ranks with their folders, whose end no step waits for.
+
+    Attributes:
+        number: of the work, from 1 on.
+        reads: records to read, before the others are written.
+        writes: records to write.
+    """
+
+    number: int
+    reads: tuple[DiskRecord, ...] = ()
+    writes: tuple[DiskRecord, ...] = ()
+
+
 @dataclass(frozen=True)
 class Transfers:
     """Transfers of a step; plain data, see ``hpu_duo.device.plain``.
@@ -32,11 +64,13 @@ class Transfers:
         loads: from records to units. They begin at the same time.
         landed: transfers of earlier steps that have ended on rank 0. Other ranks wait for theirs before the
             copies of the step, which read or fill their units.
+        disk: work of several ranks with their folders, which begins behind that; None = there is none.
     """
 
     stores: tuple[Transfer, ...] = ()
     loads: tuple[Transfer, ...] = ()
     landed: tuple[Transfer, ...] = ()
+    disk: DiskOrders | None = None
 
 
 class Landed(NamedTuple):

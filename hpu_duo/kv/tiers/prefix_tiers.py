@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -181,8 +181,9 @@ class PrefixTiers:
 
     @property
     def has_stores(self) -> bool:
-        """Whether anything waits to be copied to the host by a step."""
-        return bool(self._unwritten) or self.stage.has_begun
+        """Whether anything waits for a step: copies to the host, or what ranks do with their folders."""
+        has_orders = self.disk is not None and self.disk.has_orders
+        return bool(self._unwritten) or self.stage.has_begun or has_orders
 
     def wait_any(self) -> None:
         """Wait until a transfer, or the work of a thread of the disk, has ended, if any is on its way."""
@@ -387,7 +388,10 @@ class PrefixTiers:
                     piece.record.slots, partial(self._loaded, piece), is_row=piece.is_row
                 )
                 load.num_begun += 1
-        return self.stage.take()
+        transfers = self.stage.take()
+        if self.disk is not None and (orders := self.disk.take_orders()) is not None:
+            transfers = replace(transfers or Transfers(), disk=orders)
+        return transfers
 
     def _loaded(self, piece: Piece, landed: Landed) -> None:
         counters, num_bytes = self.counters, self._record_bytes[piece.is_row]

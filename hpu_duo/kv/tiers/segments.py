@@ -27,6 +27,7 @@ RECORD_START = _RECORD.size + _CHECKSUM.size
 """Bytes of a record before its payload."""
 _NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{8})\.kv")
 _LOCK = re.compile(r"([0-9a-f]{16})\.lock")
+_RANK = re.compile(r"rank-\d+-of-\d+")
 
 
 class StoredRecord(NamedTuple):
@@ -96,6 +97,16 @@ def segment_bytes(limit: int, largest: int) -> int:
             f"expected kv_offloading_disk_size of one record or more, {one:,} bytes, got {limit:,} bytes"
         )
     return min(max(SEGMENT_BYTES, PAGE + 4 * record_bytes(largest)), max(limit // 8, one))
+
+
+def rank_folder(folder: Path, rank: int, size: int) -> Path:
+    """Return the folder of one of several ranks, which another number of ranks does not read."""
+    return folder / f"rank-{rank}-of-{size}"
+
+
+def folders_of(folder: Path) -> list[Path]:
+    """Return a folder of segments, and those of ranks in it."""
+    return [folder, *(path for path in sorted(folder.iterdir()) if _RANK.fullmatch(path.name))]
 
 
 def segments_of(folder: Path) -> list[Segment]:

@@ -98,6 +98,7 @@ class StreamLink(HostRecords):
 
     def begin(self, transfers: Transfers) -> None:
         """Queue the transfers of a step."""
+        self._begin_disk(transfers)
         for is_load, each in ((False, transfers.stores), (True, transfers.loads)):
             if not each:
                 continue

@@ -1,0 +1,299 @@
+"""The folders of several ranks: each has records of its heads, and one is there if all ranks have theirs."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hpu_duo.kv.tiers.disk import NUM_READERS, DiskIndex, Scanned, SegmentFolder, Written
+from hpu_duo.kv.tiers.host import Record, RecordKey
+from hpu_duo.kv.tiers.link import DiskOrders, DiskRecord
+from hpu_duo.kv.tiers.segments import DamagedRecord, StoredRecord, rank_folder, read_record
+from hpu_duo.not_picklable import NotPicklable
+
+Exchange: TypeAlias = Callable[[Sequence[int]], list[list[int]]]
+"""Gives integers of this rank, and returns those of all, rank 0 first."""
+
+_FINE, _DAMAGED, _MISSING = 0, -1, -2
+"""Answers of a rank; others are numbers of the system's errors."""
+
+
+class OwnFolder(NamedTuple):
+    """The folder of one rank.
+
+    Attributes:
+        path: of the folders of all ranks.
+        rank, size: number of this rank, and of all.
+        limit: bytes of this rank's files.
+        largest: payload of the largest record.
+        block_size: tokens of a full block.
+    """
+
+    path: Path
+    rank: int
+    size: int
+    limit: int
+    largest: int
+    block_size: int
+
+
+class RankDisk(NotPicklable):
+    """Reads and writes the records of one rank, as rank 0 orders.
+
+    A thread carries out one order after the other, and ranks exchange what has become of it: a record is read
+    if each of them has read its own. No step waits for that.
+
+    Args:
+        own: folder of this rank.
+        slots: bytes of records in host memory, ``[slots, slot_bytes]``.
+        exchange: see ``Exchange``; all ranks call it equally often.
+    """
+
+    def __init__(self, own: OwnFolder, slots: npt.NDArray[np.uint8], exchange: Exchange) -> None:
+        self._own, self._slots, self._exchange = own, slots, exchange
+        self._index = DiskIndex(own.block_size)
+        self._worker = ThreadPoolExecutor(1, "hpu-duo-kv-disk")
+        self._readers = ThreadPoolExecutor(NUM_READERS, "hpu-duo-kv-disk-read")
+        self._folder: SegmentFolder | None = None
+
+    @property
+    def folder(self) -> SegmentFolder:
+        """The segments of this rank, once it is open."""
+        assert self._folder is not None, "expected an open folder"
+        return self._folder
+
+    def open(self, fingerprint: bytes) -> str | None:
+        """Open the folders of all ranks, which do so at the same time; returns the error of one of them.
+
+        Args:
+            fingerprint: SHA-256 of all that records of all ranks depend on.
+        """
+        own, answer = self._own, _FINE
+        try:
+            self._folder = SegmentFolder(
+                rank_folder(own.path, own.rank, own.size),
+                # So that no rank reads files of another one.
+                hashlib.sha256(fingerprint + f"{own.rank} of {own.size}".encode()).digest(),
+                own.limit,
+                own.largest,
+                may_write=not own.rank,
+            )
+            weakref.finalize(self, SegmentFolder.release, self._folder)
+            if own.rank:
+                self._scan()
+        except Exception as error:
+            answer = _answer_to(error)
+        found = _error_in(self._exchange([answer]))
+        return None if found is None else str(found)
+
+    def begin(self, orders: DiskOrders) -> None:
+        """Begin an order."""
+        self._worker.submit(self._carry_out, orders)
+
+    def _carry_out(self, orders: DiskOrders) -> None:
+        began = time.perf_counter()
+        if orders.reads:
+            answers = self._exchange([orders.number, *self._read_all(orders.reads)])
+            self._has_read(orders, answers, time.perf_counter() - began)
+        if orders.writes:
+            written, answer = self._write(orders.writes)
+            self._has_written(orders, self._exchange([orders.number, answer]), written)
+
+    def _read_all(self, wanted: Sequence[DiskRecord]) -> list[int]:
+        """Read records to their slots; returns an answer to each."""
+        if any(self._index.get(each.key) is None for each in wanted):
+            try:
+                self._scan()  # another process may have written them
+            except Exception as error:
+                return [_answer_to(error)] * len(wanted)
+        found = [self._index.get(each.key) for each in wanted]
+        answers = list(self._readers.map(self._read, wanted, found))
+        for stored, answer in zip(found, answers):
+            if answer and stored is not None:
+                self._index.drop(stored)
+        return answers
+
+    def _read(self, wanted: DiskRecord, stored: StoredRecord | None) -> int:
+        places = list(wanted.slots)
+        if stored is None or stored.num_bytes != len(places) * self._slots.shape[1]:
+            return _MISSING
+        try:
+            data = np.frombuffer(read_record(self.folder.path, stored), np.uint8)
+            self._slots[places] = data.reshape(len(places), -1)
+        except FileNotFoundError:
+            return _MISSING if self.folder.path.is_dir() else errno.ENOENT
+        except Exception as error:
+            return _answer_to(error)
+        return _FINE
+
+    def _write(self, wanted: Sequence[DiskRecord]) -> tuple[Written, int]:
+        try:
+            self.folder.may_write = True  # no other process orders it: rank 0 has the lock
+            if not self.folder.is_writer:
+                self._scan()
+            if not self.folder.is_writer:
+                return Written(), _FINE
+            written = self.folder.write(
+                [(each.key, each.parent, each.num_own_tokens, self._bytes(each.slots)) for each in wanted]
+            )
+        except Exception as error:
+            return Written(), _answer_to(error)
+        self._index.drop_segments(written.dropped)
+        self._index.add(written.stored)
+        return written, _FINE
+
+    def _bytes(self, slots: Sequence[int]) -> bytes:
+        return self._slots[list(slots)].tobytes()
+
+    def _scan(self) -> Scanned:
+        scanned = self.folder.scan()
+        self._index.keep_segments(scanned.names)
+        self._index.add(scanned.stored)
+        return scanned
+
+    def _has_read(self, orders: DiskOrders, answers: list[list[int]], seconds: float) -> None:
+        """Take in what has become of reads on all ranks."""
+
+    def _has_written(self, orders: DiskOrders, answers: list[list[int]], written: Written) -> None:
+        """Take in what has become of writes on all ranks."""
+
+    def close(self) -> None:
+        """Wait for the end of all that has begun, on all ranks at the same time."""
+        self._worker.shutdown()
+
+
+class LeadingDisk(RankDisk):
+    """The folder of rank 0, whose orders the other ranks follow; see ``DiskAccess``.
+
+    What is asked for begins on all ranks with the next step. See ``RankDisk`` for the arguments.
+    """
+
+    def __init__(self, own: OwnFolder, slots: npt.NDArray[np.uint8], exchange: Exchange) -> None:
+        super().__init__(own, slots, exchange)
+        self.path = own.path
+        self._number = 0
+        self._asked: list[tuple[DiskRecord, Future[float]]] = []
+        self._written: tuple[tuple[DiskRecord, ...], Future[Written]] | None = None
+        # Those that have been taken, by number; what has begun is in the second one.
+        self._taken: dict[int, tuple[list[Future[float]], Future[Written] | None]] = {}
+        self._begun: dict[int, tuple[list[Future[float]], Future[Written] | None]] = {}
+
+    @property
+    def is_writer(self) -> bool:
+        """See ``DiskAccess``."""
+        return self.folder.is_writer
+
+    def scan(self) -> Future[Scanned]:
+        """See ``DiskAccess``."""
+        return self._worker.submit(self._scan)
+
+    def write(self, batch: Sequence[Record]) -> Future[Written]:
+        """See ``DiskAccess``."""
+        assert self._written is None, "expected the end of the batch before"
+        future: Future[Written] = Future()
+        self._written = tuple(map(_order_of, batch)), future
+        return future
+
+    def read(self, stored: StoredRecord, record: Record) -> Future[float]:
+        """See ``DiskAccess``."""
+        future: Future[float] = Future()
+        self._asked.append((_order_of(record), future))
+        return future
+
+    @property
+    def has_orders(self) -> bool:
+        """See ``DiskAccess``."""
+        return bool(self._asked) or self._written is not None
+
+    def take_orders(self) -> DiskOrders | None:
+        """See ``DiskAccess``."""
+        if not self.has_orders:
+            return None
+        self._number += 1
+        asked, self._asked = self._asked, []
+        (writes, written), self._written = self._written or ((), None), None
+        self._taken[self._number] = [future for _, future in asked], written
+        return DiskOrders(self._number, tuple(wanted for wanted, _ in asked), writes)
+
+    def forget(self) -> None:
+        """See ``DiskAccess``."""
+        self.take_orders()
+        for reads, written in self._taken.values():
+            for future in reads:
+                future.set_result(0.0)
+            if written is not None:
+                written.set_result(Written())
+        self._taken.clear()
+
+    def begin(self, orders: DiskOrders) -> None:
+        """Begin an order here; the others get it with the step."""
+        self._begun[orders.number] = self._taken.pop(orders.number)
+        super().begin(orders)
+
+    def _carry_out(self, orders: DiskOrders) -> None:
+        try:
+            super()._carry_out(orders)
+        except Exception as error:  # a rank does not answer, for instance
+            reads, written = self._begun[orders.number]
+            for future in (*reads, *(() if written is None else (written,))):
+                if not future.done():
+                    future.set_exception(error)
+        finally:
+            del self._begun[orders.number]
+
+    def _has_read(self, orders: DiskOrders, answers: list[list[int]], seconds: float) -> None:
+        _check_numbers(orders, answers)
+        for place, future in enumerate(self._begun[orders.number][0], 1):
+            error = _error_in([[each[place]] for each in answers])
+            if error is None:
+                future.set_result(seconds / len(orders.reads))
+            else:
+                future.set_exception(error)
+
+    def _has_written(self, orders: DiskOrders, answers: list[list[int]], written: Written) -> None:
+        _check_numbers(orders, answers)
+        _, future = self._begun[orders.number]
+        assert future is not None, "expected a batch"
+        error = _error_in([[each[1]] for each in answers])
+        if error is None:
+            future.set_result(written)
+        else:
+            future.set_exception(error)
+
+
+def _order_of(record: Record) -> DiskRecord:
+    return DiskRecord(
+        RecordKey(record.key.digest, record.key.is_row), record.parent, record.num_own_tokens, record.slots
+    )
+
+
+def _check_numbers(orders: DiskOrders, answers: list[list[int]]) -> None:
+    if numbers := [each[0] for each in answers if each[0] != orders.number]:
+        raise RuntimeError(f"expected answers of all ranks to order {orders.number}, got one to {numbers[0]}")
+
+
+def _answer_to(error: Exception) -> int:
+    if isinstance(error, DamagedRecord):
+        return _DAMAGED
+    return (isinstance(error, OSError) and error.errno) or errno.EIO
+
+
+def _error_in(answers: list[list[int]]) -> Exception | None:
+    """Return the error of a rank, by an answer of each; None if there is none."""
+    found = [each[0] for each in answers]
+    for rank, answer in enumerate(found):
+        if answer > 0:
+            return OSError(f"rank {rank}: {os.strerror(answer)}")
+    if _DAMAGED in found:
+        return DamagedRecord(f"the record of rank {found.index(_DAMAGED)} is damaged")
+    return FileNotFoundError() if _MISSING in found else None
