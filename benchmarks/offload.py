@@ -5,6 +5,11 @@
 Both engines have equally many blocks for requests, too few for what comes back. Every number is a ratio of
 CPU time, without over with, so that above 1 the tier is faster; CPU time has that of its threads.
 
+    OMP_NUM_THREADS=1 python -m benchmarks.offload --many-chats LAYERS
+
+64 chats of 20 turns, with room for 8 on the device, for 32 on the host and for all on disk, beside two
+requests that decode all the time. Without the tiers, only every fifth turn is served.
+
     OMP_NUM_THREADS=1 python -m benchmarks.offload --attention --out benchmarks/results/host-attention.md
 
 Decodes behind a context on the host, which a throttled link separates from the device: attention there, and
@@ -20,6 +25,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -29,7 +35,7 @@ import numpy as np
 import torch
 import transformers
 
-from benchmarks.cpu_systems import HEADS, VOCAB, make_checkpoint, seconds
+from benchmarks.cpu_systems import HEADS, LAYERS, VOCAB, make_checkpoint, seconds
 from benchmarks.prefix_cache import NUM_KV_HEADS, Tokens, run
 from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.engine.on_host.attention import TILE_BYTES, HostAttention
@@ -44,6 +50,8 @@ BLOCK, SEQS, STEP = 128, 16, 2048
 FREE = 96
 """Blocks for requests: 12,288 tokens."""
 NUM_CHATS, NUM_TURNS = 16, 3
+CHAT_TURNS, CHAT_ASKS, CHAT_NEW, CHAT_BLOCK = 20, 36, 4, 32
+CHAT_COLUMNS = ("first token", "step with a prompt", "step without")
 CONTEXT, LINKS = 16_384, (1e9, 8e9, 32e9)
 
 Work = Callable[[HPUDuoModel, Tokens], list[float]]
@@ -127,6 +135,128 @@ def storm(path: Path, *, swaps: bool) -> tuple[float, str]:
 
     taken, offload = seconds(serve), model.stats().offload
     return total / taken, f"{model.stats().num_preemptions} preemptions, {offload and offload.swap}"
+
+
+@dataclass
+class ChatTimes:
+    """CPU seconds.
+
+    Attributes:
+        first: to the first token of each turn.
+        steps: of steps with a prompt, in which other requests decode.
+        decodes: of steps without.
+    """
+
+    first: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+    decodes: list[float] = field(default_factory=list)
+
+    def row(self, name: str) -> str:
+        """The line of the table, in milliseconds."""
+        parts = (self.first, self.steps, self.decodes)
+        cells = [f"{1e3 * np.percentile(each, at):.1f}" for each in parts for at in (50, 99)]
+        return f"| {name} | {len(self.first):,} | {' | '.join(cells)} |"
+
+
+class ChatEngine:
+    """An engine that serves turns beside two requests that decode."""
+
+    def __init__(self, model: HPUDuoModel) -> None:
+        self.model, self._others, self._tokens = model, set[str](), Tokens("others", 0)
+
+    def turn(self, text: list[int], times: ChatTimes) -> list[int]:
+        """Serve a turn; returns its answer."""
+        engine = self.model.engine
+        while len(self._others) < 2:
+            params = SamplingParams(temperature=0.0, max_tokens=450, ignore_eos=True)
+            self._others.add(engine.add_request(self._tokens.draw(32), params))
+            self._step()
+        answer: list[int] = []
+        own = engine.add_request(text, SamplingParams(temperature=0.0, max_tokens=CHAT_NEW, ignore_eos=True))
+        taken = 0.0
+        while len(answer) < CHAT_NEW:
+            began = time.process_time()
+            found = self._step(own)
+            spent = time.process_time() - began
+            taken += spent
+            (times.decodes if answer else times.steps).append(spent)
+            if found and not answer:
+                times.first.append(taken)
+            answer += found
+        return answer
+
+    def _step(self, own: str = "") -> list[int]:
+        """Run a step; returns the new tokens of a request."""
+        found: list[int] = []
+        for each in self.model.engine.step():
+            if each.request_id == own:
+                found += each.token_ids
+            elif each.finish_reason is not None:
+                self._others.discard(each.request_id)
+        return found
+
+
+def many_chats(path: Path, folder: Path) -> str:
+    """Serve the chats with the tiers, and of every fifth turn without; returns rows of a table."""
+    layers, per_chat = read_config(path).num_hidden_layers, CHAT_TURNS * (CHAT_ASKS + CHAT_NEW) // CHAT_BLOCK
+    blocks = 8 * per_chat + 2 * (482 // CHAT_BLOCK + 1)
+    record = layers * NUM_KV_HEADS * 64 * 2 * 2 * CHAT_BLOCK
+    common = {
+        "block_size": CHAT_BLOCK,
+        "max_num_seqs": 4,
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 512,
+        "graphs": "replay",
+    }
+    tiered = ChatEngine(
+        HPUDuoModel.from_pretrained(
+            path,
+            num_blocks=blocks + 32,  # of which 32 are reserved
+            kv_offloading_blocks_per_step=16,
+            kv_offloading_size=32 * per_chat * record / 2**30,
+            kv_offloading_disk=folder,
+            kv_offloading_disk_size=1.0,
+            **common,
+        )
+    )
+    plain = ChatEngine(HPUDuoModel.from_pretrained(path, num_blocks=blocks, **common))
+    assert tiered.model.stats().total_blocks == plain.model.stats().total_blocks
+    for engine in (tiered, plain):
+        engine.model.warmup()
+        engine.turn(Tokens("warm", 0).draw(CHAT_BLOCK), ChatTimes())
+    texts: list[list[int]] = [[] for _ in range(64)]
+    tokens, random = Tokens("chats", 0), np.random.default_rng(0)
+    times, some, without = ChatTimes(), ChatTimes(), ChatTimes()
+    num_tokens = 0
+    for turn in range(1, CHAT_TURNS + 1):
+        order = random.permutation(len(texts))
+        for chat in order:
+            text = texts[chat]
+            text += tokens.draw(CHAT_ASKS)
+            num_tokens += len(text)
+            prompt = list(text)
+            text += tiered.turn(prompt, some if not turn % 5 else times)
+            if not turn % 5:
+                plain.turn(prompt, without)
+    stats = tiered.model.stats()
+    assert stats.offload is not None
+    assert stats.offload.disk is not None
+    assert stats.prefixes is not None
+    hits, loaded = stats.prefixes.num_hit_tokens, stats.offload.num_hit_tokens
+    from_disk = stats.offload.disk.counters.num_hit_tokens
+    columns = (f"{name}, p{at}" for name in CHAT_COLUMNS for at in (50, 99))
+    return "\n".join(
+        (
+            f"| engine | turns | {' | '.join(columns)} |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- |",
+            some.row("tiers, turns 5, 10, 15 and 20"),
+            without.row("no tiers, the same turns"),
+            times.row("tiers, the other turns"),
+            "",
+            f"Of {num_tokens:,} prompt tokens {hits:,} hit: {hits - loaded:,} on the device, "
+            f"{loaded - from_disk:,} on the host, {from_disk:,} on disk. {stats.offload}",
+        )
+    )
 
 
 def timed_attention(host: HostAttention) -> list[float]:
@@ -258,6 +388,9 @@ def main() -> None:
         metavar="LAYERS",
         help="only compare swapping with recomputing, on a model of so many layers",
     )
+    parser.add_argument("--many-chats", type=int, metavar="LAYERS", help="only 64 chats of 20 turns")
+    parser.add_argument("--work", choices=range(len(WORKS)), type=int, help="only one of the workloads")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the model of the workloads")
     parser.add_argument(
         "--attention", action="store_true", help="only attention on the host beside moving the context"
     )
@@ -273,16 +406,22 @@ def main() -> None:
             print(f"recompute {computed:.2f} tokens a second ({of_recompute})")
             print(f"swap : recompute {swapped / computed:.2f}")
             return
+        if given.many_chats:
+            path = make_checkpoint(Path(directory), NUM_KV_HEADS, given.many_chats)
+            print(many_chats(path, Path(directory) / "kv"))
+            return
         if given.attention:
             page = attention_on_host(make_checkpoint(Path(directory), HEADS, 4), given.rounds)
         else:
-            page = measure(make_checkpoint(Path(directory), NUM_KV_HEADS), given.rounds, given.sparsity)
+            path = make_checkpoint(Path(directory), NUM_KV_HEADS, given.layers)
+            works = WORKS if given.work is None else dict([list(WORKS.items())[given.work]])
+            page = measure(path, given.rounds, given.sparsity, works)
     print(page)
     if given.out is not None:
         given.out.write_text(page)
 
 
-def measure(path: Path, rounds: int, sparsity: float) -> str:
+def measure(path: Path, rounds: int, sparsity: float, works: dict[str, Work]) -> str:
     """Serve each workload by both engines in turn; returns the page."""
     layers = read_config(path).num_hidden_layers
     pattern = HeadPattern.random(layers, NUM_KV_HEADS, 0, sink=64, recent=256) if sparsity else None
@@ -305,7 +444,7 @@ def measure(path: Path, rounds: int, sparsity: float) -> str:
         **common,
     )
     lines = []
-    for name, work in WORKS.items():
+    for name, work in works.items():
         ratios: list[float] = []
         for number in range(rounds + 1):
             with_tier = work(tiered, Tokens(name, number))
@@ -317,7 +456,13 @@ def measure(path: Path, rounds: int, sparsity: float) -> str:
         print(lines[-1], tiered.stats().offload, flush=True)
     offload = tiered.stats().offload
     assert offload is not None
-    rates = offload.stored_bytes / offload.stored_s / 1e9, offload.loaded_bytes / offload.loaded_s / 1e9
+    rates = [
+        num_bytes / took / 1e9 if took else 0.0
+        for num_bytes, took in (
+            (offload.stored_bytes, offload.stored_s),
+            (offload.loaded_bytes, offload.loaded_s),
+        )
+    ]
     return "\n".join(
         (
             "# The tier of the prefix cache in host memory, on a CPU",
@@ -326,7 +471,8 @@ def measure(path: Path, rounds: int, sparsity: float) -> str:
             f"{platform.machine()}, torch {torch.__version__}, transformers {transformers.__version__}, "
             f"{torch.get_num_threads()} thread.",
             "",
-            f"Llama of the 110M class, random weights in bfloat16, {sparsity:.0%} of the heads streaming. "
+            f"Llama of the 110M class with {layers} layers, random weights in bfloat16, {sparsity:.0%} of "
+            "the heads streaming. "
             f"Both engines have {FREE} blocks of {BLOCK} tokens for requests. Ratios of CPU time, without "
             "over with the tier: median, and range.",
             "",

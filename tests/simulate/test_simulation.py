@@ -15,7 +15,16 @@ from graphs import BatchShape, BucketTable, GraphMissError, StepLimits
 from graphs.backends.compile import CompileBackend
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
-from hpu_duo.planning.simulation import SimulatedEngine, SimulatedStep, Simulation, SyntheticDrafts
+from hpu_duo.kv.prefix_tree import digest_of
+from hpu_duo.kv.tiers.host import RecordKey
+from hpu_duo.lab.simulate.offload import SimulatedHost
+from hpu_duo.planning.simulation import (
+    SimulatedEngine,
+    SimulatedStep,
+    Simulation,
+    SyntheticDrafts,
+    VirtualTime,
+)
 from hpu_duo.request import FinishReason, Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, make_tiny
@@ -252,3 +261,46 @@ def test_nothing_of_requests_that_have_ended_is_stored_for_drafts() -> None:
     steps = list(Simulation(engine, Trace(trace(asked, limits))).steps())
     assert any(row.num_samples > 1 for step in steps for row in step.plan.rows)
     assert not drafts._lengths._of
+
+
+@pytest.mark.parametrize("rate", [8e9, 32e9, 64e9])
+def test_a_prefix_comes_back_in_the_time_of_the_link_or_of_the_steps_beside_it(rate: float) -> None:
+    """A step of 1 ms begins 16 blocks, which take 4.4, 1.1 and 0.55 ms; no step waits for them."""
+    step_s, num_blocks, each_way = 1e-3, 1600, 16
+    limits = replace(
+        LIMITS,
+        max_num_batched_tokens=64,
+        max_model_len=8000,
+        num_blocks=4000,
+        caches_prefixes=True,
+        uses_rows=False,
+    )
+    host = SimulatedHost(num_blocks, 2_200_000, 0, rate)
+    staged = host.staged(limits)
+    assert staged.num_staged_blocks == 2 * each_way
+    scheduler, time = Scheduler(staged), VirtualTime()
+    engine = SimulatedEngine(scheduler, lambda _: step_s, link=host.attach(scheduler, time), time=time)
+    document = Request(
+        "document", list(range(4 * num_blocks + 1)), params_of(1, is_forced=False), TokenLimits(8000)
+    )
+    allocations, tokens = scheduler.allocations, document.tokens
+    assert allocations.tiers is not None
+    assert allocations.prefixes is not None
+    tree = allocations.prefixes.tree
+    digest = tree.root(document.namespace).digest
+    for ordinal in range(num_blocks):
+        parent, digest = digest, digest_of(digest, tree.key(tokens, ordinal))
+        record = allocations.tiers.host.reserve(RecordKey(digest, False), parent, 4, 4 * (ordinal + 1), 1)
+        assert record is not None
+        record.is_present = True
+    engine.add(Request("other", [1] * 8, params_of(7000, is_forced=False), TokenLimits(8000)))
+    first = engine.step(0.0)
+    engine.add(document)
+    began = at = first.start + first.duration
+    while document.num_computed_tokens < 4 * num_blocks:
+        step = engine.step(at)
+        at = step.start + step.duration
+    assert engine.stalled == 0
+    assert allocations.tiers.counters.num_loaded == num_blocks
+    compute, link = num_blocks / each_way * step_s, num_blocks * host.block_bytes / rate
+    assert at - began == pytest.approx(max(compute, link), rel=0.02)
