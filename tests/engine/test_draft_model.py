@@ -50,7 +50,7 @@ def load_drafting(tiny: Tiny, model: Path, **options: Any) -> HPUDuoModel:
         (SEEDED, {"pattern": PATTERN}),
         (replace(SEEDED, logprobs=2, n=3), {"graphs": "replay", "attention": "sdpa"}),
         pytest.param(GREEDY, {"num_blocks": 14, "max_model_len": 64}, marks=pytest.mark.slow),
-        pytest.param(GREEDY, {"graphs": CompileBackend("eager"), "pattern": PATTERN}, marks=pytest.mark.slow),
+        pytest.param(GREEDY, {"graphs": CompileBackend("eager"), "pattern": PATTERN}, marks=EXHAUSTIVE),
         pytest.param(GREEDY, {"graphs": "compile", "pattern": PATTERN}, marks=EXHAUSTIVE),
         pytest.param(SEEDED, {"tensor_parallel_size": 2, "graphs": "replay"}, marks=pytest.mark.slow),
         pytest.param(SEEDED, {"enable_prefix_caching": False}, marks=pytest.mark.slow),

@@ -140,7 +140,7 @@ def test_drafts_are_those_of_transformers_layer(
     [
         (replace(SEEDED, n=2, logprobs=2), {"num_blocks": 12, "max_model_len": 64}),
         (SEEDED, {"graphs": "replay", "attention": "sdpa", "pattern": PATTERN}),
-        pytest.param(GREEDY, {"graphs": CompileBackend("eager")}, marks=pytest.mark.slow),
+        pytest.param(GREEDY, {"graphs": CompileBackend("eager")}, marks=EXHAUSTIVE),
         pytest.param(GREEDY, {"graphs": "compile"}, marks=EXHAUSTIVE),
         pytest.param(
             GREEDY, {"kv_cache_dtype": "fp8", "pack_weights": bool(library.lanes())}, marks=pytest.mark.slow

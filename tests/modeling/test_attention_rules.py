@@ -20,7 +20,7 @@ from tests.bias_builders.plain_rules import plain
 from tests.modeling.dense_oracle import masked_logits
 from tests.modeling.driving import greedy_logits
 from tests.modeling.families import BLOCK, LENGTHS, WINDOW, Zoo, prompts_of
-from tests.tiers import crossed, every
+from tests.tiers import crossed
 
 RULES = [
     "band:width=9",
@@ -133,7 +133,8 @@ def test_captured_steps_follow_the_rule(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", every(2, ["sdpa", "reference"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("attention", ["sdpa", "reference"])
 def test_compiled_steps_follow_the_rule(zoo: Zoo, attention: str) -> None:
     assert_served(zoo, "llama", RULES[5], graphs="compile", buckets=TABLE, attention=attention)
 
