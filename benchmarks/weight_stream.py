@@ -18,7 +18,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -51,7 +51,7 @@ from kernels_ref import PLAIN
 T = TypeVar("T")
 ROWS, PROMPT, OUTPUT = 8, 64, 12
 RATES = (100e6, 200e6, 400e6)
-LONG_ROWS, LONG, LONG_OUTPUT, LONG_STEP, LONG_RATES = 2, 1024, 14, 256, (100e6, 200e6)
+LONG_ROWS, LONG, LONG_OUTPUT, LONG_STEP, LONG_RATES = 2, 1024, 14, 256, (50e6, 100e6)
 NUM_BATCHES, GROUPED_RATES = (1, 2, 4), (50e6, 100e6)
 SETUP: dict[str, Any] = {
     "block_size": 128,
@@ -67,10 +67,10 @@ class Link:
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s, self._free_at, self._lock = bytes_per_s, 0.0, Lock()
 
-    def carry(self, num_bytes: int) -> None:
-        """Wait until so many bytes have crossed."""
+    def carry(self, num_bytes: int, asked_at: float) -> None:
+        """Wait until so many bytes have crossed, which were asked for at a time of ``time.monotonic``."""
         with self._lock:
-            end = self._free_at = max(self._free_at, time.monotonic()) + num_bytes / self._bytes_per_s
+            end = self._free_at = max(self._free_at, asked_at) + num_bytes / self._bytes_per_s
         time.sleep(max(0.0, end - time.monotonic()))
 
 
@@ -83,7 +83,7 @@ class WeightsOver(ThreadMover):
 
     def _copy(self, source: Weights, target: torch.Tensor, asked_at: float) -> None:
         super()._copy(source, target, asked_at)
-        self._link.carry(source.nbytes)
+        self._link.carry(source.nbytes, asked_at)
 
 
 class ContextOver(WorkerThread):
@@ -95,8 +95,8 @@ class ContextOver(WorkerThread):
 
     def move(self, num_bytes: int, copy: Callable[[], T]) -> T:
         """Copy, for as long as the link takes."""
-        copied = copy()
-        self._link.carry(num_bytes)
+        began, copied = time.monotonic(), copy()
+        self._link.carry(num_bytes, began)
         return copied
 
 
@@ -181,8 +181,8 @@ def timed(model: HPUDuoModel, prompts: list[list[int]]) -> tuple[list[list[int]]
     return [found[number] for number in numbers], statistics.median(times[num_prompt_steps + 1 : -2])
 
 
-def quarter(path: Path) -> list[str]:
-    """Decodes with a quarter of the bytes of weights and of keys and values on the device, as lines."""
+def quarter(path: Path) -> Iterator[str]:
+    """Decodes with a quarter of the bytes of weights and of keys and values on the device, line by line."""
     setup: dict[str, Any] = {
         "block_size": 32,
         "max_num_seqs": LONG_ROWS,
@@ -209,7 +209,7 @@ def quarter(path: Path) -> list[str]:
     blocks = engine.scheduler.limits.num_blocks
     total = stream.num_bytes + memory.num_blocks * memory.block_bytes
     share = (stream.buffer_bytes + blocks * memory.block_bytes) / total
-    lines = [
+    yield from (
         f"Weights of layers and keys and values are {total / 1e6:.0f} MB, of which the device holds "
         f"{share:.0%}: all layers pass through {stream.buffer_bytes / 1e6:.0f} MB of buffers, and {blocks} "
         f"of {memory.num_blocks} KV blocks lie there. {LONG_ROWS} rows behind {LONG:,} tokens, "
@@ -218,7 +218,7 @@ def quarter(path: Path) -> list[str]:
         "| link, MB/s | keys and values on the host | all on the device | offloaded | predicted | "
         "offloaded : predicted | same tokens |",
         "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    )
     for rate in LONG_RATES:
         for moves in (False, True):
             link = Link(rate)
@@ -240,8 +240,7 @@ def quarter(path: Path) -> list[str]:
             expected = ZigZag(formula, placement).run().decode_s / (LONG_OUTPUT - 1)
             cells = f"{compute:.3f} | {taken:.3f} | {expected:.3f} | {taken / expected:.2f}"
             way, same = "moved" if moves else "attended to there", "yes" if found == wanted else "no"
-            lines.append(f"| {rate / 1e6:.0f} | {way} | {cells} | {same} |")
-    return lines
+            yield f"| {rate / 1e6:.0f} | {way} | {cells} | {same} |"
 
 
 def main() -> None:
@@ -252,7 +251,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.budget:
         with tempfile.TemporaryDirectory() as folder:
-            print("\n".join(quarter(make_checkpoint(Path(folder), NUM_KV_HEADS))))
+            for line in quarter(make_checkpoint(Path(folder), NUM_KV_HEADS)):
+                print(line, flush=True)
         return
     lines, grouped, first = [], [], dict[float, float]()
     with tempfile.TemporaryDirectory() as folder:

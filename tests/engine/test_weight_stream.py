@@ -176,6 +176,15 @@ def test_tokens_are_those_of_resident_weights(
     assert any(f"{count} layers" in note for note in model.stats().notes)
 
 
+def test_quantised_weights_move_as_codes(deep: Tiny) -> None:
+    resident = deep.load(quantization="int4", graphs="eager")
+    policy = "0,100,100,0,100,0"
+    model = deep.load(quantization="int4", graphs="eager", offload_policy=policy, offload_num_batches=2)
+    assert tokens_of(serve(model, PROMPTS, GREEDY)) == tokens_of(serve(resident, PROMPTS, GREEDY))
+    # In float32, 8 times fewer, besides scales and rounding to whole panels.
+    assert stream_of(model).num_bytes < 5 * weight_bytes(deep.model.model.layers[0]) / 3
+
+
 def test_a_layer_waits_for_its_weights_and_later_ones_are_on_their_way() -> None:
     layers = [nn.Linear(8, 8) for _ in range(4)]
     weights = [layer.weight.detach().clone() for layer in layers]
