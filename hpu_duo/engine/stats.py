@@ -292,11 +292,14 @@ class OffloadStats:
         num_stored, num_loaded: blocks and snapshots that were copied to the host, and from there.
         stored_bytes, loaded_bytes: of them.
         stored_s, loaded_s: seconds of these copies, beside steps.
+        num_queried_tokens: tokens of requests that were looked for because the device did not have them.
         num_hit_tokens: tokens that requests did not compute because they were loaded.
         num_busy: blocks and snapshots that were lost, because all slots or units of transfers were busy.
         num_computed: prefixes that were predicted to be computed faster than loaded.
         num_abandoned: loads that ended early, for lack of blocks.
-        num_records: blocks and snapshots on the host.
+        num_records: blocks and snapshots on the host, or on their way there.
+        num_arriving: of them, those that are on their way.
+        num_transfers: copies between device and host that have not ended.
         num_evicted: that were evicted from there.
         used_bytes, total_bytes: of the host's memory on this rank.
         disk: of its tier on disk; None without one.
@@ -309,11 +312,14 @@ class OffloadStats:
     loaded_bytes: int
     stored_s: float
     loaded_s: float
+    num_queried_tokens: int
     num_hit_tokens: int
     num_busy: int
     num_computed: int
     num_abandoned: int
     num_records: int
+    num_arriving: int
+    num_transfers: int
     num_evicted: int
     used_bytes: int
     total_bytes: int
@@ -330,6 +336,8 @@ class OffloadStats:
         return cls(
             **vars(tiers.counters),
             num_records=len(host),
+            num_arriving=tiers.num_arriving,
+            num_transfers=tiers.stage.num_open,
             num_evicted=host.num_evicted,
             used_bytes=host.num_used_slots * tiers.sizes.slot_bytes,
             total_bytes=host.num_slots * tiers.sizes.slot_bytes,

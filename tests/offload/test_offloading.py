@@ -195,7 +195,9 @@ def test_a_rank_without_blocks_has_as_many_slots_as_the_others() -> None:
     # A block of 4 tokens, and a ring of 16.
     for mine, other, num_bytes in ((blocks, rings, 512), (rings, blocks, 2048)):
         plan = MemoryPlan(mine, 4, 4, max_num_seqs=2, num_blocks=8, others=(other,))
-        assert HostSlots.of(1 / 1024, plan) == HostSlots(2**20 // 2560, num_bytes, per_row=1)
+        assert HostSlots.of(1 / 1024, plan) == HostSlots(
+            2**20 // 2560, num_bytes, per_row=1, share=num_bytes / 2560
+        )
 
 
 @pytest.mark.parametrize(

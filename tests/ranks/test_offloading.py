@@ -98,6 +98,15 @@ def answers(zoo: Zoo, folder: Path) -> dict[str, Answer]:
         cases[name] = replace(
             heads, cache={**heads.cache, **on_disk}, prompts=TEXTS, params=params[: len(TEXTS)]
         )
+    swap = {"num_blocks": 24, "num_prefix_snapshots": 8, "kv_offloading_size": 0.02, "swap_space": 0.02}
+    for name, cache in (("swapped", {**swap, "preemption_mode": "swap"}), ("roomy", {"num_blocks": 64})):
+        cases[name] = replace(
+            heads,
+            prompts=[text[: 4 * BLOCK] for text in TEXTS],
+            params=[SamplingParams(max_tokens=24, temperature=0)] * len(TEXTS),
+            cache=cache,
+            scheduler={**heads.scheduler, "max_num_seqs": 4},
+        )
     return run_processes(serve_loading, (cases,), [{}] * 2, 600)[0]
 
 
@@ -125,3 +134,10 @@ def test_ranks_find_on_disk_what_all_of_them_have_written(answers: dict[str, Ans
     listed = CliRunner().invoke(app, ["kv-cache", "list", str(folder), "--json"]).output
     assert "rank-0-of-2/" in listed
     assert "rank-1-of-2/" in listed
+
+
+def test_ranks_swap_preempted_requests(answers: dict[str, Answer]) -> None:
+    swapped = answers["swapped"]
+    assert not swapped.error
+    assert swapped.tokens == answers["roomy"].tokens
+    assert swapped.seen["swap"]["num_out"] == swapped.seen["swap"]["num_in"] > 0

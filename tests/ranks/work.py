@@ -365,6 +365,7 @@ def _answer(engine: Engine, case: Case) -> Answer:
         "budgets": stats.budgets,
         "row_bytes": engine.runner.store.plan.row_bytes,
         "loaded": 0 if stats.offload is None else stats.offload.num_loaded,
+        "swap": None if stats.offload is None or stats.offload.swap is None else vars(stats.offload.swap),
         "disk": None
         if stats.offload is None or stats.offload.disk is None
         else vars(stats.offload.disk.counters),

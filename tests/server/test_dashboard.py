@@ -49,11 +49,15 @@ OMITTED = {
         "of servers whose model several ranks share; follows from the steps by formula",
     ),
     "hpuduo:kv_clipped_values": "of models with constant scales only; an alert, not a curve",
-    "hpuduo:external_prefix_cache_hits": "of servers with --kv-offloading-size only",
+    **dict.fromkeys(
+        [f"hpuduo:external_prefix_cache_{name}" for name in ("queries", "hits")],
+        "of servers with --kv-offloading-size only",
+    ),
     **dict.fromkeys(
         [
             f"hpuduo:offload_{name}"
             for name in (
+                "transfers",
                 "used_bytes",
                 "stored_bytes",
                 "loaded_bytes",

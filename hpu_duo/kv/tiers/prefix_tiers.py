@@ -33,6 +33,7 @@ class TierCounters:
         num_stored, num_loaded: records that have landed on the host, and on the device.
         stored_bytes, loaded_bytes: of them.
         stored_s, loaded_s: seconds of their transfers.
+        num_queried_tokens: tokens of requests that were looked for because the device did not have them.
         num_hit_tokens: tokens that were loaded for requests, and need not be computed.
         num_busy: units that were evicted without a record, because the link or all slots were busy.
         num_computed: prefixes that were predicted to be computed faster than loaded.
@@ -45,6 +46,7 @@ class TierCounters:
     loaded_bytes: int = 0
     stored_s: float = 0.0
     loaded_s: float = 0.0
+    num_queried_tokens: int = 0
     num_hit_tokens: int = 0
     num_busy: int = 0
     num_computed: int = 0
@@ -180,6 +182,11 @@ class PrefixTiers:
         return bool(self._loads) or (self.swap is not None and self.swap.is_moving)
 
     @property
+    def num_arriving(self) -> int:
+        """Number of records that are on their way to the host."""
+        return len(self._storing) + len(self._reading)
+
+    @property
     def has_stores(self) -> bool:
         """Whether anything waits for a step: copies to the host, or what ranks do with their folders."""
         has_orders = self.disk is not None and self.disk.has_orders
@@ -285,6 +292,7 @@ class PrefixTiers:
         if request in self._asked:
             return False
         self._asked.add(request)
+        self.counters.num_queried_tokens += most - start
         load = Load(request, path[-1] if path else tree.root(request.namespace), start)
         if self.disk is not None:
             self.disk.refresh()

@@ -47,6 +47,11 @@ class Stage:
         return bool(self._ended)
 
     @property
+    def num_open(self) -> int:
+        """Number of transfers that have not landed."""
+        return len(self._ended)
+
+    @property
     def has_begun(self) -> bool:
         """Whether any unit waits for the next step, which copies it to the host."""
         return bool(self._stores)

@@ -151,8 +151,15 @@ METRICS = (
     Row("hpuduo:kv_clipped_values", COUNTER, "num_clipped_values",
         "Elements of keys and values of prompts beyond the range of a format with constant scales."),
     Row("hpuduo:kv_held_bytes", GAUGE, "held_bytes", "Bytes of the allocated blocks and rows."),
+    Row("vllm:external_prefix_cache_queries", COUNTER, "offload.num_queried_tokens",
+        "Tokens of requests that were looked for in host memory and on disk."),
     Row("vllm:external_prefix_cache_hits", COUNTER, "offload.num_hit_tokens",
         "Tokens of requests that were loaded from host memory instead of computed."),
+    Row("hpuduo:offload_records", GAUGE, lambda stats, _: _records(stats),
+        "Blocks and snapshots outside the device, by tier and by whether they have arrived there.",
+        (*_MODEL, "tier", "state")),
+    Row("hpuduo:offload_transfers", GAUGE, "offload.num_transfers",
+        "Copies between device and host that have not ended."),
     Row("hpuduo:offload_used_bytes", GAUGE, "offload.used_bytes", "Host memory with blocks and snapshots."),
     Row("hpuduo:offload_stored_bytes", COUNTER, "offload.stored_bytes", "Bytes copied to the host."),
     Row("hpuduo:offload_loaded_bytes", COUNTER, "offload.loaded_bytes", "Bytes copied from the host."),
@@ -356,6 +363,18 @@ def _read(stats: EngineStats, path: str) -> float:
 def _accepted(stats: EngineStats) -> Values:
     found = () if stats.speculation is None else stats.speculation.num_accepted_tokens_per_pos
     return {(str(place),): count for place, count in enumerate(found)}
+
+
+def _records(stats: EngineStats) -> Values:
+    if (found := stats.offload) is None:
+        return {}
+    by_place = {
+        ("host", "present"): float(found.num_records - found.num_arriving),
+        ("host", "arriving"): float(found.num_arriving),
+    }
+    if found.disk is not None:
+        by_place["disk", "present"] = float(found.disk.num_records)
+    return by_place
 
 
 def _usage(stats: EngineStats) -> float:
