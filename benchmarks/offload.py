@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -96,11 +96,29 @@ WORKS: dict[str, Work] = {
 }
 
 
-def storm(path: Path, *, swaps: bool) -> tuple[float, str]:
-    """Tokens per CPU second of 16 requests in 1,024 tokens of blocks, and what was preempted.
+class Storm(NamedTuple):
+    """Requests that displace one another; prompts have 300 to 700 tokens.
 
-    A request of an upper level of ``mlfq`` displaces one of a lower level, which comes back later. Prompts
-    have 300 to 700 tokens, answers 100 to 200, and two steps lie between two arrivals in the mean.
+    Attributes:
+        num_requests: number of requests.
+        quantum: of ``mlfq``.
+        gap: steps between two arrivals in the mean.
+        answers: fewest and most tokens of an answer.
+    """
+
+    num_requests: int
+    quantum: int
+    gap: float
+    answers: tuple[int, int]
+
+
+STORMS = {"long": Storm(16, 16, 2.0, (100, 200)), "short": Storm(40, 4, 8.0, (60, 119))}
+
+
+def storm(path: Path, kind: Storm, *, swaps: bool) -> tuple[float, str]:
+    """Tokens per CPU second of requests in 1,024 tokens of blocks, and what was preempted.
+
+    A request of an upper level of ``mlfq`` displaces one of a lower level, which comes back later.
     """
     swap = {"kv_offloading_size": 0.02, "preemption_mode": "swap", "swap_space": 1.0}
     # Of ten blocks, two are reserved.
@@ -111,15 +129,15 @@ def storm(path: Path, *, swaps: bool) -> tuple[float, str]:
         max_model_len=1024,
         max_num_batched_tokens=1024,
         graphs="replay",
-        scheduling_policy="mlfq:quantum=16",
+        scheduling_policy=f"mlfq:quantum={kind.quantum}",
         **(swap if swaps else {}),
     )
     model.warmup()
     engine, random, at = model.engine, np.random.default_rng(7), 0.0
     coming: list[tuple[float, list[int], int]] = []
-    for _ in range(16):
-        length, num_new = int(random.integers(300, 701)), int(random.integers(100, 201))
-        at += random.exponential(2.0)
+    for _ in range(kind.num_requests):
+        length, num_new = int(random.integers(300, 701)), int(random.integers(*kind.answers, endpoint=True))
+        at += random.exponential(kind.gap)
         coming.append((at, random.integers(0, VOCAB, length).tolist(), num_new))
     total = sum(num_new for *_, num_new in coming)
 
@@ -388,6 +406,7 @@ def main() -> None:
         metavar="LAYERS",
         help="only compare swapping with recomputing, on a model of so many layers",
     )
+    parser.add_argument("--answers", choices=STORMS, default="long", help="of the requests of --storm")
     parser.add_argument("--many-chats", type=int, metavar="LAYERS", help="only 64 chats of 20 turns")
     parser.add_argument("--work", choices=range(len(WORKS)), type=int, help="only one of the workloads")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the model of the workloads")
@@ -401,7 +420,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         if given.storm:
             path = make_checkpoint(Path(directory), NUM_KV_HEADS, given.storm)
-            (swapped, of_swap), (computed, of_recompute) = (storm(path, swaps=each) for each in (True, False))
+            (swapped, of_swap), (computed, of_recompute) = (
+                storm(path, STORMS[given.answers], swaps=each) for each in (True, False)
+            )
             print(f"swap {swapped:.2f} tokens a second ({of_swap})")
             print(f"recompute {computed:.2f} tokens a second ({of_recompute})")
             print(f"swap : recompute {swapped / computed:.2f}")
