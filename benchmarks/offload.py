@@ -51,7 +51,7 @@ FREE = 96
 """Blocks for requests: 12,288 tokens."""
 NUM_CHATS, NUM_TURNS = 16, 3
 CHAT_TURNS, CHAT_ASKS, CHAT_NEW, CHAT_BLOCK = 20, 36, 4, 32
-CHAT_COLUMNS = ("first token", "step with a prompt", "step without")
+CHAT_COLUMNS = ("first token", "steps before it", "steps behind it")
 CONTEXT, LINKS = 16_384, (1e9, 8e9, 32e9)
 
 Work = Callable[[HPUDuoModel, Tokens], list[float]]
@@ -161,8 +161,8 @@ class ChatTimes:
 
     Attributes:
         first: to the first token of each turn.
-        steps: of steps with a prompt, in which other requests decode.
-        decodes: of steps without.
+        steps: of steps before it, in which other requests decode.
+        decodes: of steps behind it.
     """
 
     first: list[float] = field(default_factory=list)
