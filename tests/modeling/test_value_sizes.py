@@ -19,6 +19,7 @@ from hpu_duo.sampling import SamplingParams
 from kernels_ref import LatentBlocks, LatentSize
 from tests.modeling.driving import greedy_logits, teacher_forced
 from tests.modeling.families import BASE, BLOCK, LENGTHS, WINDOW, greedy, prompts_of, save_random
+from tests.tiers import EXHAUSTIVE
 
 NUM_NEW = 8
 KEY, VALUE = 24, 16
@@ -111,8 +112,16 @@ def test_sizes_are_read_without_weights_where_experts_loop_over_those_that_are_c
     assert (size.experts.num_experts, size.experts.num_per_token) == (4, 2)
 
 
-@pytest.mark.parametrize("name", FAST)
-@pytest.mark.parametrize("graphs", ["replay", pytest.param("compile", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "graphs"),
+    [
+        *((name, "replay") for name in FAST),
+        *(
+            pytest.param(name, "compile", marks=pytest.mark.slow if number else EXHAUSTIVE)
+            for number, name in enumerate(FAST)
+        ),
+    ],
+)
 def test_captured_steps_prefixes_and_samples_have_the_same_tokens(
     tmp_path: Path, name: str, graphs: str
 ) -> None:

@@ -18,6 +18,7 @@ from hpu_duo.lab import sim
 from hpu_duo.lab.sim import HpuRuleViolation
 from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams, StructuredOutputs, static_routes
+from hpu_duo.startup import tables
 from tests.engine.tiny import PATTERN, Tiny, make_tiny, tokens_of
 from tests.modeling.families import (
     BASE,
@@ -135,8 +136,10 @@ def _check_traffic(
 
 @pytest.fixture(scope="module")
 def warmed(simulated_hpu: sim.SimulatedHpu, tiny: Tiny) -> HPUDuoModel:
-    """A warmed-up engine with the buckets that are planned for it."""
-    served = tiny.load(device="hpu-sim", pattern=PATTERN, **LIMITS)
+    """A warmed-up engine with the default buckets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "planned_table", tables.default_table)
+        served = tiny.load(device="hpu-sim", pattern=PATTERN, **LIMITS)
     served.warmup()
     return served
 

@@ -50,7 +50,10 @@ PLAN = KVPlan(
             marks=pytest.mark.exhaustive,
         ),
         pytest.param({"kv_policy": "h2o", "kv_budget": 10, **DRAFTS}, marks=pytest.mark.exhaustive),
-        {"kv_policy": "tova:positions=cache", "kv_budget": 10, "pattern": PATTERN, **DRAFTS},
+        pytest.param(
+            {"kv_policy": "tova:positions=cache", "kv_budget": 10, "pattern": PATTERN, **DRAFTS},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=[
         *("h2o", "tova-beside-blocks", "snapkv", "streaming-llm", "h2o-in-cache"),

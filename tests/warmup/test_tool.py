@@ -23,6 +23,7 @@ from hpu_duo.startup.warm_up import WarmUpStoppedError
 from hpu_duo.startup.warm_up_estimate import WarmUpBudget
 from tests.engine.tiny import PATTERN, Tiny, tokens_of
 from tests.modeling.families import prompts_of
+from tests.tiers import every
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPTS = prompts_of([1, 7, 20, 41], seed=3)
@@ -67,6 +68,7 @@ def serves_without_surprise(served: HPUDuoModel, expected: list[list[list[int]]]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", every(2, ["compile", "hpu-sim", "eager"]), indirect=True)
 def test_after_a_replay_nothing_is_captured_and_nothing_misses(
     tiny: Tiny, tmp_path: Path, way: str, expected: list[list[list[int]]]
 ) -> None:
