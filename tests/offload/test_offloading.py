@@ -106,6 +106,29 @@ def test_other_write_policies_give_the_same_tokens(tiny: Tiny, policy: str) -> N
     assert tiered.stats().total_blocks == 24 - 4
 
 
+def test_a_tier_of_one_record_gives_the_same_tokens(tiny: Tiny) -> None:
+    sizes = tiny.load(**HOST, **DUO).engine.scheduler.allocations.tiers.sizes  # type: ignore[union-attr]
+    one = tiny.load(**{**HOST, "kv_offloading_size": sizes.slot_bytes / 2**30}, **DUO)
+    tiers = one.engine.scheduler.allocations.tiers
+    assert tiers is not None
+    assert tiers.host.num_slots == 1
+    assert answers(one) == answers_of_rings(tiny)
+    assert tiers.counters.num_stored > 0
+
+
+def test_records_of_another_salt_are_not_found(tiny: Tiny) -> None:
+    tiered = tiny.load(**HOST)
+    hits = []
+    for salt in ("a", "b", "a"):
+        for text in TEXTS:
+            serve(tiered, [text], replace(GREEDY, cache_salt=salt))
+        offload = tiered.stats().offload
+        assert offload is not None
+        assert offload.num_queried_tokens > offload.num_hit_tokens
+        hits.append(offload.num_hit_tokens)
+    assert hits[0] == hits[1] == 0 < hits[2]
+
+
 @pytest.mark.parametrize("kind", ["full", "duo"])
 def test_preempted_requests_come_back_from_the_host(tiny: Tiny, kind: str) -> None:
     prompts = prompts_of((33, 25, 32, 29, 30, 37, 25, 28, 31, 34))
