@@ -368,7 +368,7 @@ def _accepted(stats: EngineStats) -> Values:
 def _records(stats: EngineStats) -> Values:
     if (found := stats.offload) is None:
         return {}
-    by_place = {
+    by_place: dict[tuple[str, ...], float] = {
         ("host", "present"): float(found.num_records - found.num_arriving),
         ("host", "arriving"): float(found.num_arriving),
     }
