@@ -48,7 +48,7 @@ class _Rows(nn.Module):
 
 
 class _Gated(nn.Module):
-    """What a norm of all ranks returns but for the size of all: a weight and a gate for each channel."""
+    """Multiplies by a weight and a gate, as a norm of all ranks does, and leaves out the size of all."""
 
     def forward(self, hidden: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         weighted = hidden * self.get_parameter("weight")
@@ -133,7 +133,7 @@ def _numbers(mixer: nn.Module, kind: Recurrence, num_ranks: int) -> list[tuple[s
 
 
 def _widths(kind: StateSpace) -> dict[str, int]:
-    """What families call the sizes of a state space."""
+    """Sizes of a state space by the names of families' attributes."""
     width, shared = kind.num_heads * kind.head_dim, kind.num_groups * kind.state_dim
     return {
         "num_heads": kind.num_heads,
