@@ -266,7 +266,11 @@ def test_the_command_prints_the_policy_and_refuses_what_cannot_be() -> None:
     assert "several batches" in run_command(*on_host, "4x2").output
     planned = run_command("--host-memory", "2", "--offload-policy", "0,100,0,100,100,0", "--batch", "4x2")
     assert "planned only" in planned.output
+    on_t4 = json.loads(run_command("--hardware", "t4", "--json").output)
+    assert on_t4["tokens_per_s"] > 0
+    assert on_t4["machine"]["up"] == T4.up
     for options, message in (
+        (["--hardware", "t4", "--link", "1GB/s"], "expected --link only without --measure and --hardware t4"),
         (["--device-memory", "0"], "device_memory above 0"),
         (["--device-memory", "0.0001"], "expected memories that hold"),
         (["--offload-policy", "0,100,0,100,0,100"], "--batch"),

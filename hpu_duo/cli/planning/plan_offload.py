@@ -39,9 +39,10 @@ class MachineOptions:
     disk_size: Annotated[
         float | None, _machine_option("GiB of a disk.", metavar="GIB", show_default="none; 1200 of a t4")
     ] = None
-    link: Annotated[str, _machine_option("Bytes a second of each way to the device.", metavar="RATE")] = (
-        "32GB/s"
-    )
+    link: Annotated[
+        str | None,
+        _machine_option("Bytes a second of each way to the device.", metavar="RATE", show_default=_LINK),
+    ] = None
     disk_rate: Annotated[
         str | None,
         _machine_option(
