@@ -113,13 +113,14 @@ def routed_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
+_STATE_WIDTH = "mamba_d_ssm"
 _WIDTHS = (
     "intermediate_size",
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
     "moe_shared_expert_intermediate_size",
     "shared_intermediate_size",
-    "mamba_d_ssm",
+    _STATE_WIDTH,
 )
 """Names of the widths of MLPs and experts, and of results of all heads of a state space."""
 _HEADS = (
@@ -187,6 +188,9 @@ def narrowed_config(config: Any, head_dim: int, size: int, experts: ExpertShare 
     text = narrow.get_text_config()
     values = text.to_dict()
     differing = values.get(_BY_LAYER)
+    if getattr(text, _STATE_WIDTH, 0) is None:
+        # It follows from the hidden size, which ranks do not share.
+        setattr(text, _STATE_WIDTH, int(text.mamba_expand * text.hidden_size))
     for name in (*_WIDTHS, *_HEADS, *_KV_HEADS, *_VOCABULARIES):
         # Where layers differ, only the dictionary has what those have that are not named.
         value = values.get(name) if differing else getattr(text, name, None)

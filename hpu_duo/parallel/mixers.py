@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -27,6 +28,8 @@ from kernels_ref import Recurrence
 from kernels_ref.recurrent import StateSpace
 
 _QUERIES = "q_proj"
+_LIMITS = "time_step_limit"
+"""Attribute of modules with state spaces that limit their steps."""
 NUM_TOKENS = 5
 """Tokens of a trial: the first one's results do not depend on what earlier states lose."""
 
@@ -104,9 +107,12 @@ def _cuts(layer: RecurrentLayer, width: int, ranks: Ranks) -> MixerCuts:
     part = size // ranks.size
     own = (ranks.rank * part, (ranks.rank + 1) * part)
     norm = _norm_of_ranks(mixer, output, size, own)
+    if mixer not in _trials:
+        with torch.inference_mode(False):
+            _trials[mixer] = _RowTrial(mixer, output, norm, width)
     cuts = {f"{output}.weight": Cut(1, (own,))}
     dims = {name: buffer.ndim - 1 for name, buffer in mixer.named_buffers()}
-    for parameter, rows in _rows(mixer, output, norm, width, own).items():
+    for parameter, rows in _trials[mixer].rows(own).items():
         if not bool(rows.all()):
             cuts[parameter] = Cut(dims.get(parameter, 0), _spans(rows))
     numbers = tuple(number for kind in layer.kinds for number in _numbers(mixer, kind, ranks.size))
@@ -175,53 +181,87 @@ def _norm_of_ranks(mixer: nn.Module, output: str, size: int, own: Span) -> str:
     return ""
 
 
-@torch.inference_mode(False)
-def _rows(mixer: nn.Module, output: str, norm: str, width: int, own: Span) -> dict[str, torch.Tensor]:
-    """Rows of each parameter that some of the inputs of the output projection depend on, bool ``[rows]``.
+class _RowTrial:
+    """A run of a module with states, whose gradients show what its results depend on.
 
-    Buffers count as parameters, and have their rows in the last dimension.
+    Args:
+        mixer: possibly without weights.
+        output: name of its output projection.
+        norm: name of the norm of its results over all ranks; empty if it has none.
+        width: hidden size.
     """
-    generator = torch.Generator().manual_seed(0)
-    trial, results = copy.deepcopy(mixer), _Results()
-    if norm:
-        _set(trial, norm, _Gated())
-    names: dict[str, tuple[str, ...]] = {}
-    for path, module in mixer.named_modules():
-        if isinstance(module, nn.Linear) and path != output:
-            rows = _Rows(module.out_features, generator)
-            _set(trial, path, rows)
-            names[f"{path}.scale"] = tuple(f"{path}.{leaf}" for leaf, _ in module.named_parameters())
-        elif not isinstance(module, nn.Linear):
-            for leaf, parameter in (
-                *module.named_parameters(recurse=False),
-                *module.named_buffers(recurse=False),
-            ):
-                drawn = torch.randn(parameter.shape, generator=generator)
-                setattr(trial.get_submodule(path), leaf, nn.Parameter(drawn))
-                full = f"{path}.{leaf}".lstrip(".")
-                names[full] = (full,)
-    _set(trial, output, results)
-    try:
-        with torch.enable_grad(), refusing(mixer):
-            trial(torch.zeros(1, NUM_TOKENS, width))
-    except _Read:
-        pass
-    seen = results.seen[..., slice(*own)]
-    seen.backward(torch.randn(seen.shape, generator=generator))
-    depends: dict[str, torch.Tensor] = {}
-    buffers = dict(mixer.named_buffers())
-    for name, owners in names.items():
-        gradient = trial.get_parameter(name).grad
-        if gradient is None:
-            raise ValueError(
-                f"{type(mixer).__name__} cannot be served by several ranks: expected results that depend on "
-                f"all of its parameters, got others without {name}"
-            )
-        of_rows = (
-            gradient.reshape(-1, gradient.shape[-1]).T if name in buffers else gradient[:, None].flatten(1)
-        )
-        depends |= dict.fromkeys(owners, (of_rows != 0).any(1))
-    return depends
+
+    def __init__(self, mixer: nn.Module, output: str, norm: str, width: int) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        self.name = type(mixer).__name__
+        self._buffers = frozenset(name for name, _ in mixer.named_buffers())
+        self._names: dict[str, tuple[str, ...]] = {}
+        self._found: dict[Span, dict[str, torch.Tensor]] = {}
+        self._trial, results = copy.deepcopy(mixer), _Results()
+        if norm:
+            _set(self._trial, norm, _Gated())
+        if hasattr(mixer, _LIMITS):
+            # What a limit clamps has no gradient.
+            setattr(self._trial, _LIMITS, (0.0, float("inf")))
+        for path, module in mixer.named_modules():
+            if path != output:
+                self._replace(path, module)
+        _set(self._trial, output, results)
+        try:
+            with torch.enable_grad(), refusing(mixer):
+                self._trial(torch.zeros(1, NUM_TOKENS, width))
+        except _Read:
+            pass
+        self._seen = results.seen
+
+    def _replace(self, path: str, module: nn.Module) -> None:
+        """Draw the parameters and buffers of a module, or the results of a projection."""
+        if isinstance(module, nn.Linear):
+            _set(self._trial, path, _Rows(module.out_features, self.generator))
+            self._names[f"{path}.scale"] = tuple(f"{path}.{leaf}" for leaf, _ in module.named_parameters())
+            return
+        for leaf, tensor in (
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ):
+            drawn = torch.randn(tensor.shape, generator=self.generator)
+            setattr(self._trial.get_submodule(path), leaf, nn.Parameter(drawn))
+            full = f"{path}.{leaf}".lstrip(".")
+            self._names[full] = (full,)
+
+    @torch.inference_mode(False)
+    def rows(self, own: Span) -> dict[str, torch.Tensor]:
+        """Return the rows of each parameter that some of a rank's results depend on, bool ``[rows]``.
+
+        Buffers count as parameters, and have their rows in the last dimension.
+
+        Args:
+            own: the rank's inputs of the output projection.
+        """
+        if own in self._found:
+            return self._found[own]
+        self._trial.zero_grad()
+        seen = self._seen[..., slice(*own)]
+        seen.backward(torch.randn(seen.shape, generator=self.generator), retain_graph=True)
+        depends: dict[str, torch.Tensor] = {}
+        for name, owners in self._names.items():
+            gradient = self._trial.get_parameter(name).grad
+            if gradient is None and name in self._buffers:
+                continue
+            if gradient is None or not bool(gradient.any()):
+                raise ValueError(
+                    f"{self.name} cannot be served by several ranks: expected results that depend on all of "
+                    f"its parameters, got others without {name}"
+                )
+            size = 1 if gradient.ndim == 0 else gradient.shape[-1 if name in self._buffers else 0]
+            of_rows = gradient.reshape(-1, size).T if name in self._buffers else gradient.reshape(size, -1)
+            depends |= dict.fromkeys(owners, (of_rows != 0).any(1))
+        self._found[own] = depends
+        return depends
+
+
+_trials: WeakKeyDictionary[nn.Module, _RowTrial] = WeakKeyDictionary()
+"""Trials of modules: all ranks of a model are asked for, one after the other."""
 
 
 class _Sum(Trial):

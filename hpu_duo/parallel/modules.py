@@ -314,10 +314,9 @@ class RMSNormOverRanks(nn.Module):
 def connect(model: PreTrainedModel, sums: Sums, ranks: Ranks, group: str) -> None:
     """Insert the exchanges between ranks into a rank's shard of a model, in place.
 
-    Two all-reduces per layer, after the attention and after the MLP or its experts, and one for each
-    embedding table; two more of one number per token if queries and keys have norms over all heads together,
-    and one if results of states have.
-    Logits stay the rank's own: its columns of the vocabulary.
+    All-reduces of each layer, after its attention, its module with states, and its MLP or experts, and one
+    for each embedding table; two more of one number per token if queries and keys have norms over all heads
+    together, and one if results of states have. Logits stay the rank's own: its columns of the vocabulary.
 
     Args:
         sums: where ranks sum.

@@ -414,7 +414,7 @@ def test_recorded_steps_with_drafts_are_replayed(tiny: Tiny, tmp_path: Path) -> 
     [
         {"attention": "sdpa"},
         pytest.param({"graphs": "replay"}, marks=pytest.mark.slow),
-        pytest.param({"device": "hpu-sim", "max_num_seqs": 3, "num_blocks": 30}, marks=EXHAUSTIVE),
+        pytest.param({"device": "hpu-sim", "max_num_seqs": 3, "num_blocks": 30}, marks=pytest.mark.slow),
         pytest.param({"tensor_parallel_size": 2}, marks=EXHAUSTIVE),
     ],
     ids=["sdpa", "replay", "hpu-sim", "two ranks"],

@@ -12,6 +12,7 @@ from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGate
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from hpu_duo.parallel import modules
 from hpu_duo.parallel.modules import NormFormula, RMSNormOverRanks, wide_norms
@@ -25,6 +26,7 @@ SERVED = {
     "torch": lambda: nn.RMSNorm(WIDTH, EPSILON),
     "gated inputs": lambda: FalconH1RMSNormGated(WIDTH, EPSILON, norm_before_gate=False),
     "gated results": lambda: FalconH1RMSNormGated(WIDTH, EPSILON, norm_before_gate=True),
+    "gated inputs, rounded first": lambda: Zamba2RMSNormGated(WIDTH, WIDTH, EPSILON),
 }
 
 
@@ -90,9 +92,7 @@ def test_ranks_compute_what_the_norm_computes(
     x = (torch.randn(64, WIDTH, generator=generator) * torch.logspace(-3, 1, 64)[:, None]).to(dtype)
     given = [x]
     if name.startswith("gated"):
-        # Gated inputs are not rounded by the module.
-        x = x.float()
-        dtype, given = x.dtype, [x, torch.randn(x.shape, generator=generator).to(dtype)]
+        given.append(torch.randn(x.shape, generator=generator).to(dtype))
 
     def of_rank(rank: int) -> torch.Tensor:
         weight = nn.Parameter(norm.weight.detach().chunk(size)[rank])

@@ -4,21 +4,60 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig
 
 from hpu_duo.device import run_processes
+from hpu_duo.device.ranks import Ranks
+from hpu_duo.modeling.loading import build_without_weights
+from hpu_duo.modeling.probe import read_layers
+from hpu_duo.parallel.config import RankHeads
+from hpu_duo.parallel.share_trial import check_share
 from hpu_duo.sampling import SamplingParams
 from tests.modeling.families import prompts_of
 from tests.ranks.work import Case, serve, serve_here
 from tests.recurrent.hybrids import HYBRIDS, saved
 from tests.tiers import EXHAUSTIVE
 
-pytestmark = pytest.mark.usefixtures("forked_ranks")
-
 FAST = ("Lfm2Config", "Qwen3NextConfig", "GraniteMoeHybridConfig")
 SMALL = {"max_num_batched_tokens": 13, "max_num_seqs": 3}
 DRAFTING = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+NORMED = {"mamba_rms_norm": True, "mamba_n_groups": 1}
+EXPERTS = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 48,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "changes"),
+    [
+        ("FalconH1Config", 4, {}),
+        ("FalconH1Config", 2, NORMED),
+        ("FalconH1Config", 2, {**NORMED, "mamba_norm_before_gate": False}),
+        ("FalconH1Config", 2, {"mamba_d_ssm": None, "mamba_expand": 2}),
+        ("FalconH1Config", 2, {"time_step_limit": [0.001, 0.1]}),
+        ("NemotronHConfig", 2, EXPERTS),
+    ],
+    ids=["4 ranks, 2 groups", "norm before gate", "norm after gate", "width", "limits", "experts"],
+)
+def test_shares_of_a_state_space_add_up_to_it(
+    tmp_path: Path, name: str, size: int, changes: dict[str, Any]
+) -> None:
+    saved(tmp_path, name, **changes)
+    config = AutoConfig.from_pretrained(tmp_path)
+    whole = build_without_weights(tmp_path, config, torch.float32)
+    layers, last = read_layers(whole), Ranks(size - 1, size)
+    heads = [RankHeads.of([range(each.call.num_kv_heads)], each.call.num_heads, last) for each in layers]
+    check_share(tmp_path, config, torch.float32, whole, layers, heads, last)
 
 
 SLOW = ("NemotronHConfig", "FalconH1Config", "Qwen3_5TextConfig", "Lfm3Config", "Lfm2MoeConfig")
@@ -34,6 +73,7 @@ assert {*FAST, *SLOW, *LIKE_THEM} == {*HYBRIDS} - {"OlmoHybridConfig"}
         pytest.param(LIKE_THEM, marks=EXHAUSTIVE),
     ],
 )
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, names: tuple[str, ...]) -> None:
     """Chunks, moved and preempted rows, prefixes that are taken up, and drafts that are right in part."""
     prompts = prompts_of([20, 1, 40, 9])

@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from tests.examples.gaudi.gaudi_server import GAUDI, GAUDI3, SIMULATED, VENDOR, Server, refusal
+from tests.tiers import every
 
 ENV = ("--env", str(GAUDI / "env" / "gaudi3.env"))
 SMALL = {"MIN_FREE_GIB": "0"}
@@ -67,9 +68,12 @@ def test_the_card_with_the_most_free_memory_is_taken_and_a_driver_of_another_rel
 
 
 @pytest.mark.slow
-def test_as_many_cards_as_share_the_model_are_taken_those_with_the_most_free_memory(server: Server) -> None:
+@pytest.mark.parametrize("option", every(2, ["TENSOR_PARALLEL_SIZE", "REPLICAS"]))
+def test_as_many_cards_as_share_the_model_are_taken_those_with_the_most_free_memory(
+    server: Server, option: str
+) -> None:
     server.has_cards(GAUDI3, BUSY, GAUDI3)
-    done = server.launch(*ENV, "check", TENSOR_PARALLEL_SIZE="2", **SMALL)
+    done = server.launch(*ENV, "check", **{option: "2"}, **SMALL)
     assert done.returncode == 0, done.stderr
     assert "takes modules 5,7 of 3 cards" in done.stderr
 
