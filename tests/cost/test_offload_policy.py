@@ -200,6 +200,25 @@ def test_no_whole_placement_is_faster_than_the_found_one_by_more_than_rounding(n
     assert len(fitting) >= num_cases / 3
 
 
+def test_what_moves_has_the_buffers_of_the_engine() -> None:
+    """Two buffers of the host for any layers on the disk, and one to three of the device for those away."""
+    model, machine = replace(SMALL, num_layers=96), small_machine(4, 4, 4, 1e9, 1e9)
+    formula = Formula(model, OffloadWork(24, 8), machine, 2, 2, True)
+
+    def layers(on_device: int, on_host: int) -> tuple[float, float]:
+        shares = on_device / 96, on_host / 96, (96 - on_device - on_host) / 96
+        peaks = formula.peak_bytes(Placement(*shares, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0))
+        device = peaks["device"] - formula.peak_bytes(Placement(1, 0, 0, 1, 0, 0, 1, 0, 0))["device"]
+        return device / model.layer_bytes + 96, peaks["host"] / model.layer_bytes
+
+    for shares, expected in (
+        ((90, 3), (90 + 2, 3 + 2)),
+        ((93, 3), (93 + 3, 3)),
+        ((95, 0), (95 + 1, 2)),
+    ):
+        assert layers(*shares) == pytest.approx(expected)
+
+
 def test_a_schedule_of_layers_in_one_memory_takes_the_formulas_time() -> None:
     for shares in ((1, 0, 0), (0, 1, 0), (0, 0, 1)):
         placement = Placement(*map(float, shares), 0.0, 1.0, 0.0, 0.0, 1.0, 0.0)

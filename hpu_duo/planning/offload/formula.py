@@ -355,11 +355,15 @@ class Formula:
             up, down = up + moved, away + moved / max(context, 1.0)
         return dict(zip(RESOURCES, (up / machine.up, down / machine.down, read, write, compute)))
 
-    def memory(self, num_buffers: int = 2, *, has_tiles: bool = False) -> dict[str, tuple[Form, ...]]:
+    def memory(
+        self, num_buffers: int = 2, *, reads_disk: bool = False, has_tiles: bool = False
+    ) -> dict[str, tuple[Form, ...]]:
         """Bytes at the peak of each memory, of the prompts' phase and of decodes.
 
         Args:
             num_buffers: layers that the device has room for beside those that lie there.
+            reads_disk: whether layers of the disk are read to two buffers of the host, before they are copied
+                to the device.
             has_tiles: whether keys and values of the host pass through tiles of the device.
         """
         if self.machine.flexgen_memory:
@@ -367,10 +371,9 @@ class Formula:
         device = tuple(self._step(each, num_buffers, has_tiles) for each in (self.work.prompt_len, 1))
         layers, weights, kv = self.model.num_layers, self.model.layer_bytes, self._stored_bytes()
         acts = [self.num_rows * tokens * self.model.act_bytes for tokens in (self.work.prompt_len, 1)]
-        # Layers on the disk are read to two of them before they are copied to the device.
-        staged = 2 * weights * (num_buffers > 0)
+        staged = 2 * weights * reads_disk
         host = (
-            _form(weights_host=weights * layers, weights_disk=staged, kv_host=kv, activations_host=each)
+            _form(weights_host=weights * layers, kv_host=kv, activations_host=each, constant=staged)
             for each in acts
         )
         disk = _form(weights_disk=weights * layers, kv_disk=kv, activations_disk=acts[0])
@@ -501,7 +504,11 @@ class Formula:
         shares = _shares(placement)
         num_away = math.ceil((1 - placement.weights_device) * self.model.num_layers - 1e-6)
         num_buffers = max(buffer_numbers(num_away, 1)) + 1 if num_away else 0
-        memory = self.memory(num_buffers, has_tiles=placement.kv_device < 1)
+        memory = self.memory(
+            num_buffers,
+            reads_disk=placement.weights_disk * self.model.num_layers > 1e-6,
+            has_tiles=placement.kv_device < 1,
+        )
         return {name: max(float(form @ shares) for form in forms) for name, forms in memory.items()}
 
     def limits(self) -> dict[str, float]:

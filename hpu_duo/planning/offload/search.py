@@ -178,16 +178,25 @@ class PolicySearch:
     def _place(self, batch_size: int, number: int, way: bool) -> list[Placement]:
         """The placements with the least time, with and without what moves, the fastest first."""
         formula = self._formula(batch_size, number, way)
-        # Buffers and tiles are there or not, whatever the shares.
-        ways = (True,) if self.machine.flexgen_memory else (True, False)
-        placed = [self._least(formula, *each) for each in product(ways, repeat=2)]
+        if self.machine.flexgen_memory:
+            placed = [self._least(formula, True, True, True)]
+        else:
+            # Buffers and tiles are there or not, whatever the shares. A single layer that moves has a buffer
+            # of its own size, which gains nothing.
+            placed = [self._least(formula, False, False, has_tiles) for has_tiles in (True, False)]
+            for has_tiles in (True, False):
+                placed.append(without := self._least(formula, True, False, has_tiles))
+                # A layer on the disk is slower than one on the host, unless that is full.
+                if self.machine.disk and (without is None or _fills_host(formula, without)):
+                    placed.append(self._least(formula, True, True, has_tiles))
         return sorted(filter(None, placed), key=formula.throughput, reverse=True)
 
-    def _least(self, formula: Formula, streams: bool, has_tiles: bool) -> Placement | None:
+    def _least(self, formula: Formula, streams: bool, reads_disk: bool, has_tiles: bool) -> Placement | None:
         """The placement with the least time; None if nothing fits.
 
         Args:
             streams: whether layers may leave the device, which then has buffers for two of them.
+            reads_disk: whether they may lie on the disk; the host then has buffers for two of them.
             has_tiles: whether keys and values may leave it, which then has tiles.
         """
         rows: list[Form] = []
@@ -197,14 +206,15 @@ class PolicySearch:
                 rows.append(np.concatenate([form[:9], -np.eye(2)[phase]]))
                 bounds.append(-float(form[9]))
         limits, fixed = formula.limits(), np.array([not streams, 0, 0, not has_tiles, *[0] * 5, 1])
-        for name, each in formula.memory(2 * streams, has_tiles=has_tiles).items():
+        memory = formula.memory(2 * streams, reads_disk=reads_disk, has_tiles=has_tiles)
+        for name, each in memory.items():
             for form in each:
                 if float(form @ fixed) > limits[name]:
                     return None
                 rows.append(np.concatenate([form[:9], np.zeros(2)]) / _GIB)
                 bounds.append((limits[name] - float(form[9])) / _GIB)
         # Activations on a disk are left out, as in FlexGen: each layer would write and read them.
-        upper = [1.0] * 8 + [0.0, None, None]
+        upper = [1.0, 1.0, float(reads_disk), *[1.0] * 5, 0.0, None, None]
         lower = [*fixed[:9].astype(float), 0.0, 0.0]
         # Of placements that take as long, the one in the faster memories.
         weights = [1e-9 * place for _ in range(3) for place in range(3)] + [
@@ -234,6 +244,10 @@ class PolicySearch:
         full = tuple(name for name, used in peaks.items() if used > 0.95 * limits[name])
         policy = Policy(formula.batch_size, formula.num_batches, placement, formula.host_attention)
         return Found(policy, result.tokens_per_s, bound, result.binds, full, peaks)
+
+
+def _fills_host(formula: Formula, placement: Placement) -> bool:
+    return formula.peak_bytes(placement)["host"] > (1 - 1e-6) * formula.limits()["host"]
 
 
 def _whole_placements(formula: Formula, placement: Placement) -> Iterator[Placement]:
