@@ -219,6 +219,16 @@ def test_what_moves_has_the_buffers_of_the_engine() -> None:
         assert layers(*shares) == pytest.approx(expected)
 
 
+def test_hidden_states_on_the_host_leave_room_on_the_device() -> None:
+    formula = Formula(OPT_6_7B, OffloadWork(512, 32), replace(T4, flexgen_memory=False), 4, 8, True)
+    here, there = (
+        formula.peak_bytes(Placement(0.5, 0.5, 0.0, 0.0, 1.0, 0.0, share, 1 - share, 0.0)) for share in (1, 0)
+    )
+    hidden_states = 32 * 512 * OPT_6_7B.act_bytes
+    assert there["device"] <= here["device"] - hidden_states
+    assert there["host"] == pytest.approx(here["host"] + hidden_states)
+
+
 def test_a_schedule_of_layers_in_one_memory_takes_the_formulas_time() -> None:
     for shares in ((1, 0, 0), (0, 1, 0), (0, 0, 1)):
         placement = Placement(*map(float, shares), 0.0, 1.0, 0.0, 0.0, 1.0, 0.0)

@@ -387,8 +387,9 @@ class Formula:
     def _step(self, num_tokens: int, num_buffers: int, has_tiles: bool) -> Form:
         """Bytes of the device in a step of the engine with so many new tokens of each row.
 
-        What is computed is that of one batch at a time, as ``hpu_duo.startup.tables.StepSizes`` has it. All
-        batches have their hidden states, rotary tables and logits. Padding has a block.
+        What is computed is that of one batch at a time, its hidden states included, as
+        ``hpu_duo.startup.tables.StepSizes`` has it. All batches have rotary tables and logits, and those that
+        wait on the device have hidden states. Padding has a block.
         """
         model = self.model
         queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -398,7 +399,7 @@ class Formula:
         layer = num_tokens * (10 * model.hidden_size + max(between, attention))
         logits = num_tokens * 10 * model.hidden_size + 8 * model.vocab_size
         unit = BLOCK_SIZE * model.kv_bytes
-        held = num_tokens * (2 * model.act_bytes + 4 * model.head_dim + _IDS_BYTES) + 2 * model.vocab_size
+        held = num_tokens * (4 * model.head_dim + _IDS_BYTES) + 2 * model.vocab_size
         return _form(
             constant=model.resident_bytes
             + num_buffers * model.layer_bytes
@@ -408,6 +409,7 @@ class Formula:
             + has_tiles * 2 * (max(TILE_BYTES, unit) + unit),
             weights_device=model.layer_bytes * model.num_layers,
             kv_device=self._stored_bytes(),
+            activations_device=self.num_rows * num_tokens * 2 * model.act_bytes,
         )
 
     def _flexgen_memory(self) -> dict[str, tuple[Form, ...]]:
