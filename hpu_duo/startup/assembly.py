@@ -206,16 +206,17 @@ def engine_around(
     ranker = read_ranker(config.scheduler, vocab_size)
     token_limits = TokenLimits(limits.max_model_len, eos_token_ids, vocab_size)
     engine = Engine(runner, scheduler, token_limits, tokenizer, seed, ranker)
+    capped = capped_note(config, runner.store.plan, limits.max_model_len)
     engine.notes = (
         *frequencies_note(blueprint.text_config, blueprint.max_len),
         *latent_note(blueprint.layers, blueprint.specs, blueprint.text_config),
         *unused_note(blueprint.specs, config.cache, blueprint.dtype),
-        *capped_note(config, runner.store.plan, limits.max_model_len),
+        *capped,
         *scales_note(blueprint.specs, runner.model.kv_scales, config.cache, config.model.path),
     )
     if (stream := runner.model.stream) is not None:
         engine.notes = (*engine.notes, stream.describe())
-    if isinstance(runner, HostRunner):
+    if isinstance(runner, HostRunner) and not capped:
         engine.notes = (*engine.notes, runner.describe())
     engine.hf_config = side.hf_config
     engine.pattern, engine.own_pattern = blueprint.pattern, blueprint.own_pattern

@@ -143,7 +143,7 @@ def capped_note(config: EngineConfig, memory: MemoryPlan, max_len: int) -> tuple
         return ()
     return (
         f"the device has {memory.num_blocks:,} of the {asked:,} KV blocks of {name}: {memory.max_num_seqs} "
-        f"requests of {max_len:,} tokens fill no more, so none moves to the host",
+        f"requests of {max_len:,} tokens fill no more, so the host's share stays empty",
     )
 
 

@@ -156,6 +156,7 @@ def test_shares_of_a_policy_are_those_of_device_and_host(tiny: Tiny) -> None:
     for own, is_capped in (({}, False), ({"offload_policy": "100,0,95,5,100,0"}, True)):
         notes = tiny.load(**{**sizes, "offload_policy": "100,0,50,50,100,0", **own}).stats().notes
         assert any("KV blocks of offload_policy: 3 requests" in note for note in notes) is is_capped
+        assert any("lie on the host" in note for note in notes) is not is_capped
     cache = {"kv_cache_bytes": 1 << 20, "offload_policy": None}
     notes = tiny.load(**{**sizes, **cache}).stats().notes
     assert any("KV blocks of kv_cache_bytes: 3 requests" in note for note in notes)
