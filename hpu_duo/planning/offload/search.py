@@ -181,15 +181,25 @@ class PolicySearch:
         if self.machine.flexgen_memory:
             placed = [self._least(formula, True, True, True)]
         else:
-            # Buffers and tiles are there or not, whatever the shares. A single layer that moves has a buffer
-            # of its own size, which gains nothing.
-            placed = [self._least(formula, False, False, has_tiles) for has_tiles in (True, False)]
-            for has_tiles in (True, False):
-                placed.append(without := self._least(formula, True, False, has_tiles))
-                # A layer on the disk is slower than one on the host, unless that is full.
-                if self.machine.disk and (without is None or _fills_host(formula, without)):
-                    placed.append(self._least(formula, True, True, has_tiles))
+            placed = [each for has_tiles in (True, False) for each in self._by_need(formula, has_tiles)]
         return sorted(filter(None, placed), key=formula.throughput, reverse=True)
+
+    def _by_need(self, formula: Formula, has_tiles: bool) -> Iterator[Placement | None]:
+        """Placements with all layers on the device, with some on the host, and with some on the disk too.
+
+        Each but the first costs memory for buffers and time for loads, so it is tried only if the one before
+        fills the memory that it relieves. A single layer that moves has a buffer of its own size, which gains
+        nothing.
+        """
+        steps = ((False, False, "device"), (True, False, "host"), (True, True, "disk"))
+        for streams, reads_disk, name in steps[: 2 + (self.machine.disk > 0)]:
+            found = self._least(formula, streams, reads_disk, has_tiles)
+            yield found
+            if found is not None:
+                shares, limit = np.array([*found, 1.0]), formula.limits()[name]
+                memory = formula.memory(2 * streams, reads_disk=reads_disk, has_tiles=has_tiles)
+                if all(float(form @ shares) < (1 - 1e-6) * limit for form in memory[name]):
+                    return
 
     def _least(self, formula: Formula, streams: bool, reads_disk: bool, has_tiles: bool) -> Placement | None:
         """The placement with the least time; None if nothing fits.
@@ -244,10 +254,6 @@ class PolicySearch:
         full = tuple(name for name, used in peaks.items() if used > 0.95 * limits[name])
         policy = Policy(formula.batch_size, formula.num_batches, placement, formula.host_attention)
         return Found(policy, result.tokens_per_s, bound, result.binds, full, peaks)
-
-
-def _fills_host(formula: Formula, placement: Placement) -> bool:
-    return formula.peak_bytes(placement)["host"] > (1 - 1e-6) * formula.limits()["host"]
 
 
 def _whole_placements(formula: Formula, placement: Placement) -> Iterator[Placement]:
