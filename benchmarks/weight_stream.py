@@ -190,6 +190,7 @@ def quarter(path: Path) -> Iterator[str]:
         "max_num_batched_tokens": LONG_STEP,
         "enable_prefix_caching": False,
         "graphs": "eager",
+        "offload_prefetch_step": 2,  # three buffers, a quarter of the twelve layers
     }
     tokens = Tokens("quarter", 0)
     prompts = [tokens.draw(LONG) for _ in range(LONG_ROWS)]
