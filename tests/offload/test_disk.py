@@ -21,7 +21,7 @@ from hpu_duo import HPUDuoModel
 from hpu_duo.cli.app import app
 from hpu_duo.config.kv_plan import Keep, KVPlan
 from hpu_duo.kv.tiers import disk as disk_module
-from hpu_duo.kv.tiers.disk import DiskTier
+from hpu_duo.kv.tiers.disk import DiskTier, SegmentFolder
 from hpu_duo.kv.tiers.host import HostTier, Record, RecordKey
 from hpu_duo.kv.tiers.policy import LoadPolicy
 from hpu_duo.kv.tiers.segments import PAGE, FolderLock, record_bytes, scan, segments_of
@@ -136,6 +136,17 @@ def test_a_second_process_reads_what_the_first_one_writes(
         reader.poll()
     write(reader, other, others, range(30, 32))
     assert read(reader, other, others, 31)
+
+
+def test_a_reader_that_becomes_writer_frees_what_a_killed_process_has_not_filled(tmp_path: Path) -> None:
+    killed, reader = (SegmentFolder(tmp_path, bytes(32), LIMIT, SLOT_BYTES) for _ in range(2))
+    killed.write([(RecordKey(bytes(32), is_row=False), bytes(32), 4, bytes(SLOT_BYTES))])
+    assert len(reader.scan().stored) == 1
+    allocated = reader.num_bytes
+    killed.lock.release()
+    reader.scan()
+    assert reader.is_writer
+    assert allocated > reader.num_bytes == PAGE + record_bytes(SLOT_BYTES)
 
 
 @pytest.mark.parametrize("failure", ["full", "reading", "removed"])

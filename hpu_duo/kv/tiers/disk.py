@@ -128,6 +128,7 @@ class SegmentFolder:
         # Bytes of segments, and where their next record begins.
         self._sizes: dict[str, int] = {}
         self._ends: dict[str, int] = {}
+        self._damaged, self._has_trimmed = set[str](), False
         self._current: str | None = None
         self._file, self._end = -1, PAGE
 
@@ -152,7 +153,7 @@ class SegmentFolder:
         for name in own:
             if name == self._current:
                 continue
-            end, is_new, before = self._ends.get(name, PAGE), name not in self._ends, num_damaged
+            end, before = self._ends.get(name, PAGE), num_damaged
             try:
                 for stored in scan(self.path, name, end):
                     if stored is None:
@@ -163,10 +164,12 @@ class SegmentFolder:
             except FileNotFoundError:
                 continue
             self._ends[name] = end
-            if self.is_writer and is_new and num_damaged == before:
+            if num_damaged > before:
+                self._damaged.add(name)
+            if self.is_writer and not self._has_trimmed and name not in self._damaged:
                 os.truncate(self.path / name, end)  # nothing follows in the segment of an earlier process
                 own[name] = end
-        self._sizes = own
+        self._sizes, self._has_trimmed = own, self.is_writer
         self._ends = {name: end for name, end in self._ends.items() if name in own}
         return Scanned(found, frozenset(own), num_damaged, num_foreign)
 
