@@ -36,6 +36,7 @@ from hpu_duo.kv.tiers.link import Link
 from hpu_duo.kv.tiers.policy import WritePolicy
 from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers, RecordSizes
 from hpu_duo.kv.tiers.rank_disk import LeadingDisk, OwnFolder, RankDisk
+from hpu_duo.kv.tiers.segments import segment_bytes
 from hpu_duo.kv.tiers.stage import Stage
 from hpu_duo.kv.tiers.stream_link import STAGING_BYTES, StreamLink, staging_bytes
 from hpu_duo.kv.tiers.swap import PreemptionMode, SwapSpace
@@ -369,7 +370,11 @@ def _rank_disk(
     link: HostRecords,
     membership: Membership,
 ) -> RankDisk:
-    """Return the folder of this rank, which is opened by an order; all ranks call it at the same time."""
+    """Return the folder of this rank, which is opened by an order; all ranks call it at the same time.
+
+    Raises:
+        ValueError: not even one record fits.
+    """
     cache, ranks = config.cache, membership.ranks
     assert cache.kv_offloading_disk is not None, "expected a folder"
     assert cache.kv_offloading_disk_size is not None, "expected its size"
@@ -381,6 +386,10 @@ def _rank_disk(
         slots.num_bytes * (slots.per_row if memory.uses_rows else 1),
         block_size,
     )
+    try:
+        segment_bytes(own.limit, own.largest)
+    except ValueError as error:
+        raise ValueError(f"{error} for rank {own.rank} of {own.size}") from None
     exchange = membership.exchange_aside(config.parallel.timeout_s)
     return (RankDisk if ranks.rank else LeadingDisk)(own, link.slots, exchange)
 
@@ -398,30 +407,32 @@ def attach_disk(engine: Engine, config: EngineConfig) -> tuple[str, ...]:
     path, limit = Path(cache.kv_offloading_disk), int(cache.kv_offloading_disk_size * _GIB)
     check_directory("kv_offloading_disk", path)
     largest = tiers.sizes.slot_bytes * (tiers.sizes.slots_per_row if tiers.sizes.row_bytes else 1)
-    expected = f"expected kv_offloading_disk to be a folder that can be read and written, got {path}: "
     digest, disk = records_digest(engine, config), link.disk
     try:
         access: DiskAccess
         if disk is None:
             folder = SegmentFolder(path, digest, limit, largest)
+            free = shutil.disk_usage(path).free + folder.num_bytes
+            if limit > free:
+                folder.release()
+                raise ValueError(
+                    f"expected kv_offloading_disk_size within the free space of {path}, {free:,} bytes, got "
+                    f"{limit:,} bytes"
+                )
             access = DiskThreads(folder, link.slots)
         else:
             assert isinstance(disk, LeadingDisk), "expected the folder of rank 0"
             # Run before the other ranks are told to stop.
             weakref.finalize(engine.runner.executor, disk.close)
             if (problem := engine.runner.open_disk(digest)) is not None:
-                raise ValueError(expected + problem)
-            folder, access = disk.folder, disk
-        free = shutil.disk_usage(path).free + folder.num_bytes * config.parallel.tensor_parallel_size
-        if limit > free:
-            folder.release()
-            raise ValueError(
-                f"expected kv_offloading_disk_size within the free space of {path}, {free:,} bytes, got "
-                f"{limit:,} bytes"
-            )
+                raise ValueError(problem)
+            access = disk
         tiers.disk = DiskTier(access, tiers.host, link.slots.shape[1], engine.scheduler.limits.block_size)
     except OSError as error:
-        raise ValueError(expected + str(error.strerror)) from error
+        raise ValueError(
+            f"expected kv_offloading_disk to be a folder that can be read and written, got {path}: "
+            f"{error.strerror}"
+        ) from error
     if not is_in_memory(path):
         return ()
     note = f"warning: kv_offloading_disk={path} is in memory (tmpfs), so it is lost with the machine"

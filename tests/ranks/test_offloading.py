@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -98,6 +99,8 @@ def answers(zoo: Zoo, folder: Path) -> dict[str, Answer]:
         cases[name] = replace(
             heads, cache={**heads.cache, **on_disk}, prompts=TEXTS, params=params[: len(TEXTS)]
         )
+    too_small = {**heads.cache, **on_disk, "kv_offloading_disk_size": 1e-5}
+    cases["too small"] = replace(heads, cache=too_small)
     swap = {"num_blocks": 24, "num_prefix_snapshots": 8, "kv_offloading_size": 0.02, "swap_space": 0.02}
     for name, cache in (("swapped", {**swap, "preemption_mode": "swap"}), ("roomy", {"num_blocks": 64})):
         cases[name] = replace(
@@ -134,6 +137,11 @@ def test_ranks_find_on_disk_what_all_of_them_have_written(answers: dict[str, Ans
     listed = CliRunner().invoke(app, ["kv-cache", "list", str(folder), "--json"]).output
     assert "rank-0-of-2/" in listed
     assert "rank-1-of-2/" in listed
+
+
+def test_ranks_name_the_size_of_a_disk_that_is_too_small(answers: dict[str, Answer]) -> None:
+    expected = r"expected kv_offloading_disk_size of one record or more, [\d,]+ bytes, got 5,\d+ bytes"
+    assert re.fullmatch(f"{expected} for rank 0 of 2", answers["too small"].error)
 
 
 def test_ranks_swap_preempted_requests(answers: dict[str, Answer]) -> None:

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -580,11 +580,21 @@ class DiskTier(NotPicklable):
                 self._writing[0].exception()
                 self._end_writing()
 
-    def drain(self) -> None:
-        """Wait for threads, and forget reads, whose records have no valid bytes."""
+    def drain(self, timeout_s: float = 10.0) -> None:
+        """Wait for threads, and forget reads, whose records have no valid bytes.
+
+        Args:
+            timeout_s: of a disk, or a rank, that hangs. Then the tier is off, and slots that it may still use
+                stay reserved.
+        """
         self._access.forget()
-        for future in self.futures:
-            future.exception()
+        if wait(self.futures, timeout_s).not_done:
+            self._fail(TimeoutError(f"a read or write of over {timeout_s:g} s"))
+            using = [record for record, (future, _) in self._reading.items() if not future.done()]
+            if self._writing is not None and not self._writing[0].done():
+                using, self._writing = [*using, *self._writing[1]], None
+            for record in filter(self._host.has, using):
+                self._host.drop(record, frees=False)
         self._reading.clear()
         if self._writing is not None:
             self._end_writing()

@@ -189,10 +189,15 @@ class HostTier:
             self.drop(record, is_evicted=True)
         return True
 
-    def drop(self, record: Record, *, is_evicted: bool = False) -> None:
-        """Remove a record."""
+    def drop(self, record: Record, *, is_evicted: bool = False, frees: bool = True) -> None:
+        """Remove a record.
+
+        Args:
+            frees: whether its slots are free; otherwise nothing uses them again.
+        """
         self._order.remove(record, is_evicted=is_evicted)
         del self._records[record.key]
-        self._free += record.slots
+        if frees:
+            self._free += record.slots
         if record.num_own_tokens < self._block_size:
             self._partial.remove(record)

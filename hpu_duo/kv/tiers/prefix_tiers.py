@@ -542,7 +542,8 @@ class PrefixTiers:
         if self.disk is not None:
             self.disk.drain()
         for record in (*self._storing, *self._reading):
-            self.host.drop(record)
+            if self.host.has(record):
+                self.host.drop(record)
         for record in self.host:
             record.num_readers = 0
         self._reset()

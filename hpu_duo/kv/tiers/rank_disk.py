@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
+import platform
+import shutil
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -21,10 +25,12 @@ from hpu_duo.kv.tiers.link import DiskOrders, DiskRecord
 from hpu_duo.kv.tiers.segments import DamagedRecord, StoredRecord, rank_folder, read_record
 from hpu_duo.not_picklable import NotPicklable
 
+_log = logging.getLogger(__name__)
+
 Exchange: TypeAlias = Callable[[Sequence[int]], list[list[int]]]
 """Gives integers of this rank, and returns those of all, rank 0 first."""
 
-_FINE, _DAMAGED, _MISSING = 0, -1, -2
+_FINE, _DAMAGED, _MISSING, _NOT_WRITER = 0, -1, -2, -3
 """Answers of a rank; others are numbers of the system's errors."""
 
 
@@ -47,6 +53,33 @@ class OwnFolder(NamedTuple):
     block_size: int
 
 
+class _Told(NamedTuple):
+    """Facts of the folder of one rank, which it tells the others.
+
+    Attributes:
+        answer: ``_FINE``, or an error.
+        filesystem: a number of its file system and its machine.
+        is_writer: whether it has the lock.
+        limit, used: bytes of its files.
+        free: bytes of its file system.
+    """
+
+    answer: int
+    filesystem: int
+    is_writer: int = 0
+    limit: int = 0
+    used: int = 0
+    free: int = 0
+
+    @classmethod
+    def of(cls, folder: SegmentFolder, limit: int) -> _Told:
+        """Return what is true of an open folder."""
+        place = f"{platform.node()} {folder.path.stat().st_dev}".encode()
+        filesystem = int.from_bytes(hashlib.sha256(place).digest()[:7], "big")
+        free = shutil.disk_usage(folder.path).free
+        return cls(_FINE, filesystem, int(folder.is_writer), limit, folder.num_bytes, free)
+
+
 class RankDisk(NotPicklable):
     """Reads and writes the records of one rank, as rank 0 orders.
 
@@ -65,6 +98,7 @@ class RankDisk(NotPicklable):
         self._worker = ThreadPoolExecutor(1, "hpu-duo-kv-disk")
         self._readers = ThreadPoolExecutor(NUM_READERS, "hpu-duo-kv-disk-read")
         self._folder: SegmentFolder | None = None
+        self._last: Future[None] | None = None
 
     @property
     def folder(self) -> SegmentFolder:
@@ -78,7 +112,7 @@ class RankDisk(NotPicklable):
         Args:
             fingerprint: SHA-256 of all that records of all ranks depend on.
         """
-        own, answer = self._own, _FINE
+        own, told = self._own, _Told(_FINE, filesystem=0)
         try:
             self._folder = SegmentFolder(
                 rank_folder(own.path, own.rank, own.size),
@@ -89,33 +123,68 @@ class RankDisk(NotPicklable):
                 may_write=not own.rank,
             )
             weakref.finalize(self, SegmentFolder.release, self._folder)
-            if own.rank:
-                self._scan()
+            told = _Told.of(self._folder, own.limit)
         except Exception as error:
-            answer = _answer_to(error)
-        found = _error_in(self._exchange([answer]))
-        return None if found is None else str(found)
+            told = told._replace(answer=_answer_to(error))
+        ranks = [_Told(*each) for each in self._exchange(told)]
+        refused = self._refused([each.answer for each in ranks]) or _lack_of_space(own.path, ranks)
+        if refused is None:
+            refused = self._refused([answer for [answer] in self._exchange([self._join(ranks[0])])])
+        if refused is not None and self._folder is not None:
+            self._folder.release()
+        return refused
+
+    def _join(self, leader: _Told) -> int:
+        """Find the records of this rank, and take its lock if rank 0 has its own; returns an answer."""
+        if not self._own.rank:
+            return _FINE  # its tier scans
+        try:
+            self.folder.may_write = bool(leader.is_writer)
+            self._scan()
+        except Exception as error:
+            return _answer_to(error)
+        return _FINE
+
+    def _refused(self, answers: list[int]) -> str | None:
+        error = _error_in(answers)
+        expected = "expected kv_offloading_disk to be a folder that can be read and written, got"
+        return None if error is None else f"{expected} {self._own.path}: {error}"
 
     def begin(self, orders: DiskOrders) -> None:
         """Begin an order."""
-        self._worker.submit(self._carry_out, orders)
+        self._last = self._worker.submit(self._carry_out, orders)
 
     def _carry_out(self, orders: DiskOrders) -> None:
+        try:
+            self._work(orders)
+        except Exception as error:  # a rank does not answer, for instance
+            self._has_failed(orders, error)
+
+    def _work(self, orders: DiskOrders) -> None:
         began = time.perf_counter()
         if orders.reads:
-            answers = self._exchange([orders.number, *self._read_all(orders.reads)])
+            try:
+                found = self._read_all(orders.reads)
+            except Exception as error:
+                found = [self._answer_to_all(error)] * len(orders.reads)
+            answers = self._exchange([orders.number, *found])
             self._has_read(orders, answers, time.perf_counter() - began)
         if orders.writes:
-            written, answer = self._write(orders.writes)
+            try:
+                written, answer = self._write(orders.writes)
+            except Exception as error:
+                written, answer = Written(), self._answer_to_all(error)
             self._has_written(orders, self._exchange([orders.number, answer]), written)
+
+    def _answer_to_all(self, error: Exception) -> int:
+        """Log an error, which the exchange reduces to a number, and return that."""
+        _log.warning("the KV tier on disk of rank %d: %r", self._own.rank, error)
+        return _answer_to(error)
 
     def _read_all(self, wanted: Sequence[DiskRecord]) -> list[int]:
         """Read records to their slots; returns an answer to each."""
         if any(self._index.get(each.key) is None for each in wanted):
-            try:
-                self._scan()  # another process may have written them
-            except Exception as error:
-                return [_answer_to(error)] * len(wanted)
+            self._scan()  # another process may have written them
         found = [self._index.get(each.key) for each in wanted]
         answers = list(self._readers.map(self._read, wanted, found))
         for stored, answer in zip(found, answers):
@@ -137,17 +206,14 @@ class RankDisk(NotPicklable):
         return _FINE
 
     def _write(self, wanted: Sequence[DiskRecord]) -> tuple[Written, int]:
-        try:
-            self.folder.may_write = True  # no other process orders it: rank 0 has the lock
-            if not self.folder.is_writer:
-                self._scan()
-            if not self.folder.is_writer:
-                return Written(), _FINE
-            written = self.folder.write(
-                [(each.key, each.parent, each.num_own_tokens, self._bytes(each.slots)) for each in wanted]
-            )
-        except Exception as error:
-            return Written(), _answer_to(error)
+        self.folder.may_write = True  # no other process orders it: rank 0 has the lock
+        if not self.folder.is_writer:
+            self._scan()
+        if not self.folder.is_writer:
+            return Written(), _NOT_WRITER  # that process is about to end
+        written = self.folder.write(
+            [(each.key, each.parent, each.num_own_tokens, self._bytes(each.slots)) for each in wanted]
+        )
         self._index.drop_segments(written.dropped)
         self._index.add(written.stored)
         return written, _FINE
@@ -167,9 +233,19 @@ class RankDisk(NotPicklable):
     def _has_written(self, orders: DiskOrders, answers: list[list[int]], written: Written) -> None:
         """Take in what has become of writes on all ranks."""
 
-    def close(self) -> None:
-        """Wait for the end of all that has begun, on all ranks at the same time."""
-        self._worker.shutdown()
+    def _has_failed(self, orders: DiskOrders, error: Exception) -> None:
+        """Take in that ranks could not exchange what has become of an order."""
+        _log.warning("the KV tier on disk of rank %d: order %d: %r", self._own.rank, orders.number, error)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Wait for the end of all that has begun, on all ranks at the same time.
+
+        Args:
+            timeout_s: of a rank that does not answer; whoever stops the ranks ends it.
+        """
+        done, _ = wait([] if self._last is None else [self._last], timeout_s)
+        # An order that has not begun waits for the same rank.
+        self._worker.shutdown(wait=False, cancel_futures=not done)
 
 
 class LeadingDisk(RankDisk):
@@ -241,20 +317,19 @@ class LeadingDisk(RankDisk):
         super().begin(orders)
 
     def _carry_out(self, orders: DiskOrders) -> None:
-        try:
-            super()._carry_out(orders)
-        except Exception as error:  # a rank does not answer, for instance
-            reads, written = self._begun[orders.number]
-            for future in (*reads, *(() if written is None else (written,))):
-                if not future.done():
-                    future.set_exception(error)
-        finally:
-            del self._begun[orders.number]
+        super()._carry_out(orders)
+        del self._begun[orders.number]
+
+    def _has_failed(self, orders: DiskOrders, error: Exception) -> None:
+        reads, written = self._begun[orders.number]
+        for future in (*reads, *(() if written is None else (written,))):
+            if not future.done():
+                future.set_exception(error)
 
     def _has_read(self, orders: DiskOrders, answers: list[list[int]], seconds: float) -> None:
         _check_numbers(orders, answers)
         for place, future in enumerate(self._begun[orders.number][0], 1):
-            error = _error_in([[each[place]] for each in answers])
+            error = _error_in([each[place] for each in answers])
             if error is None:
                 future.set_result(seconds / len(orders.reads))
             else:
@@ -264,9 +339,11 @@ class LeadingDisk(RankDisk):
         _check_numbers(orders, answers)
         _, future = self._begun[orders.number]
         assert future is not None, "expected a batch"
-        error = _error_in([[each[1]] for each in answers])
+        found = [each[1] for each in answers]
+        error = _error_in(found)
         if error is None:
-            future.set_result(written)
+            # A record that one rank has not written is none.
+            future.set_result(replace(written, stored=()) if _NOT_WRITER in found else written)
         else:
             future.set_exception(error)
 
@@ -288,12 +365,24 @@ def _answer_to(error: Exception) -> int:
     return (isinstance(error, OSError) and error.errno) or errno.EIO
 
 
-def _error_in(answers: list[list[int]]) -> Exception | None:
+def _error_in(answers: list[int]) -> Exception | None:
     """Return the error of a rank, by an answer of each; None if there is none."""
-    found = [each[0] for each in answers]
-    for rank, answer in enumerate(found):
+    for rank, answer in enumerate(answers):
         if answer > 0:
             return OSError(f"rank {rank}: {os.strerror(answer)}")
-    if _DAMAGED in found:
-        return DamagedRecord(f"the record of rank {found.index(_DAMAGED)} is damaged")
-    return FileNotFoundError() if _MISSING in found else None
+    if _DAMAGED in answers:
+        return DamagedRecord(f"the record of rank {answers.index(_DAMAGED)} is damaged")
+    return FileNotFoundError() if _MISSING in answers else None
+
+
+def _lack_of_space(path: Path, ranks: Sequence[_Told]) -> str | None:
+    """Return an error if the files of all ranks on one file system would fill it."""
+    for rank, each in enumerate(ranks):
+        beside = [other for other in ranks if other.filesystem == each.filesystem]
+        limit, free = sum(other.limit for other in beside), each.free + sum(other.used for other in beside)
+        if limit > free:
+            return (
+                f"expected kv_offloading_disk_size within the free space of {path}: {free:,} bytes for rank "
+                f"{rank} and those on the same disk, got {limit:,} bytes"
+            )
+    return None
