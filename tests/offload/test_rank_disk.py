@@ -81,14 +81,14 @@ def record(number: int) -> Record:
     return Record(RecordKey(number.to_bytes(32, "big"), is_row=False), bytes(32), 4, 4, (0,), is_present=True)
 
 
-def lock_of_rank_1(folder: Path) -> FolderLock:
-    own = rank_folder(folder, 1, 2)
+def lock_of(rank: int, folder: Path) -> FolderLock:
+    own = rank_folder(folder, rank, 2)
     return FolderLock(own, models_of(own)[0])
 
 
 def test_what_one_rank_may_not_write_is_not_stored(tmp_path: Path) -> None:
     Pair(tmp_path).close()
-    other = lock_of_rank_1(tmp_path)
+    other = lock_of(1, tmp_path)
     assert other.acquire()
     pair = Pair(tmp_path)
     assert pair.opened == [None, None]
@@ -98,6 +98,16 @@ def test_what_one_rank_may_not_write_is_not_stored(tmp_path: Path) -> None:
     assert len(written.stored) == 1
     assert pair.read(pair.leader.read(written.stored[0], record(2))) >= 0
     pair.close()
+
+
+def test_a_rank_writes_only_beside_a_rank_0_that_does(tmp_path: Path) -> None:
+    Pair(tmp_path).close()
+    other = lock_of(0, tmp_path)
+    assert other.acquire()
+    follower = Pair(tmp_path)
+    assert follower.opened == [None, None]
+    assert lock_of(1, tmp_path).acquire()
+    follower.close()
 
 
 def test_records_of_a_served_model_are_not_purged_on_any_rank(tmp_path: Path) -> None:
