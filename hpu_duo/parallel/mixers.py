@@ -194,7 +194,7 @@ class _RowTrial:
     def __init__(self, mixer: nn.Module, output: str, norm: str, width: int) -> None:
         self.generator = torch.Generator().manual_seed(0)
         self.name = type(mixer).__name__
-        self._buffers = frozenset(name for name, _ in mixer.named_buffers())
+        self._buffer_names = frozenset(name for name, _ in mixer.named_buffers())
         self._names: dict[str, tuple[str, ...]] = {}
         self._found: dict[Span, dict[str, torch.Tensor]] = {}
         self._trial, results = copy.deepcopy(mixer), _Results()
@@ -246,15 +246,17 @@ class _RowTrial:
         depends: dict[str, torch.Tensor] = {}
         for name, owners in self._names.items():
             gradient = self._trial.get_parameter(name).grad
-            if gradient is None and name in self._buffers:
+            if gradient is None and name in self._buffer_names:
                 continue
             if gradient is None or not bool(gradient.any()):
                 raise ValueError(
                     f"{self.name} cannot be served by several ranks: expected results that depend on all of "
                     f"its parameters, got others without {name}"
                 )
-            size = 1 if gradient.ndim == 0 else gradient.shape[-1 if name in self._buffers else 0]
-            of_rows = gradient.reshape(-1, size).T if name in self._buffers else gradient.reshape(size, -1)
+            size = 1 if gradient.ndim == 0 else gradient.shape[-1 if name in self._buffer_names else 0]
+            of_rows = (
+                gradient.reshape(-1, size).T if name in self._buffer_names else gradient.reshape(size, -1)
+            )
             depends |= dict.fromkeys(owners, (of_rows != 0).any(1))
         self._found[own] = depends
         return depends
