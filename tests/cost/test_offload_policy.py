@@ -229,6 +229,16 @@ def test_hidden_states_on_the_host_leave_room_on_the_device() -> None:
     assert there["host"] == pytest.approx(here["host"] + hidden_states)
 
 
+def test_the_search_tries_batches_that_fill_whole_blocks() -> None:
+    """The best size of batches has a part of a block of each row on the disk; a whole one would be slow."""
+    model = replace(OPT_30B, layer_bytes=OPT_30B.layer_bytes / 4)
+    machine = replace(T4, flexgen_memory=False)
+    search = PolicySearch(model, OffloadWork(512, 32), machine, False, max_batch=2)
+    bound, policy = search.bounds()[0]
+    assert policy.placement.kv_disk > 0
+    assert search.best().tokens_per_s > 0.9 * bound
+
+
 def test_a_schedule_of_layers_in_one_memory_takes_the_formulas_time() -> None:
     for shares in ((1, 0, 0), (0, 1, 0), (0, 0, 1)):
         placement = Placement(*map(float, shares), 0.0, 1.0, 0.0, 0.0, 1.0, 0.0)

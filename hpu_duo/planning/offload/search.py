@@ -99,8 +99,9 @@ class PolicySearch:
         Raises:
             ValueError: one row at a time does not fit.
         """
-        sizes = [policy for _, policy in self.bounds()[:_NUM_ROUNDED]]
-        found = [self.whole(each.batch_size, each.num_batches, each.host_attention) for each in sizes]
+        best = [policy for _, policy in self.bounds()[:_NUM_ROUNDED]]
+        sizes = dict.fromkeys(size for policy in best for size in self._rounded(policy))
+        found = [self.whole(*size) for size in sizes]
         whole = [each for each in found if each is not None]
         if not whole:
             raise ValueError(
@@ -143,6 +144,15 @@ class PolicySearch:
             best, _ = other._best_number(found.policy.batch_size, found.policy.host_attention)
             gained[name] = max(0.0, best - found.bound)
         return gained
+
+    def _rounded(self, policy: Policy) -> Iterator[tuple[int, int, bool]]:
+        """The size of a policy, and those with fewer batches, whose shares of a memory are a whole block."""
+        num_blocks = -(-self.work.stored_end // BLOCK_SIZE)
+        yield policy.batch_size, policy.num_batches, policy.host_attention
+        for share in policy.placement[3:5]:
+            if blocks := ceil(share * num_blocks - 1e-6):
+                number = floor(policy.num_batches * share * num_blocks / blocks + 1e-6)
+                yield policy.batch_size, max(1, number), policy.host_attention
 
     def _limits(self) -> str:
         sizes = (
