@@ -181,8 +181,8 @@ def test_quantised_weights_move_as_codes(deep: Tiny) -> None:
     policy = "0,100,100,0,100,0"
     model = deep.load(quantization="int4", graphs="eager", offload_policy=policy, offload_num_batches=2)
     assert tokens_of(serve(model, PROMPTS, GREEDY)) == tokens_of(serve(resident, PROMPTS, GREEDY))
-    # In float32, 8 times fewer, besides scales and rounding to whole panels.
-    assert stream_of(model).num_bytes < 5 * weight_bytes(deep.model.model.layers[0]) / 3
+    # Plain weights are 8 times as large; these small matrices have scales and whole panels besides.
+    assert stream_of(model).num_bytes < 5 * weight_bytes(deep.model.model.layers[0]) / 2
 
 
 def test_a_layer_waits_for_its_weights_and_later_ones_are_on_their_way() -> None:
