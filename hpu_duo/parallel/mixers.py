@@ -182,7 +182,7 @@ def _norm_of_ranks(mixer: nn.Module, output: str, size: int, own: Span) -> str:
 
 
 class _RowTrial:
-    """A run of a module with states, whose gradients show what its results depend on.
+    """A forward pass of a module with states, whose gradients show which rows its results depend on.
 
     Args:
         mixer: possibly without weights.
@@ -263,7 +263,7 @@ class _RowTrial:
 
 
 _trials: WeakKeyDictionary[nn.Module, _RowTrial] = WeakKeyDictionary()
-"""Trials of modules: all ranks of a model are asked for, one after the other."""
+"""Cached trials by module: the shares of all ranks come from one forward pass."""
 
 
 class _Sum(Trial):

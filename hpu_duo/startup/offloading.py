@@ -422,7 +422,7 @@ def attach_disk(engine: Engine, config: EngineConfig) -> tuple[str, ...]:
             access = DiskThreads(folder, link.slots)
         else:
             assert isinstance(disk, LeadingDisk), "expected the folder of rank 0"
-            # Run before the other ranks are told to stop.
+            # Close it before the worker ranks are stopped: its exchanges need them.
             weakref.finalize(engine.runner.executor, disk.close)
             if (problem := engine.runner.open_disk(digest)) is not None:
                 raise ValueError(problem)

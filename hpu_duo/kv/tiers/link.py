@@ -26,7 +26,7 @@ class Transfer(NamedTuple):
 
 
 class DiskRecord(NamedTuple):
-    """A record that each rank reads from its folder to its slots, or writes there.
+    """A record of the disk tier, which each rank reads into its host slots or writes from them.
 
     Attributes:
         key: of the record.
@@ -42,10 +42,10 @@ class DiskRecord(NamedTuple):
 
 
 class DiskOrders(NamedTuple):
-    """Work of several ranks with their folders, whose end no step waits for.
+    """Reads and writes of the disk tier that all ranks run beside steps.
 
     Attributes:
-        number: of the work, from 1 on.
+        number: of these orders, from 1 on.
         reads: records to read, before the others are written.
         writes: records to write.
     """
@@ -64,7 +64,7 @@ class Transfers:
         loads: from records to units. They begin at the same time.
         landed: transfers of earlier steps that have ended on rank 0. Other ranks wait for theirs before the
             copies of the step, which read or fill their units.
-        disk: work of several ranks with their folders, which begins behind that; None = there is none.
+        disk: reads and writes of several ranks on disk, which start behind these; None for none.
     """
 
     stores: tuple[Transfer, ...] = ()

@@ -1,4 +1,4 @@
-"""The folders of several ranks: each has records of its heads, and one is there if all ranks have theirs."""
+"""The KV tier on disk with several ranks: each stores its heads' records; a hit needs those of all ranks."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class OwnFolder(NamedTuple):
     block_size: int
 
 
-class _Told(NamedTuple):
-    """Facts of the folder of one rank, which it tells the others.
+class _FolderStatus(NamedTuple):
+    """Status of the folder of one rank, which ranks exchange when they open their folders.
 
     Attributes:
         answer: ``_FINE``, or an error.
@@ -72,8 +72,8 @@ class _Told(NamedTuple):
     free: int = 0
 
     @classmethod
-    def of(cls, folder: SegmentFolder, limit: int) -> _Told:
-        """Return what is true of an open folder."""
+    def of(cls, folder: SegmentFolder, limit: int) -> _FolderStatus:
+        """Return the status of an open folder."""
         place = f"{platform.node()} {folder.path.stat().st_dev}".encode()
         filesystem = int.from_bytes(hashlib.sha256(place).digest()[:7], "big")
         free = shutil.disk_usage(folder.path).free
@@ -83,8 +83,8 @@ class _Told(NamedTuple):
 class RankDisk(NotPicklable):
     """Reads and writes the records of one rank, as rank 0 orders.
 
-    A thread carries out one order after the other, and ranks exchange what has become of it: a record is read
-    if each of them has read its own. No step waits for that.
+    A thread runs one order after the other, and ranks exchange the results: a record is read if each of them
+    has read its own. No step waits for that.
 
     Args:
         own: folder of this rank.
@@ -112,7 +112,7 @@ class RankDisk(NotPicklable):
         Args:
             fingerprint: SHA-256 of all that records of all ranks depend on.
         """
-        own, told = self._own, _Told(_FINE, filesystem=0)
+        own, status = self._own, _FolderStatus(_FINE, filesystem=0)
         try:
             self._folder = SegmentFolder(
                 rank_folder(own.path, own.rank, own.size),
@@ -123,10 +123,10 @@ class RankDisk(NotPicklable):
                 may_write=not own.rank,
             )
             weakref.finalize(self, SegmentFolder.release, self._folder)
-            told = _Told.of(self._folder, own.limit)
+            status = _FolderStatus.of(self._folder, own.limit)
         except Exception as error:
-            told = told._replace(answer=_answer_to(error))
-        ranks = [_Told(*each) for each in self._exchange(told)]
+            status = status._replace(answer=_answer_to(error))
+        ranks = [_FolderStatus(*each) for each in self._exchange(status)]
         refused = self._refused([each.answer for each in ranks]) or _lack_of_space(own.path, ranks)
         if refused is None:
             refused = self._refused([answer for [answer] in self._exchange([self._join(ranks[0])])])
@@ -134,7 +134,7 @@ class RankDisk(NotPicklable):
             self._folder.release()
         return refused
 
-    def _join(self, leader: _Told) -> int:
+    def _join(self, leader: _FolderStatus) -> int:
         """Find the records of this rank, and take its lock if rank 0 has its own; returns an answer."""
         if not self._own.rank:
             return _FINE  # its tier scans
@@ -158,7 +158,7 @@ class RankDisk(NotPicklable):
         try:
             self._work(orders)
         except Exception as error:  # a rank does not answer, for instance
-            self._has_failed(orders, error)
+            self._on_failure(orders, error)
 
     def _work(self, orders: DiskOrders) -> None:
         began = time.perf_counter()
@@ -166,18 +166,18 @@ class RankDisk(NotPicklable):
             try:
                 found = self._read_all(orders.reads)
             except Exception as error:
-                found = [self._answer_to_all(error)] * len(orders.reads)
+                found = [self._logged_answer(error)] * len(orders.reads)
             answers = self._exchange([orders.number, *found])
-            self._has_read(orders, answers, time.perf_counter() - began)
+            self._on_read(orders, answers, time.perf_counter() - began)
         if orders.writes:
             try:
                 written, answer = self._write(orders.writes)
             except Exception as error:
-                written, answer = Written(), self._answer_to_all(error)
-            self._has_written(orders, self._exchange([orders.number, answer]), written)
+                written, answer = Written(), self._logged_answer(error)
+            self._on_written(orders, self._exchange([orders.number, answer]), written)
 
-    def _answer_to_all(self, error: Exception) -> int:
-        """Log an error, which the exchange reduces to a number, and return that."""
+    def _logged_answer(self, error: Exception) -> int:
+        """Log an error and return its number, which ranks exchange."""
         _log.warning("the KV tier on disk of rank %d: %r", self._own.rank, error)
         return _answer_to(error)
 
@@ -227,14 +227,14 @@ class RankDisk(NotPicklable):
         self._index.add(scanned.stored)
         return scanned
 
-    def _has_read(self, orders: DiskOrders, answers: list[list[int]], seconds: float) -> None:
-        """Take in what has become of reads on all ranks."""
+    def _on_read(self, orders: DiskOrders, answers: list[list[int]], seconds: float) -> None:
+        """Handle the answers of all ranks to reads."""
 
-    def _has_written(self, orders: DiskOrders, answers: list[list[int]], written: Written) -> None:
-        """Take in what has become of writes on all ranks."""
+    def _on_written(self, orders: DiskOrders, answers: list[list[int]], written: Written) -> None:
+        """Handle the answers of all ranks to writes."""
 
-    def _has_failed(self, orders: DiskOrders, error: Exception) -> None:
-        """Take in that ranks could not exchange what has become of an order."""
+    def _on_failure(self, orders: DiskOrders, error: Exception) -> None:
+        """Handle an order whose answers ranks could not exchange."""
         _log.warning("the KV tier on disk of rank %d: order %d: %r", self._own.rank, orders.number, error)
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -249,20 +249,20 @@ class RankDisk(NotPicklable):
 
 
 class LeadingDisk(RankDisk):
-    """The folder of rank 0, whose orders the other ranks follow; see ``DiskAccess``.
+    """The folder of rank 0, which queues reads and writes for all ranks; see ``DiskAccess``.
 
-    What is asked for begins on all ranks with the next step. See ``RankDisk`` for the arguments.
+    Queued reads and writes start on all ranks with the next step. See ``RankDisk`` for the arguments.
     """
 
     def __init__(self, own: OwnFolder, slots: npt.NDArray[np.uint8], exchange: Exchange) -> None:
         super().__init__(own, slots, exchange)
         self.path = own.path
         self._number = 0
-        self._asked: list[tuple[DiskRecord, Future[float]]] = []
+        self._queued: list[tuple[DiskRecord, Future[float]]] = []
         self._written: tuple[tuple[DiskRecord, ...], Future[Written]] | None = None
-        # Those that have been taken, by number; what has begun is in the second one.
-        self._taken: dict[int, tuple[list[Future[float]], Future[Written] | None]] = {}
-        self._begun: dict[int, tuple[list[Future[float]], Future[Written] | None]] = {}
+        # Futures of orders by number: of those in the message of a step, and of those that a thread runs.
+        self._sent: dict[int, tuple[list[Future[float]], Future[Written] | None]] = {}
+        self._running: dict[int, tuple[list[Future[float]], Future[Written] | None]] = {}
 
     @property
     def is_writer(self) -> bool:
@@ -283,66 +283,66 @@ class LeadingDisk(RankDisk):
     def read(self, stored: StoredRecord, record: Record) -> Future[float]:
         """See ``DiskAccess``."""
         future: Future[float] = Future()
-        self._asked.append((_order_of(record), future))
+        self._queued.append((_order_of(record), future))
         return future
 
     @property
     def has_orders(self) -> bool:
         """See ``DiskAccess``."""
-        return bool(self._asked) or self._written is not None
+        return bool(self._queued) or self._written is not None
 
     def take_orders(self) -> DiskOrders | None:
         """See ``DiskAccess``."""
         if not self.has_orders:
             return None
         self._number += 1
-        asked, self._asked = self._asked, []
+        queued, self._queued = self._queued, []
         (writes, written), self._written = self._written or ((), None), None
-        self._taken[self._number] = [future for _, future in asked], written
-        return DiskOrders(self._number, tuple(wanted for wanted, _ in asked), writes)
+        self._sent[self._number] = [future for _, future in queued], written
+        return DiskOrders(self._number, tuple(wanted for wanted, _ in queued), writes)
 
     def forget(self) -> None:
         """See ``DiskAccess``."""
         self.take_orders()
-        for reads, written in self._taken.values():
+        for reads, written in self._sent.values():
             for future in reads:
                 future.set_result(0.0)
             if written is not None:
                 written.set_result(Written())
-        self._taken.clear()
+        self._sent.clear()
 
     def begin(self, orders: DiskOrders) -> None:
         """Begin an order here; the others get it with the step."""
-        self._begun[orders.number] = self._taken.pop(orders.number)
+        self._running[orders.number] = self._sent.pop(orders.number)
         super().begin(orders)
 
     def _carry_out(self, orders: DiskOrders) -> None:
         super()._carry_out(orders)
-        del self._begun[orders.number]
+        del self._running[orders.number]
 
-    def _has_failed(self, orders: DiskOrders, error: Exception) -> None:
-        reads, written = self._begun[orders.number]
+    def _on_failure(self, orders: DiskOrders, error: Exception) -> None:
+        reads, written = self._running[orders.number]
         for future in (*reads, *(() if written is None else (written,))):
             if not future.done():
                 future.set_exception(error)
 
-    def _has_read(self, orders: DiskOrders, answers: list[list[int]], seconds: float) -> None:
+    def _on_read(self, orders: DiskOrders, answers: list[list[int]], seconds: float) -> None:
         _check_numbers(orders, answers)
-        for place, future in enumerate(self._begun[orders.number][0], 1):
+        for place, future in enumerate(self._running[orders.number][0], 1):
             error = _error_in([each[place] for each in answers])
             if error is None:
                 future.set_result(seconds / len(orders.reads))
             else:
                 future.set_exception(error)
 
-    def _has_written(self, orders: DiskOrders, answers: list[list[int]], written: Written) -> None:
+    def _on_written(self, orders: DiskOrders, answers: list[list[int]], written: Written) -> None:
         _check_numbers(orders, answers)
-        _, future = self._begun[orders.number]
+        _, future = self._running[orders.number]
         assert future is not None, "expected a batch"
         found = [each[1] for each in answers]
         error = _error_in(found)
         if error is None:
-            # A record that one rank has not written is none.
+            # A record that one rank did not write is not stored.
             future.set_result(replace(written, stored=()) if _NOT_WRITER in found else written)
         else:
             future.set_exception(error)
@@ -375,7 +375,7 @@ def _error_in(answers: list[int]) -> Exception | None:
     return FileNotFoundError() if _MISSING in answers else None
 
 
-def _lack_of_space(path: Path, ranks: Sequence[_Told]) -> str | None:
+def _lack_of_space(path: Path, ranks: Sequence[_FolderStatus]) -> str | None:
     """Return an error if the files of all ranks on one file system would fill it."""
     for rank, each in enumerate(ranks):
         beside = [other for other in ranks if other.filesystem == each.filesystem]

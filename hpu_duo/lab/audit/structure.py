@@ -60,7 +60,7 @@ class Structure:
 
     @cached_property
     def table(self) -> BucketTable:
-        """The buckets; planning takes seconds, and a step of one bucket does without."""
+        """The bucket table, planned at first use: that takes seconds, and tracing one bucket does without."""
         table = self.tables.table(self.memory)
         check_reach(table, self.limits)
         return table
@@ -138,7 +138,7 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
         stored_bytes=stored,
     )
     if config.graph.table is not None:
-        _ = structure.table  # refused where it is given
+        _ = structure.table  # check a given table now
     return structure
 
 

@@ -146,7 +146,7 @@ class PolicySearch:
         return gained
 
     def _rounded(self, policy: Policy) -> Iterator[tuple[int, int, bool]]:
-        """The size of a policy, and those with fewer batches, whose shares of a memory are a whole block."""
+        """Sizes of a policy: its own, and fewer batches, with which shares of a row's KV are whole blocks."""
         num_blocks = -(-self.work.stored_end // BLOCK_SIZE)
         yield policy.batch_size, policy.num_batches, policy.host_attention
         for share in policy.placement[3:5]:
