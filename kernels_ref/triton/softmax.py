@@ -16,6 +16,10 @@ FLOOR = tl.constexpr(-1.0e30)
 SEEN = tl.constexpr(-0.5e30)
 LOG2E = tl.constexpr(1.4426950408889634)
 
+# Least rows of a product by a group of four warps (wgmma). Two such products with the halves of 4-bit values were
+# wrong behind a product with 8-bit keys and head sizes of 64 and less: Triton 3.6, compute capability 9.0.
+WARP_GROUP_ROWS = tl.constexpr(64)
+
 # Kinds of stored vectors, see ``launch.KINDS``; those of 8-bit floats are the last.
 FLOATS = tl.constexpr(0)
 INT8 = tl.constexpr(1)
@@ -313,8 +317,11 @@ def accumulate_stored(
                 high = _decoded(high, scale, zero)
             else:
                 acc += tl.sum(weights * zero[None, :], 1)[:, None]
-            nothing = tl.zeros([scores.shape[0], P // 2], dtype=tl.float32)
-            acc += tl.interleave(product(scaled, low, nothing), product(scaled, high, nothing))
+            if scores.shape[0] >= WARP_GROUP_ROWS:
+                acc = product(scaled, tl.interleave(low, high), acc)
+            else:
+                nothing = tl.zeros([scores.shape[0], P // 2], dtype=tl.float32)
+                acc += tl.interleave(product(scaled, low, nothing), product(scaled, high, nothing))
         else:
             values = numbers_of(codes, like, VALUES)
             if IS_DECODED:

@@ -32,7 +32,12 @@ CASES: dict[str, dict[str, Any]] = {
     "drafts, int8": {"speculative_config": NGRAM, "kv_cache_dtype": "int8_per_token_head", **DUO},
     "budget": H2O,
     "budget, drafts": {"speculative_config": NGRAM, **H2O},
+    "self drafts": {"speculative_config": {"method": "duo", "num_speculative_tokens": 3}, **DUO},
     "weights": {"quantization": "int8"},
+    "int4 weights": {"quantization": "int4"},
+    "fp8 weights": {"quantization": "fp8"},
+    "streamed": {"graphs": "eager", "cpu_offload_gb": 1e-6, **DUO},
+    "zig-zag": {"graphs": "eager", "cpu_offload_gb": 1e-6, "offload_num_batches": 2},
     "captured": {"graphs": "cuda", **DUO},
     "captured, int4": {"graphs": "cuda", "kv_cache_dtype": "int4_per_token_head", **DUO},
 }
@@ -47,7 +52,25 @@ def test_tokens_are_those_of_the_cpu(tiny: Tiny, name: str) -> None:
         assert tokens_of(serve(served, LOOPS, GREEDY)) == tokens_of(serve(wanted, LOOPS, GREEDY))
 
 
-@pytest.mark.parametrize("name", ["Qwen3NextConfig", "Lfm2Config", "OlmoHybridConfig"])
+def test_tokens_of_weights_on_a_disk_are_those_of_the_cpu(tiny: Tiny, tmp_path: Path) -> None:
+    wanted = tokens_of(serve(tiny.load(device="cpu", graphs="eager"), LOOPS, GREEDY))
+    served = tiny.load(
+        device="cuda", graphs="eager", offload_policy="0,50,100,0,100,0", offload_disk=tmp_path
+    )
+    assert tokens_of(serve(served, LOOPS, GREEDY)) == wanted
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen3NextConfig",
+        "Lfm2Config",
+        "OlmoHybridConfig",
+        "GraniteMoeHybridConfig",
+        "NemotronHConfig",
+        "FalconH1Config",
+    ],
+)
 def test_tokens_of_states_are_those_of_the_cpu(tmp_path: Path, name: str) -> None:
     hybrids.saved(tmp_path, name)
     cpu, cuda = (hybrids.load(tmp_path, device=device, dtype="float32") for device in ("cpu", "cuda"))

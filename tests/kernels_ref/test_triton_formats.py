@@ -119,19 +119,22 @@ def _filled(inputs: Inputs) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("int4_per_token_head", torch.float16), ("k8v4", torch.bfloat16)]
+    ("part", "name", "dtype"),
+    [
+        ("even_blocks", "int4_per_token_head", torch.float16),
+        ("even_blocks", "k8v4", torch.bfloat16),
+        ("shared_blocks", "k8v4", torch.float16),
+    ],
 )
 def test_codes_of_half_precision_are_as_exact_as_rounded_ones(
-    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, part: str, name: str, dtype: torch.dtype
 ) -> None:
-    take_kernel(monkeypatch, "even_blocks")
+    """Tiles of few queries, and of many."""
+    take_kernel(monkeypatch, part)
     rows = (RowSpec(21, 3, 0, 2), RowSpec(17, 9, 0, 3), RowSpec(30, 4, 3), RowSpec(3, 1))
     scenario = Scenario(rows, 8, Window(2, 6), 1, 1, 2, 64, (3, 2, 2, 1), False, 3, 4, 5)
     inputs = Inputs(scenario, dtype)
-    parts = (
-        run_part(run, inputs, "even_blocks", name, None)
-        for run in (kernels(Implementation.TRITON), reference)
-    )
+    parts = (run_part(run, inputs, part, name, None) for run in (kernels(Implementation.TRITON), reference))
     assert_close(*parts, tolerance=4 * torch.finfo(dtype).eps)
 
 
@@ -143,8 +146,7 @@ def test_codes_of_large_steps_are_read_where_they_lie(
 ) -> None:
     take_kernel(monkeypatch, part)
     rows = (RowSpec(9000, 1), RowSpec(3000, 700), RowSpec(0, 900), RowSpec(9500, 1, 30), RowSpec(40, 1))
-    for dtype in (torch.bfloat16, torch.float16):
-        head_dim = 128 if dtype == torch.bfloat16 else 32
+    for dtype, head_dim in ((torch.bfloat16, 128), (torch.bfloat16, 64), (torch.float16, 32)):
         inputs = Inputs(
             Scenario(rows, 128, Window(64, 256), 2, 2, 4, head_dim, (33, 5, 7, 3), False, 2), dtype
         )
