@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +53,7 @@ from hpu_duo.startup.device_side import DeviceSide, Place, Shared, lazy_mode
 from hpu_duo.startup.heads import ChosenHeads, Shares, check_context_parallel, choose_heads, kv_layers
 from hpu_duo.startup.kv_budget import pools_heads, read_kv_plan
 from hpu_duo.startup.ranks import Launch, LedRanks, OwnLaunch, TorchrunLaunch, heartbeat_to_rank_0, joined_as
+from hpu_duo.version import __version__
 from kernels_ref import Implementation, rowwise
 from kernels_ref.x86 import library as x86
 
@@ -171,7 +171,7 @@ def facts_of(config: EngineConfig, runtime: DeviceRuntime) -> dict[str, str]:
         "model (config.json and weights, by model_fingerprint)": model_fingerprint(Path(config.model.path)),
         "version of torch": torch.__version__,
         "version of transformers": transformers.__version__,
-        "version of hpu-duo": version("hpu-duo"),
+        "version of hpu-duo": __version__,
         "version of Python": platform.python_version(),
         "version of the device and its software": runtime.version(),
         **settings_of(config),

@@ -310,6 +310,10 @@ def test_the_command_prints_the_policy_and_refuses_what_cannot_be() -> None:
     assert on_t4["machine"]["up"] == T4.up
     for options, message in (
         (["--hardware", "t4", "--link", "1GB/s"], "expected --link only without --measure and --hardware t4"),
+        (
+            ["--measure", "/nowhere", "--device-memory", "1"],
+            "expected --measure to be an existing folder, got '/nowhere'",
+        ),
         (["--device-memory", "0"], "device_memory above 0"),
         (["--device-memory", "0.0001"], "expected memories that hold"),
         (["--offload-policy", "0,100,0,100,0,100"], "--batch"),

@@ -93,6 +93,8 @@ class MachineOptions:
 
             if device is None:
                 raise ValueError("expected --device-memory with --measure, got none")
+            if not self.measure.is_dir():
+                raise ValueError(f"expected --measure to be an existing folder, got {str(self.measure)!r}")
             with Waiting("measuring rates"):
                 return offload_machine(
                     self.device,

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 
+from hpu_duo.version import __version__
+
 _NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 _OPTIONAL = ("optimum-habana", "habana-torch-plugin", "triton")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16")
@@ -38,7 +40,7 @@ def machine_facts() -> Iterator[Fact]:
 
 
 def _versions() -> Iterator[Fact]:
-    yield Fact("versions", "hpu-duo", None, metadata.version("hpu-duo"))
+    yield Fact("versions", "hpu-duo", None, __version__)
     yield Fact("versions", "python", None, f"{platform.python_version()}, {platform.platform()}")
     for name in _NEEDED:
         version = _version(name)
