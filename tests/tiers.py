@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,22 +32,34 @@ def every(step: int, cases: Iterable[Any]) -> list[Any]:
     ]
 
 
-def crossed(*factors: Iterable[Any]) -> list[Any]:
+def further(*cases: Any) -> list[Any]:
+    """Exhaustive parameters: more cases of what those beside them in a list try.
+
+    Args:
+        cases: values, or tuples of values.
+    """
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=EXHAUSTIVE) for case in cases]
+
+
+def crossed(*factors: Iterable[Any], fast: Container[str] | None = None) -> list[Any]:
     """Parameters of all combinations of values, of which a Latin square stays in the tier of the test.
 
     There each value occurs, and each two values of two factors if there is a third one. The others are
-    exhaustive.
+    exhaustive. All values of a single factor stay.
 
     Args:
         factors: values, or a mapping whose keys name them in the tests' names.
+        fast: names of the values of the first factor that stay in the tier; None = all.
     """
     lists = [list(values.items() if isinstance(values, Mapping) else _named(values)) for values in factors]
-    modulus = min(map(len, lists))
+    modulus = min(map(len, lists)) if len(lists) > 1 else 1
     return [
         pytest.param(
             *(value for _, (_, value) in case),
             id="-".join(name for _, (name, _) in case),
-            marks=() if sum(number for number, _ in case) % modulus == 0 else EXHAUSTIVE,
+            marks=()
+            if sum(number for number, _ in case) % modulus == 0 and (fast is None or case[0][1][0] in fast)
+            else EXHAUSTIVE,
         )
         for case in product(*map(enumerate, lists))
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tests.bias_builders.plain_rules import plain
 from tests.modeling.dense_oracle import masked_logits
 from tests.modeling.driving import greedy_logits
 from tests.modeling.families import BLOCK, LENGTHS, WINDOW, Zoo, prompts_of
-from tests.tiers import crossed
+from tests.tiers import EXHAUSTIVE, crossed, further
 
 RULES = [
     "band:width=9",
@@ -89,7 +88,11 @@ def test_logits_equal_those_under_the_dense_mask(zoo: Zoo, rule: str, attention:
 
 @pytest.mark.parametrize(
     ("name", "attention"),
-    crossed(["llama_mha", "llama_mqa", "qwen2", "qwen3", "gpt_neox", "olmo2"], ["reference", "sdpa"]),
+    crossed(
+        ["llama_mha", "llama_mqa", "qwen2", "qwen3", "gpt_neox", "olmo2"],
+        ["reference", "sdpa"],
+        fast=("llama_mha", "llama_mqa", "gpt_neox"),
+    ),
 )
 def test_families_with_any_number_of_queries_per_key_follow_the_rule(
     zoo: Zoo, name: str, attention: str
@@ -97,7 +100,7 @@ def test_families_with_any_number_of_queries_per_key_follow_the_rule(
     assert_served(zoo, name, RULES[5], attention=attention)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss", "mistral_sliding"])
+@pytest.mark.parametrize("name", ["gemma2", *further("gemma3"), "gpt_oss", *further("mistral_sliding")])
 def test_layers_with_a_window_keep_it_beside_soft_caps_and_sink_logits(zoo: Zoo, name: str) -> None:
     assert WINDOW < 80
     assert_served(zoo, name, "dilated:width=6,dilation=2")
@@ -112,7 +115,7 @@ def test_heads_that_stream_under_a_pattern_have_the_rule_and_others_see_all(
     assert groups == {Blocks(): 2, Blocks(make_attention_rule(rule)): 2}
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("llama_mqa", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [*further("llama"), pytest.param("llama_mqa", marks=pytest.mark.slow)])
 def test_triton_kernels_follow_the_rule(zoo: Zoo, name: str) -> None:
     pytest.importorskip("triton")
     served = load(zoo, name, RULES[5], attention="triton")
@@ -124,7 +127,13 @@ def test_triton_kernels_follow_the_rule(zoo: Zoo, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("graphs", "attention", "rule"),
-    crossed(["replay", CompileBackend("eager")], ["reference", "sdpa"], [RULES[1], RULES[3], RULES[5]]),
+    # What compiles has rules in test_each_head_may_have_a_table_of_blocks, too.
+    crossed(
+        ["replay", CompileBackend("eager")],
+        ["reference", "sdpa"],
+        [RULES[1], RULES[3], RULES[5]],
+        fast=("replay",),
+    ),
 )
 def test_captured_steps_follow_the_rule(
     zoo: Zoo, graphs: str | CompileBackend, rule: str, attention: str
@@ -269,7 +278,10 @@ def test_what_is_no_rule_or_does_not_go_with_one_is_refused(
 
 @pytest.mark.parametrize(
     ("name", "attention"),
-    [*product(["mistral_sliding", "gemma3", "gpt_oss"], ["reference", "sdpa"]), ("gemma2", "reference")],
+    [
+        *crossed(["mistral_sliding", "gemma3", "gpt_oss"], ["reference", "sdpa"]),
+        pytest.param("gemma2", "reference", marks=EXHAUSTIVE),
+    ],
 )
 def test_long_windows_may_be_kept_in_blocks(zoo: Zoo, name: str, attention: str) -> None:
     model, path = zoo.load(name)

@@ -56,7 +56,7 @@ def test_sets_follow_the_definition(zoo: Zoo, path: Path, policy: str, options: 
     assert_served(zoo, path, policy, **options)
 
 
-@pytest.mark.parametrize("policy", MARKS)
+@pytest.mark.parametrize("policy", crossed(MARKS.keys(), fast=("fastgen",)))
 def test_sets_are_chosen_from_whole_prompts_too(zoo: Zoo, path: Path, policy: str) -> None:
     assert_served(zoo, path, policy, 1 << 20, kv_prompt="whole")
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig
 
+from graphs import BucketTable
 from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.config.limits import HPU_LAYER_KINDS
 from tests.modeling.dense_oracle import oracle_logits
@@ -76,12 +77,17 @@ def test_promoted_heads_see_the_whole_context(checkpoint: tuple[Any, Path]) -> N
         np.testing.assert_allclose(logits.numpy(), expected.numpy(), atol=1e-4, rtol=0)
 
 
-@pytest.mark.usefixtures("simulated_hpu", "default_buckets")
+@pytest.mark.usefixtures("simulated_hpu")
 def test_an_hpu_has_few_kinds_unless_more_are_asked_for(checkpoint: tuple[Any, Path]) -> None:
-    served = load(checkpoint[1], device="hpu-sim", max_num_seqs=2)
+    small = {
+        "device": "hpu-sim",
+        "max_num_seqs": 2,
+        "buckets": BucketTable.from_strings(["csu/q32/s16/u24/l2"]),
+    }
+    served = load(checkpoint[1], **small)
     assert served.stats().resolved.num_layer_kinds == HPU_LAYER_KINDS
     assert served.stats().resolved.num_promoted_heads == FEWEST
-    served = load(checkpoint[1], device="hpu-sim", max_num_seqs=2, max_layer_kinds=100)
+    served = load(checkpoint[1], **small, max_layer_kinds=100)
     assert served.stats().resolved.num_layer_kinds == len(set(COUNTS))
 
 

@@ -10,6 +10,7 @@ from hpu_duo import HeadPattern, HPUDuoModel
 from tests.modeling.dense_oracle import oracle_logits
 from tests.modeling.driving import greedy_logits
 from tests.modeling.families import BLOCK, LENGTHS, Zoo, prompts_of
+from tests.tiers import further
 
 NUM_NEW = 8
 # Layers of retrieval heads only, of streaming heads only, and of both in an order that must be permuted.
@@ -48,7 +49,7 @@ def test_every_window_follows_the_token_rule(zoo: Zoo, attention: str, sink: int
     assert_equals_oracle(zoo, "llama", pattern, load(zoo, "llama", pattern, attention))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *further(2, 3)])
 def test_random_patterns_and_step_budgets_follow_the_token_rule(zoo: Zoo, attention: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     pattern = make_pattern(rng.random((4, 4)) < 0.5, int(rng.integers(0, 6)), int(rng.integers(1, 20)))

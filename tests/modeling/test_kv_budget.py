@@ -16,7 +16,7 @@ from hpu_duo.sampling import SamplingParams
 from tests.modeling.budget_driving import BUDGET, CHUNK, NUM_NEW, assert_follows, load_budget, run_budget
 from tests.modeling.driving import teacher_forced
 from tests.modeling.families import BLOCK, LENGTHS, Zoo, prompts_of
-from tests.tiers import crossed
+from tests.tiers import crossed, further
 
 POLICIES = [
     "local",
@@ -56,32 +56,31 @@ def test_kept_sets_logits_and_tokens_are_those_of_the_definition(zoo: Zoo, polic
     ("name", "policy"),
     [
         ("llama_mha", "h2o"),
-        ("llama_mqa", "h2o"),
+        *further(("llama_mqa", "h2o")),
         ("llama_mqa", "tova"),
-        ("qwen2", "tova"),
-        ("qwen3", "h2o"),
-        ("mistral", "streaming-llm"),
+        *further(("qwen2", "tova"), ("qwen3", "h2o"), ("mistral", "streaming-llm")),
         ("gpt_neox", "tova"),
-        ("olmo2", "h2o"),
+        *further(("olmo2", "h2o")),
     ],
 )
 def test_families_follow_the_definition(zoo: Zoo, name: str, policy: str) -> None:
     assert_served(zoo, name, policy)
 
 
-@pytest.mark.parametrize("policy", ["fixed:stride=16,columns=1", "strided:stride=14"])
-@pytest.mark.parametrize("chunk", [6, 17])
+@pytest.mark.parametrize(
+    ("chunk", "policy"), crossed([6, 17], ["fixed:stride=16,columns=1", "strided:stride=14"])
+)
 def test_patterns_by_position_leave_what_the_newest_token_sees(zoo: Zoo, policy: str, chunk: int) -> None:
     options = {"kv_budget": 21, "kv_chunk": chunk, "max_num_batched_tokens": 2 * chunk + len(LENGTHS)}
     assert_served(zoo, "llama", policy, **options)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss", "qwen2_partly_sliding"])
+@pytest.mark.parametrize("name", ["gemma2", *further("gemma3"), "gpt_oss", *further("qwen2_partly_sliding")])
 def test_layers_with_a_window_keep_it_beside_soft_caps_and_sink_logits(zoo: Zoo, name: str) -> None:
     assert_served(zoo, name, "h2o")
 
 
-@pytest.mark.parametrize("policy", ["streaming-llm", "h2o", "tova"])
+@pytest.mark.parametrize("policy", [*further("streaming-llm"), "h2o", *further("tova")])
 def test_fused_kernels_keep_the_same(zoo: Zoo, policy: str) -> None:
     assert_served(zoo, "llama", policy, attention="sdpa")
 

@@ -16,7 +16,7 @@ from tests.modeling.budget_driving import BUDGET, CHUNK, NUM_NEW, assert_follows
 from tests.modeling.families import BASE, Zoo, prompts_of, save_random
 from tests.modeling.rank_stream import RankStream
 from tests.modeling.test_kv_budget import MASK, PATTERN, TABLE, WHOLE, assert_served, load
-from tests.tiers import crossed
+from tests.tiers import crossed, further
 
 H2O = "h2o:positions=cache"
 POLICIES = [H2O, "tova:positions=cache", "snapkv:window=3,kernel=3,positions=cache", "local:positions=cache"]
@@ -49,7 +49,12 @@ def assert_streams(served: HPUDuoModel, model: Any, budget: int = BUDGET) -> Non
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"attention": "sdpa"}, {"graphs": "replay", "buckets": TABLE}, {"graphs": CompileBackend("eager")}],
+    [
+        {},
+        *further({"attention": "sdpa"}),
+        {"graphs": "replay", "buckets": TABLE},
+        {"graphs": CompileBackend("eager")},
+    ],
     ids=["reference", "sdpa", "replay", "compile"],
 )
 def test_a_stream_three_times_as_long_as_the_trained_length_is_a_plain_loop_over_ranks(

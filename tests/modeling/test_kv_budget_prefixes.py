@@ -75,7 +75,7 @@ def test_requests_that_arrive_together_compute_a_shared_beginning_once(zoo: Zoo)
     assert prefixes.num_hit_tokens > 0
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(1, 12)), min_size=2, max_size=6),
     st.sampled_from([None, PATTERN]),

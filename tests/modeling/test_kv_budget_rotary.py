@@ -13,14 +13,18 @@ from tests.modeling.budget_driving import assert_follows, run_budget
 from tests.modeling.budget_oracle import BudgetOracle, budget_logits
 from tests.modeling.families import FAMILIES, Zoo, prompts_of
 from tests.modeling.test_kv_budget import BUDGET, CHUNK, NUM_NEW, TABLE, WHOLE, assert_served, load
-from tests.tiers import crossed
+from tests.tiers import crossed, further
 
 PLACED, EXPECTED = "streaming-llm:positions=cache", "expected-attention:sink=2,future=20"
 
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    crossed(["llama_mha", "llama_mqa", "qwen2", "qwen3", "mistral", "olmo2"], [PLACED, EXPECTED]),
+    crossed(
+        ["llama_mha", "llama_mqa", "qwen2", "qwen3", "mistral", "olmo2"],
+        [PLACED, EXPECTED],
+        fast=("llama_mha", "llama_mqa", "qwen3"),
+    ),
 )
 def test_families_with_a_plain_rotary_embedding_follow_the_definition(
     zoo: Zoo, name: str, policy: str
@@ -45,14 +49,16 @@ def test_fused_kernels_and_recorded_steps_keep_the_same(
     assert_served(zoo, "llama", policy, **options)
 
 
-@pytest.mark.parametrize("policy", [PLACED, EXPECTED])
+@pytest.mark.parametrize("policy", [PLACED, *further(EXPECTED)])
 def test_compiled_layers_keep_the_same(zoo: Zoo, policy: str) -> None:
     assert_served(zoo, "llama", policy, graphs=CompileBackend("eager"), buckets=TABLE)
 
 
 @pytest.mark.parametrize(
     ("attention", "policy"),
-    crossed(["reference", "sdpa"], [PLACED, "streaming-llm:sink=5,positions=cache", EXPECTED]),
+    crossed(
+        ["reference", "sdpa"], [PLACED, "streaming-llm:sink=5,positions=cache", EXPECTED], fast=("sdpa",)
+    ),
 )
 def test_chunks_shorter_than_the_sinks_follow_the_definition(zoo: Zoo, policy: str, attention: str) -> None:
     assert_served(zoo, "llama", policy, attention=attention, kv_chunk=2)

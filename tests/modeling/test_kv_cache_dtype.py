@@ -26,7 +26,7 @@ from kernels_ref.formats.int4 import Int4
 from kernels_ref.formats.int8 import Int8
 from tests.engine.tiny import PATTERN, Tiny, make_tiny, serve, tokens_of
 from tests.modeling.families import BLOCK, prompts_of
-from tests.tiers import EXHAUSTIVE, crossed
+from tests.tiers import EXHAUSTIVE, crossed, further
 
 pytestmark = pytest.mark.usefixtures("default_buckets")
 
@@ -70,7 +70,7 @@ def check_divisions(tiny: Tiny, options: dict[str, Any]) -> None:
     whole = scored(tiny.load(max_num_batched_tokens=64, enable_prefix_caching=False, **options))
     plain = {**options, "kv_cache_dtype": "auto", "ring_dtype": "auto"}
     assert whole != pytest.approx(scored(tiny.load(**plain)), abs=1e-4)
-    for size in (1, 3, BLOCK - 1, BLOCK):
+    for size in (1, BLOCK - 1, BLOCK):
         limits = {"max_num_batched_tokens": size, "max_num_seqs": 1}
         assert scored(tiny.load(**limits, **options)) == pytest.approx(whole, abs=1e-4)
     # Several tokens of a row are decoded together, and rows fork.
@@ -106,7 +106,7 @@ def test_kernels_of_a_cpu_get_decoded_chunks(
     assert scored(tiny.load(attention="sdpa", **options)) == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["plain", "rule", "chosen blocks"])
+@pytest.mark.parametrize("kind", ["plain", *further("rule"), "chosen blocks"])
 @pytest.mark.parametrize(("name", "vectors"), [("int8_per_token_head", Int8), ("bfloat16", Rounded)])
 def test_blocks_of_ended_requests_are_not_decoded(
     tiny: Tiny, name: str, vectors: type[VectorFormat], kind: str, monkeypatch: pytest.MonkeyPatch
@@ -128,7 +128,10 @@ def test_blocks_of_ended_requests_are_not_decoded(
     assert 0 < found[3] <= found[0]
 
 
-@pytest.mark.parametrize(("name", "pattern"), crossed(NAMES, {"full": None, "duo": PATTERN}))
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    crossed(NAMES, {"full": None, "duo": PATTERN}, fast=("int8_per_token_head", NAMES[1])),
+)
 def test_preempted_requests_continue_with_the_same_tokens(
     tiny: Tiny, name: str, pattern: Any, **more: Any
 ) -> None:
@@ -330,7 +333,9 @@ def test_fp8_ends_at_240_on_a_gaudi_2(tiny: Tiny, name: str, tmp_path: Path) -> 
         assert served.stats().num_clipped_values >= 0
 
 
-@pytest.mark.parametrize("options", [{}, DUO, {"attention": "sdpa"}], ids=["full", "duo", "sdpa"])
+@pytest.mark.parametrize(
+    "options", [*further({}), DUO, *further({"attention": "sdpa"})], ids=["full", "duo", "sdpa"]
+)
 def test_scales_of_a_checkpoint_divide_what_is_stored_in_fp8(
     tiny: Tiny, options: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -17,13 +17,15 @@ from kernels_ref import Blocks, Budget, Rings
 from tests.modeling.budget_driving import run_budget
 from tests.modeling.families import BLOCK, LENGTHS, Zoo, prompts_of
 from tests.modeling.plan_driving import ALL, CHUNK, GROUPED, MIXED, assert_follows, load
+from tests.tiers import further
 
 NUM_NEW = 12
 SHARES = KVPlan(((Keep("streaming-llm:sink=2", 0.1),) * 4,) * 4)
 
 
 @pytest.mark.parametrize(
-    ("name", "plan"), [("llama_mha", MIXED), ("llama", GROUPED), ("qwen3", GROUPED), ("gemma2", GROUPED)]
+    ("name", "plan"),
+    [("llama_mha", MIXED), ("llama", GROUPED), *further(("qwen3", GROUPED), ("gemma2", GROUPED))],
 )
 def test_heads_of_several_kinds_in_one_layer_follow_their_definitions(
     zoo: Zoo, name: str, plan: KVPlan

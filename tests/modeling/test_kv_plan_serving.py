@@ -71,7 +71,7 @@ def test_later_requests_take_up_chunks_and_keep_what_they_would_keep_alone(
     assert prefixes.num_hit_tokens == len(prompts) * 2 * GRID
 
 
-@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.sampled_from([ALL, RING, H2O, TOVA, SNAPKV, OLDEST]), min_size=8, max_size=8),
     st.lists(st.tuples(st.integers(0, 1), st.integers(0, 36), st.integers(1, 9)), min_size=2, max_size=5),

@@ -50,6 +50,7 @@ def save(family: str, dtype: torch.dtype, directory: Path) -> Path:
         ["llama", "qwen2", "gemma2", "mixtral"],
         {"bfloat16": torch.bfloat16, "float16": torch.float16},
         ["eager", "replay"],
+        fast=("llama", "mixtral"),
     ),
 )
 def test_tokens_are_those_of_float32_on_the_same_weights(

@@ -15,7 +15,7 @@ from hpu_duo.modeling.attention import AttentionLayer
 from kernels_ref.chunks import ChunkBounds
 from tests.modeling.budget_driving import BUDGET, CHUNK, NUM_NEW, assert_follows, load_budget, run_budget
 from tests.modeling.families import BLOCK, LENGTHS, Zoo, prompts_of
-from tests.tiers import crossed
+from tests.tiers import crossed, further
 
 ONE_CHUNK = 1 << 20
 MASK = np.array([[1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1], [1, 0, 0, 0]], np.bool_)
@@ -45,8 +45,9 @@ def test_chunks_of_a_prompt_leave_what_all_of_it_in_one_step_would(
     assert_served(zoo, "llama", policy, attention=attention)
 
 
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
-@pytest.mark.parametrize("policy", ["h2o", "snapkv:window=3,kernel=3"])
+@pytest.mark.parametrize(
+    ("policy", "attention"), crossed(["h2o", "snapkv:window=3,kernel=3"], ["reference", "sdpa"])
+)
 def test_long_texts_are_read_a_segment_at_a_time(zoo: Zoo, policy: str, attention: str) -> None:
     served = load(zoo, "llama", policy, attention=attention)
     for module in served.engine.runner.model.model.modules():
@@ -59,11 +60,9 @@ def test_long_texts_are_read_a_segment_at_a_time(zoo: Zoo, policy: str, attentio
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
-        ("llama_mha", "h2o"),
+        *further(("llama_mha", "h2o")),
         ("llama_mqa", "tova"),
-        ("qwen3", "snapkv:window=3,kernel=3"),
-        ("gpt_neox", "h2o"),
-        ("gemma2", "h2o"),
+        *further(("qwen3", "snapkv:window=3,kernel=3"), ("gpt_neox", "h2o"), ("gemma2", "h2o")),
         ("gpt_oss", "h2o"),
     ],
 )
@@ -74,9 +73,9 @@ def test_families_follow_the_definition(zoo: Zoo, name: str, policy: str) -> Non
 @pytest.mark.parametrize(
     ("chunk", "options"),
     [
-        (3, {"max_num_batched_tokens": 12, "max_chunk_rows": 1}),
+        *further((3, {"max_num_batched_tokens": 12, "max_chunk_rows": 1})),
         (5, {"max_num_batched_tokens": 21, "max_chunk_rows": 3}),
-        (20, {"max_num_batched_tokens": 64, "max_chunk_rows": 2, "max_num_seqs": 3}),
+        *further((20, {"max_num_batched_tokens": 64, "max_chunk_rows": 2, "max_num_seqs": 3})),
         (80, {"max_num_batched_tokens": 85, "max_chunk_rows": 1}),
     ],
 )
@@ -106,7 +105,9 @@ def test_a_pattern_and_preemptions_change_nothing(zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize(
-    ("graphs", "policy"), crossed(["replay", CompileBackend("eager")], ["streaming-llm", "h2o", "tova"])
+    ("graphs", "policy"),
+    # Budgets of compiled steps have a fast test in test_kv_budget.py.
+    crossed(["replay", CompileBackend("eager")], ["streaming-llm", "h2o", "tova"], fast=("replay",)),
 )
 def test_captured_steps_follow_the_definition(zoo: Zoo, graphs: str | CompileBackend, policy: str) -> None:
     table = BucketTable.from_strings(["csu/q20/s6/u0/l6", f"csu/q20/s{-(-80 // BLOCK)}/u0/l6"])
