@@ -16,6 +16,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -34,6 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, print the report, and write it, the points and the figures."""
     options = _parser().parse_args(arguments)
     sizes = TOY if options.toy else REAL
+    if options.contexts:
+        sizes = replace(sizes, decode_contexts=tuple(options.contexts))
+    if options.chunks:
+        sizes = replace(sizes, prefill_chunks=tuple(options.chunks))
     try:
         device = _device(options.device)
         stem = options.out / f"gpu-{'toy-' if options.toy else ''}{options.date}"
@@ -75,6 +80,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
     parser.add_argument("--date", default=date.today().isoformat(), help="in the names of the files")
     parser.add_argument("--seconds", type=float, default=540.0, help="begin no curve point after so long")
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", help="tokens before the decodes of the decode curve"
+    )
+    parser.add_argument("--chunks", type=int, nargs="+", help="prompt tokens of a step of the prefill curve")
     parser.add_argument("--rounds", type=int, help="timed calls of a kernel (30; 2 for --toy)")
     parser.add_argument("--attention", default="auto", help="kernels of the curves")
     parser.add_argument("--graphs", default="eager", help="capture backend of the decode curve")
