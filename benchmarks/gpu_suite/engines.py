@@ -24,6 +24,7 @@ from hpu_duo.config.engine import (
     SchedulerConfig,
 )
 from hpu_duo.engine.engine import Engine
+from hpu_duo.heads.permute import ORDER_ATTRIBUTE
 from hpu_duo.kv.pool import CopyLists
 from hpu_duo.modeling.attention import LAYER_ATTRIBUTE, NAME
 from hpu_duo.modeling.loading import dtype_option
@@ -109,11 +110,13 @@ def engine_of(
 
 
 def _strip(model: PreTrainedModel) -> None:
-    """Take the stores and the dispatch off a model, so that it can be served again and they are freed."""
+    """Remove stores, dispatch and head order: a model can be served again, and its stores are freed."""
     for module in model.modules():
         module.__dict__.pop("forward", None)
-        if hasattr(module, LAYER_ATTRIBUTE):
-            delattr(module, LAYER_ATTRIBUTE)
+        # Weights are random, so whatever order their heads are in now is as good as the first one.
+        for name in (LAYER_ATTRIBUTE, ORDER_ATTRIBUTE):
+            if hasattr(module, name):
+                delattr(module, name)
     free_unused(model.device)
 
 

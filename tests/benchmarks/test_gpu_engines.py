@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from benchmarks.gpu_suite.rivals import Dense
 from benchmarks.gpu_suite.shapes import LLAMA_2_7B, LLAMA_3_8B, REAL, TOY, ModelShape
 from bias_builders import Window, sees_streaming
 from hpu_duo.engine.engine import Engine
+from hpu_duo.heads.permute import ORDER_ATTRIBUTE
 from hpu_duo.modeling.attention import LAYER_ATTRIBUTE
 from kernels_ref import Blocks
 from kernels_ref.triton.launch import DeviceLimits
@@ -52,6 +54,14 @@ def _lease(engine: Engine) -> tuple[object, ...]:
     [request] = (state.request for state in engine._samples)
     blocks = request.block_table[: request.num_blocks].tolist()
     return request.row, blocks, request.num_computed_tokens, request.num_tokens, engine.scheduler.num_running
+
+
+def test_a_model_whose_heads_were_permuted_is_served_again() -> None:
+    shape = replace(TOY.models[0], num_layers=4, retrieval_share=0.5)
+    permuted = make_model(shape, 256, SETUP)
+    for _ in range(2):
+        with engine_of(permuted, shape, DUO, SETUP, num_tokens=32, chunk=16):
+            assert any(hasattr(module, ORDER_ATTRIBUTE) for module in permuted.modules())
 
 
 @pytest.mark.slow
