@@ -35,10 +35,11 @@ H2O = "h2o 0.5, 20 slots, chunks of 16"
             marks=pytest.mark.exhaustive,
         ),
         (("--kv-policy", "tova", "--kv-budget", "20"), "--u/q4/s0/u0/l4", ["tova 0, 20 slots, chunks of 16"]),
-        (
+        pytest.param(
             ("--kv-policy", "h2o", "--kv-budget", "20", "--kv-prompt", "whole", "--no-enable-prefix-caching"),
             "csu/q32/s8/u0/l4",
             [f"{H2O} of whole prompts"],
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             ("--kv-plan", "PLAN"),

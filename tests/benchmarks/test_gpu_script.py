@@ -49,6 +49,7 @@ def stored(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_toy_run_has_points_in_every_section_and_reports_them(folder: Path) -> None:
     points = stored(folder)
     assert {point["key"][0] for point in points} == set(gpu.SECTIONS)
@@ -62,6 +63,7 @@ def test_a_toy_run_has_points_in_every_section_and_reports_them(folder: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_implementation_that_can_run_here_gives_the_reference_s_result(folder: Path) -> None:
     for point in stored(folder):
         assert "wrong result" not in point["note"], point
@@ -75,6 +77,7 @@ def test_every_implementation_that_can_run_here_gives_the_reference_s_result(fol
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_decodes_with_a_budget_stand_beside_full_attention(folder: Path) -> None:
     points = {(p["key"][1], p["key"][2]): p for p in stored(folder) if p["key"][0] == "budget"}
     text = (folder / "gpu-toy-2001-02-03.md").read_text()
@@ -97,6 +100,7 @@ def test_weights_that_differ_are_a_wrong_result(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_figures_are_drawn_of_both_curves(folder: Path) -> None:
     for section in ("decode", "prefill"):
         path = folder / f"gpu-toy-2001-02-03-{section}.png"
@@ -104,6 +108,7 @@ def test_figures_are_drawn_of_both_curves(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_second_run_keeps_what_has_been_measured(folder: Path) -> None:
     before = stored(folder)
     gpu.main([*TOY_RUN, "--out", str(folder), "--no-figures"])
@@ -155,6 +160,7 @@ def test_results_of_other_hardware_are_not_mixed_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_eager_and_captured_steps_are_not_mixed_in_one_file(folder: Path) -> None:
     with pytest.raises(SystemExit, match="measured with graphs='eager', and this is 'compile'"):
         gpu.main([*TOY_RUN, "--out", str(folder), "--graphs", "compile", "--no-figures"])

@@ -67,6 +67,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_written(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_documents_that_cannot_hold_what_is_asked_are_refused(
     hpu_duo: Run, command: tuple[str | Path, ...]
 ) -> None:
@@ -77,6 +78,7 @@ def test_documents_that_cannot_hold_what_is_asked_are_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_press_that_fails_ends_the_command_with_its_last_lines(
     hpu_duo: Run, command: tuple[str | Path, ...], tmp_path: Path
 ) -> None:

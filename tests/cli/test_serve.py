@@ -15,8 +15,6 @@ import httpx
 import pytest
 from click.testing import Result
 
-from tests.tiers import every
-
 MESSAGES = [
     {
         "role": "user",
@@ -27,7 +25,8 @@ MESSAGES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", every(2, [signal.SIGTERM, signal.SIGINT]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_serves_the_built_in_model_until_a_signal_comes(number: signal.Signals) -> None:
     command = [sys.executable, "-m", "hpu_duo.cli", "serve", "--port", "0", "--max-num-seqs", "2"]
     limits = ["--max-model-len", "512", "--num-blocks", "8", "--graphs", "eager", "--api-key", "secret"]

@@ -22,6 +22,7 @@ def vendor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_simulated_hpus_exchange_over_gloo() -> None:
     found = check_collectives("hpu-sim", 2, NUM_BYTES)
     assert (found.backend, found.devices, found.num_bytes) == ("gloo", ("hpu:0", "hpu:0"), NUM_BYTES)

@@ -34,6 +34,7 @@ def test_a_plugged_device_runs_what_another_one_would_once_it_is_taken(name: str
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_nobody_who_serves_or_audits_loads_one_that_is_not_asked_for() -> None:
     script = """
 import sys

@@ -52,8 +52,8 @@ def load_drafting(tiny: Tiny, model: Path, **options: Any) -> HPUDuoModel:
         pytest.param(GREEDY, {"num_blocks": 14, "max_model_len": 64}, marks=pytest.mark.slow),
         pytest.param(GREEDY, {"graphs": CompileBackend("eager"), "pattern": PATTERN}, marks=EXHAUSTIVE),
         pytest.param(GREEDY, {"graphs": "compile", "pattern": PATTERN}, marks=EXHAUSTIVE),
-        pytest.param(SEEDED, {"tensor_parallel_size": 2, "graphs": "replay"}, marks=pytest.mark.slow),
-        pytest.param(SEEDED, {"enable_prefix_caching": False}, marks=pytest.mark.slow),
+        pytest.param(SEEDED, {"tensor_parallel_size": 2, "graphs": "replay"}, marks=EXHAUSTIVE),
+        pytest.param(SEEDED, {"enable_prefix_caching": False}, marks=EXHAUSTIVE),
         pytest.param(
             GREEDY, {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": [1]}, marks=pytest.mark.slow
         ),

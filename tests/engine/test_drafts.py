@@ -153,7 +153,7 @@ def test_outputs_are_those_without_a_drafter(
         ("blocks", "greedy"),
         ("few blocks", "samples"),
         ("no cache", "greedy"),
-        pytest.param("rings", "samples", marks=pytest.mark.slow),
+        pytest.param("rings", "samples", marks=EXHAUSTIVE),
     ],
 )
 def test_a_drafter_that_is_always_wrong_costs_no_step(tiny: Tiny, sizes: str, params: str) -> None:
@@ -414,7 +414,7 @@ def test_recorded_steps_with_drafts_are_replayed(tiny: Tiny, tmp_path: Path) -> 
     [
         {"attention": "sdpa"},
         pytest.param({"graphs": "replay"}, marks=pytest.mark.slow),
-        pytest.param({"device": "hpu-sim", "max_num_seqs": 3, "num_blocks": 30}, marks=pytest.mark.slow),
+        pytest.param({"device": "hpu-sim", "max_num_seqs": 3, "num_blocks": 30}, marks=EXHAUSTIVE),
         pytest.param({"tensor_parallel_size": 2}, marks=EXHAUSTIVE),
     ],
     ids=["sdpa", "replay", "hpu-sim", "two ranks"],

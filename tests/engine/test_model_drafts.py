@@ -47,7 +47,7 @@ def load_drafting(tiny: Tiny, **options: Any) -> HPUDuoModel:
         (replace(SEEDED, logit_bias={3: 2.0}), {"num_blocks": 14, "max_model_len": 64, "pattern": PATTERN}),
         pytest.param(GREEDY, {"graphs": CompileBackend("eager"), "pattern": PATTERN}, marks=pytest.mark.slow),
         pytest.param(GREEDY, {"graphs": "compile", "pattern": PATTERN}, marks=EXHAUSTIVE),
-        pytest.param(replace(SEEDED, n=3), {"enable_prefix_caching": False}, marks=pytest.mark.slow),
+        pytest.param(replace(SEEDED, n=3), {"enable_prefix_caching": False}, marks=EXHAUSTIVE),
         pytest.param(SEEDED, {"tensor_parallel_size": 2, "pattern": PATTERN}, marks=EXHAUSTIVE),
         pytest.param(GREEDY, {"tensor_parallel_size": 2, "graphs": "replay"}, marks=EXHAUSTIVE),
         pytest.param(GREEDY, {"kv_cache_dtype": "int8_per_token_head"}, marks=pytest.mark.slow),

@@ -19,6 +19,7 @@ from hpu_duo.sampling import SamplingParams
 from kernels_ref import PLAIN
 from tests.cost.test_capacity import LLAMA_3_8B
 from tests.engine.tiny import Tiny
+from tests.tiers import EXHAUSTIVE
 
 LIMITS: dict[str, Any] = {
     "attention": "reference",
@@ -80,7 +81,7 @@ def test_shifted_traffic_leads_to_a_table_that_pads_less_and_to_the_same_tokens(
     assert set(graphs.captured) == set(graphs.table)
 
 
-@pytest.mark.parametrize("method", ["suffix", pytest.param("draft_model", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["suffix", pytest.param("draft_model", marks=EXHAUSTIVE)])
 def test_buckets_of_drafts_stay_where_a_table_is_planned_again(tiny: Tiny, method: str) -> None:
     config: dict[str, Any] = {"num_speculative_tokens": 3, "method": method}
     if method == "draft_model":

@@ -16,6 +16,7 @@ from hpu_duo.request import Request
 from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing
 from tests.modeling.driving import greedy_logits, step_logits
 from tests.modeling.families import VOCAB
+from tests.tiers import every
 
 TEXTS = st.lists(st.tuples(st.integers(2, 60), st.integers(1, 20)), min_size=1, max_size=3)
 
@@ -57,7 +58,7 @@ def verified_logits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize("attention", every(2, ["sdpa", "reference"]))
 def test_logits_are_those_of_one_token_at_a_time_whatever_was_taken_back(tiny: Tiny, attention: str) -> None:
     served = {
         decode_len: tiny.load(

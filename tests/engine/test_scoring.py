@@ -113,9 +113,11 @@ def test_tokens_verified_together_score_as_one_after_the_other(
 @pytest.mark.parametrize(
     "options",
     [
-        {"graphs": CompileBackend("eager"), "attention": "sdpa"},
-        pytest.param(
-            {"graphs": CompileBackend("eager"), "attention": "reference"}, marks=pytest.mark.exhaustive
+        *(
+            pytest.param(
+                {"graphs": CompileBackend("eager"), "attention": attention}, marks=pytest.mark.exhaustive
+            )
+            for attention in ("sdpa", "reference")
         ),
         {"device": "hpu-sim"},
     ],

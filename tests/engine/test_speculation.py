@@ -18,7 +18,7 @@ from hpu_duo.sampling import FieldError, SamplingParams
 from hpu_duo.startup.recorded_steps import options_of, read_log
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import prompts_of
-from tests.tiers import EXHAUSTIVE, every
+from tests.tiers import EXHAUSTIVE
 
 LOOPS = [[5, 9, 6, 8, 7] * 5, [3, 4] * 8, *prompts_of([17, 1], seed=4)]
 """Prompts of which two repeat themselves, so that drafts are found at once."""
@@ -37,7 +37,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1,
         (SUFFIX, SEEDED, {"graphs": "replay", "attention": "sdpa"}),
         pytest.param(NGRAM, GREEDY, {"enable_prefix_caching": False}, marks=pytest.mark.slow),
         pytest.param(
-            SUFFIX, replace(SEEDED, n=3), {"graphs": "replay", "pattern": PATTERN}, marks=pytest.mark.slow
+            SUFFIX, replace(SEEDED, n=3), {"graphs": "replay", "pattern": PATTERN}, marks=EXHAUSTIVE
         ),
         pytest.param(SUFFIX, GREEDY, {"device": "hpu-sim", "num_blocks": 30}, marks=pytest.mark.slow),
         pytest.param(NGRAM, SEEDED, {"graphs": "compile", "pattern": PATTERN}, marks=EXHAUSTIVE),
@@ -194,7 +194,8 @@ def chi_square(tiny: Tiny, prompt: list[int], outputs: list[list[int]], temperat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("of_model", every(2, [True, False]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("of_model", [True, False])
 def test_draws_behind_and_in_place_of_drafts_follow_the_distribution(tiny: Tiny, of_model: bool) -> None:
     """A second, independent check: chi-square of 10,000 tokens, most of which had a draft."""
     (prompt,), num_tokens = prompts_of([9], seed=2), 20

@@ -40,7 +40,9 @@ def in_threads(work: Callable[[int], None], num_threads: int = NUM_THREADS) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
+@pytest.mark.parametrize(
+    "pattern", [pytest.param(None, marks=pytest.mark.exhaustive), PATTERN], ids=["full", "duo"]
+)
 def test_calls_of_several_threads_get_the_tokens_of_each_alone(tiny: Tiny, pattern: object) -> None:
     draw = random.Random(5)
     num_calls = 8 * NUM_THREADS

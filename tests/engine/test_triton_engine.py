@@ -37,7 +37,9 @@ def _fast_interpreter() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
+@pytest.mark.parametrize(
+    "pattern", [pytest.param(None, marks=pytest.mark.exhaustive), PATTERN], ids=["full", "duo"]
+)
 def test_greedy_tokens_equal_those_of_the_reference_on_cpu(tiny: Tiny, pattern: Any) -> None:
     options = {"pattern": pattern, "dtype": "float32", "max_chunk_rows": 2}
     wanted = serve(tiny.load(attention="reference", device="cpu", **options), PROMPTS, GREEDY)
@@ -93,6 +95,7 @@ def test_asking_for_triton_never_falls_back(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_without_a_gpu_and_without_the_interpreter_the_engine_refuses_triton(tiny: Tiny) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["CUDA_VISIBLE_DEVICES"] = ""

@@ -77,6 +77,7 @@ def test_a_dtype_has_a_short_name(short: str, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_table_of_an_accelerator_is_planned_and_pads_less() -> None:
     served = HPUDuoModel.from_pretrained(MODEL_DIR, device="hpu-sim", num_blocks=64, **LIMITS)
     limits, runner = served.engine.scheduler.limits, served.engine.runner

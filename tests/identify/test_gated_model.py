@@ -119,11 +119,11 @@ def test_layers_run_as_before_once_the_gates_are_gone(zoo: Zoo) -> None:
 @pytest.mark.parametrize(
     ("dtype", "full_from", "changes"),
     [
-        ("float32", FullFrom.TEACHER, {"intermediate_size": 1024}),
+        pytest.param("float32", FullFrom.TEACHER, {"intermediate_size": 1024}, marks=pytest.mark.exhaustive),
         ("float32", FullFrom.OWN, {"head_dim": 128}),
-        ("bfloat16", FullFrom.TEACHER, {"hidden_size": 512}),
+        pytest.param("bfloat16", FullFrom.TEACHER, {"hidden_size": 512}, marks=pytest.mark.exhaustive),
         ("bfloat16", FullFrom.TEACHER, {}),
-        ("bfloat16", FullFrom.OWN, {"intermediate_size": 1024}),
+        pytest.param("bfloat16", FullFrom.OWN, {"intermediate_size": 1024}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_memory_grows_with_the_text_as_computed(

@@ -155,6 +155,7 @@ def test_operators_keep_what_their_schemas_and_fakes_promise(which: int) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @needs_interpreter
 @pytest.mark.skipif(cpu_compile_problem() is not None, reason="inductor needs a C++ compiler")
 def test_a_compiled_layer_equals_the_layer_and_writes_stores_in_place() -> None:

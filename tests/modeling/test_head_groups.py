@@ -18,7 +18,7 @@ from tests.modeling.dense_oracle import masked_logits, sees
 from tests.modeling.driving import greedy_logits
 from tests.modeling.families import BLOCK, LENGTHS, Zoo, prompts_of
 from tests.modeling.segments import Segments
-from tests.tiers import crossed
+from tests.tiers import EXHAUSTIVE, crossed
 
 SIZE, WINDOW, NUM_NEW = 7, Window(2, 5), 8
 # Layers of blocks alone, without blocks, and with all kinds; the first head that streams has a ring.
@@ -90,7 +90,7 @@ def test_a_third_kind_follows_its_rule_in_batches_chunks_and_decodes(
     assert_follows_the_rules(zoo, served)
 
 
-@pytest.mark.parametrize("graphs", ["replay", pytest.param(CompileBackend("eager"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("graphs", ["replay", pytest.param(CompileBackend("eager"), marks=EXHAUSTIVE)])
 def test_captured_layers_find_the_plan_of_their_kind(zoo: Zoo, graphs: str | CompileBackend) -> None:
     served = load(zoo, graphs=graphs, buckets=TABLE)
     assert_follows_the_rules(zoo, served)

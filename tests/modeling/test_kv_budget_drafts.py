@@ -91,6 +91,7 @@ def any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftLengths, "pauses", lambda *_: False)
 
 
+REPLAYED = {"attention": "sdpa", "graphs": "replay"}
 WHOLE: dict[str, Any] = {"kv_prompt": "whole", "max_num_batched_tokens": 40, "kv_chunk": 16}
 
 
@@ -102,15 +103,15 @@ WHOLE: dict[str, Any] = {"kv_prompt": "whole", "max_num_batched_tokens": 40, "kv
         ("streaming-llm:sink=2,positions=cache", SEEDED, WHOLE),
         pytest.param("local", SEEDED, {"graphs": CompileBackend("eager")}, marks=EXHAUSTIVE),
         *(
-            pytest.param(policy, params, options, marks=pytest.mark.slow)
-            for policy, params, options in (
-                ("h2o", SEEDED, WHOLE),
-                ("tova", SEEDED, {}),
-                ("snapkv:window=3,kernel=3", SEEDED, {"attention": "sdpa", "graphs": "replay"}),
-                ("streaming-llm:sink=2", GREEDY, {}),
-                ("expected-attention:sink=2,future=4", SEEDED, {}),
-                ("fixed:stride=16,columns=1", GREEDY, {"kv_budget": 21}),
-                ("h2o:positions=cache", SEEDED, {}),
+            pytest.param(policy, params, options, marks=marks)
+            for marks, policy, params, options in (
+                (EXHAUSTIVE, "h2o", SEEDED, WHOLE),
+                (pytest.mark.slow, "tova", SEEDED, {}),
+                (pytest.mark.slow, "snapkv:window=3,kernel=3", SEEDED, REPLAYED),
+                (EXHAUSTIVE, "streaming-llm:sink=2", GREEDY, {}),
+                (EXHAUSTIVE, "expected-attention:sink=2,future=4", SEEDED, {}),
+                (EXHAUSTIVE, "fixed:stride=16,columns=1", GREEDY, {"kv_budget": 21}),
+                (EXHAUSTIVE, "h2o:positions=cache", SEEDED, {}),
             )
         ),
     ],

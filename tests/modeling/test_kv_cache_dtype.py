@@ -33,6 +33,7 @@ pytestmark = pytest.mark.usefixtures("default_buckets")
 NAMES = ["int8_per_token_head", "int4_per_token_head", "fp8", "fp8_per_token_head", "k8v4"]
 FURTHER = {NAMES[1]: (), "k8v4": pytest.mark.slow}
 RINGS = [pytest.param(name, marks=FURTHER.get(name, EXHAUSTIVE)) for name in NAMES]
+PREEMPTED = [pytest.param(name, marks=() if name == NAMES[1] else EXHAUSTIVE) for name in NAMES]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 DUO = {"pattern": PATTERN}
 SKIP = "kv_cache_dtype_skip_layers"
@@ -144,7 +145,7 @@ def test_preempted_requests_continue_with_the_same_tokens(
     assert tight.stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize("name", RINGS)
+@pytest.mark.parametrize("name", PREEMPTED)
 def test_preempted_requests_with_a_format_of_rings_and_budgets_continue_with_the_same_tokens(
     tiny: Tiny, name: str
 ) -> None:

@@ -14,6 +14,7 @@ from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.modeling.attention import LayerKind
 from hpu_duo.modeling.quantised.format import Activations
 from tests.modeling.families import BASE, BLOCK, FAMILIES, IS_5, Zoo, greedy, prompts_of, save_random
+from tests.tiers import EXHAUSTIVE
 
 EXPERTS = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
@@ -46,11 +47,11 @@ def test_each_split_into_retrieval_and_streaming_heads_is_a_kind(zoo: Zoo) -> No
         pytest.param(
             lambda: Qwen3MoeConfig(**{**BASE, **EXPERTS, "mlp_only_layers": [0, 2]}),
             marks=(
-                pytest.mark.slow,
+                *EXHAUSTIVE,
                 pytest.mark.skipif(not IS_5, reason="before 5, only a loop over the chosen experts"),
             ),
         ),
-        pytest.param(lambda: LlamaConfig(**BASE), marks=(pytest.mark.slow, pytest.mark.exhaustive)),
+        pytest.param(lambda: LlamaConfig(**BASE), marks=EXHAUSTIVE),
     ],
     ids=["rope_or_not", "experts_or_not", "all_alike"],
 )

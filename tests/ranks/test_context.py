@@ -152,7 +152,7 @@ def test_simulated_hpus_capture_everything_ahead(zoo: Zoo, num_ranks: int) -> No
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(FAMILIES_BY_CONTEXT, id="some families"),
+        pytest.param(FAMILIES_BY_CONTEXT, id="some families", marks=pytest.mark.exhaustive),
         pytest.param(
             [name for name in SERVED if name not in FAMILIES_BY_CONTEXT],
             id="other families",

@@ -46,7 +46,11 @@ def differing(cases: dict[str, Case], answers: dict[str, Answer]) -> list[str]:
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(tuple(name for name in FAMILIES if name not in OTHERWISE), id="by two ranks only"),
+        pytest.param(
+            tuple(name for name in FAMILIES if name not in OTHERWISE),
+            id="by two ranks only",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(OTHERWISE, id="otherwise too", marks=pytest.mark.exhaustive),
     ],
 )

@@ -233,6 +233,7 @@ def assert_served(cases: dict[str, Case], answers: dict[str, Answer], ones: dict
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_ranks_keep_what_one_does_for_every_policy(more_cases: dict[str, Case]) -> None:
     answers = run_processes(serve, (more_cases,), [{}] * 2, 600)[0]
     assert_served(more_cases, answers, assert_as_one(more_cases, answers))
@@ -246,6 +247,7 @@ def test_two_ranks_keep_what_one_does_for_every_policy_the_other_way(further_cas
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_four_ranks_keep_what_one_does(
     zoo: Zoo, cases: dict[str, Case], more_cases: dict[str, Case], further_cases: dict[str, Case]
 ) -> None:

@@ -68,6 +68,7 @@ def test_four_ranks_and_ranks_by_context_give_the_tokens_of_one(cases: dict[str,
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_ranks_give_the_tokens_of_one_where_heads_stream(cases: dict[str, Case], tmp_path: Path) -> None:
     # One rank reorders the heads of few of these families: in this pattern they are in order.
     retrieval = np.array([[True, True, False, False]] * 2)

@@ -98,15 +98,12 @@ def ends_with_an_error(events: list[str], named: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("number", "named"),
     [
         (signal.SIGKILL, r"rank 1 ended with exit code -9; all ranks have ended"),
-        pytest.param(
-            signal.SIGSTOP,
-            r"rank 1 sent no heartbeat for \d s; all ranks have ended",
-            marks=pytest.mark.exhaustive,
-        ),
+        (signal.SIGSTOP, r"rank 1 sent no heartbeat for \d s; all ranks have ended"),
     ],
 )
 def test_a_stream_ends_with_an_error_that_names_the_rank_and_the_server_with_it(

@@ -82,16 +82,17 @@ FAMILIES, STATES = (
 
 
 def _cases() -> Iterator[Any]:
-    """Families and ways to capture: two families in all, each other one in one of the ways.
+    """Families and ways to capture: two families replayed and on a simulated HPU, each other one in one way.
 
-    Of the others, one whose kind of states those two lack is compiled.
+    Two are compiled, of each kind of states; convolutions stand before both.
     """
     for number, name in enumerate(HYBRIDS):
         # Rotary positions of these are written to a part of a tensor, in transformers' code.
         ways = [each for each in CAPTURE if not (each == "hpu-sim" and name.startswith("Qwen3_5"))]
         for way in ways:
             if name in FAST:
-                marks: Any = () if way in ("replay", "hpu-sim") else pytest.mark.slow
+                compiled = (pytest.mark.slow,) if (name, way) == (FAST[-1], "compile") else EXHAUSTIVE
+                marks: Any = () if way in ("replay", "hpu-sim") else compiled
             else:
                 first = [each for each in ways if each != "compile" or name == "GraniteMoeHybridConfig"]
                 marks = pytest.mark.slow if way == first[number % len(first)] else EXHAUSTIVE
@@ -116,7 +117,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, name: str, capture: di
     assert prefixes.num_hit_tokens > 0
 
 
-@FAMILIES
+@STATES
 def test_logits_are_those_of_transformers_and_of_no_other_row(tmp_path: Path, name: str) -> None:
     model, results = saved(tmp_path, name), []
     for seed in (0, 1):
@@ -178,7 +179,7 @@ BY_ITSELF = {"method": "duo", "num_speculative_tokens": 2, "draft_sink": 2, "dra
 @STATES
 @pytest.mark.parametrize(
     ("config", "graphs"),
-    [(NGRAMS, "eager"), pytest.param(NGRAMS, "replay", marks=pytest.mark.slow), (BY_ITSELF, "replay")],
+    [(NGRAMS, "eager"), pytest.param(NGRAMS, "replay", marks=EXHAUSTIVE), (BY_ITSELF, "replay")],
 )
 def test_drafts_change_no_token(tmp_path: Path, name: str, config: dict[str, Any], graphs: str) -> None:
     model = saved(tmp_path, name)

@@ -128,7 +128,7 @@ def test_a_mode_that_nobody_asked_for_is_that_in_which_the_package_was_imported(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("default", "asked"), every(2, [("1", None), ("0", None), ("0", "1"), ("1", "0")]))
+@pytest.mark.parametrize(("default", "asked"), every(4, [("0", "1"), ("1", None), ("0", None), ("1", "0")]))
 def test_hpu_starts_where_importing_torch_imports_the_package(default: str, asked: str | None) -> None:
     script = """
 import sys, torch

@@ -22,6 +22,7 @@ from kernels_ref.hpu.attention import ATTENTION, BLOCK_SOFTMAX, LINE_BYTES, SOFT
 from tests.engine.tiny import PATTERN, Tiny, tokens_of
 from tests.modeling.families import FAMILIES, IS_5, Zoo, greedy, prompts_of, save_random
 from tests.sim.workload import LIMITS, Workload
+from tests.tiers import EXHAUSTIVE
 
 pytestmark = pytest.mark.usefixtures("simulated_hpu", "default_buckets")
 
@@ -54,7 +55,7 @@ def impls_of(served: HPUDuoModel) -> set[Implementation]:
     return {impl for impl, _ in specs_of(served)}
 
 
-@pytest.mark.parametrize("name", [pytest.param("GAUDI2", marks=pytest.mark.slow), "GAUDI3"])
+@pytest.mark.parametrize("name", [pytest.param("GAUDI2", marks=EXHAUSTIVE), "GAUDI3"])
 def test_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_up(tiny: Tiny, name: str) -> None:
     work = Workload.random(24, seed=4)
     with fused.named(name):

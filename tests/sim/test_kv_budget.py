@@ -41,7 +41,7 @@ PLAN = KVPlan(
         # test_kept_tokens.py captures such a plan, too.
         pytest.param({"kv_plan": PLAN}, marks=pytest.mark.exhaustive),
         pytest.param({"kv_policy": "fastgen", "kv_budget": 10}, marks=pytest.mark.exhaustive),
-        {"kv_policy": "h2o", "kv_budget": 10, **WHOLE},
+        pytest.param({"kv_policy": "h2o", "kv_budget": 10, **WHOLE}, marks=pytest.mark.exhaustive),
         pytest.param(
             {"kv_policy": "h2o", "kv_budget": 10, "kv_prompt": "whole"}, marks=pytest.mark.exhaustive
         ),
