@@ -31,38 +31,37 @@ def run(config_dir: Path) -> Run:
 
 
 @pytest.mark.slow
-def test_tables_show_steps_operators_and_sources(run: Run) -> None:
-    result = run("--bucket", BUCKETS[0], "--fail-on-unknown")
+def test_tables_and_json_show_steps_operators_notes_and_sources(
+    run: Run, pattern: HeadPattern, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    normalise = reference.finish
+
+    def sorting(*args: Any) -> torch.Tensor:
+        out: torch.Tensor = normalise(*args)
+        return out.index_select(0, out[:, 0, 0, 0].argsort())
+
+    monkeypatch.setattr(reference, "finish", sorting)
+    result = run("--bucket", BUCKETS[2], "--fail-on-unknown")
     assert result.exit_code == 0, result.output
-    for text in (
-        BUCKETS[0],
-        "index_copy_",
-        "gaudi-pytorch-bridge",
-        "Nothing forbidden",
-        "(2, 0)",
-        "64 blocks",
-    ):
+    for text in (BUCKETS[2], "index_copy_", "gaudi-pytorch-bridge", "(2, 0)", "64 blocks"):
+        assert text in result.stdout
+    for text in ("Findings", "note", "64-bit tensor", "moe-routing", "topk_gen.cpp", "Nothing forbidden"):
         assert text in result.stdout
     assert "this project has not run on a Gaudi" in " ".join(result.stdout.split())
-
-
-@pytest.mark.slow
-def test_json_has_the_same_with_a_pattern_and_a_bucket_file(
-    run: Run, pattern: HeadPattern, tmp_path: Path
-) -> None:
     pattern.save(tmp_path / "pattern")
-    (tmp_path / "table.txt").write_text(BUCKETS[0])
-    result = run(
-        *("--pattern", tmp_path / "pattern", "--threshold", 0.5),
-        *("--buckets", tmp_path / "table.txt", "--json"),
-    )
-    assert result.exit_code == 0, result.output
-    fields = json.loads(result.stdout)
-    assert [step["name"] for step in fields["buckets"]] == [BUCKETS[0]]
+    (tmp_path / "table.txt").write_text(BUCKETS[2])
+    heads = ("--pattern", tmp_path / "pattern", "--threshold", 0.5)
+    fields = json.loads(run(*heads, "--buckets", tmp_path / "table.txt", "--json").stdout)
+    assert [(step["name"], step["num_findings"]) for step in fields["buckets"]] == [(BUCKETS[2], 1)]
     assert [(each["num_retrieval"], each["num_layers"]) for each in fields["recipes"]] == [(1, 2), (2, 1)]
     assert fields["unknown"] == fields["violations"] == []
     assert fields["buckets"][0]["work"]["matrix"]["num_operations"] > 0
     assert {key for each in fields["operators"] for key in each["sources"]} <= set(fields["sources"])
+    (note,) = fields["notes"]
+    assert (note["rule"], note["severity"]) == ("WIDE_DTYPE", "note")
+    assert note["operator"] == "aten.index_select.default"
+    assert "test_command.py" in note["source"]
+    assert set(note["shown_by"]) <= set(fields["sources"])
 
 
 @pytest.mark.slow
@@ -87,30 +86,6 @@ def test_experts_are_audited_like_any_layer(run: Run, tmp_path: Path, family: st
     assert fields["violations"] == fields["notes"] == fields["unknown"] == []
     assert all("topk" in step["operators"] for step in fields["buckets"])
     assert all(step["work"]["matrix"]["num_operations"] > 0 for step in fields["buckets"])
-
-
-@pytest.mark.slow
-def test_a_note_is_shown_with_its_sources_and_ends_with_zero(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    normalise = reference.finish
-
-    def sorting(*args: Any) -> torch.Tensor:
-        out: torch.Tensor = normalise(*args)
-        return out.index_select(0, out[:, 0, 0, 0].argsort())
-
-    monkeypatch.setattr(reference, "finish", sorting)
-    result = run("--bucket", BUCKETS[1])
-    assert result.exit_code == 0, result.output
-    for text in ("Findings", "note", "64-bit tensor", "moe-routing", "topk_gen.cpp", "Nothing forbidden"):
-        assert text in result.stdout
-    fields = json.loads(run("--bucket", BUCKETS[1], "--json").stdout)
-    (note,) = fields["notes"]
-    assert (note["rule"], note["severity"]) == ("WIDE_DTYPE", "note")
-    assert note["operator"] == "aten.index_select.default"
-    assert "test_command.py" in note["source"]
-    assert set(note["shown_by"]) <= set(fields["sources"])
-    assert [step["num_findings"] for step in fields["buckets"]] == [1]
 
 
 def test_a_forbidden_operator_ends_with_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
