@@ -294,6 +294,7 @@ def test_processes_that_cannot_share_the_work_are_refused_before_any_is_started(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_what_a_started_process_finds_wrong_is_told_once(identify: Run, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     result = identify(tmp_path, "--num-processes", "1")

@@ -24,9 +24,7 @@ from tests.engine.tiny import PATTERN, Tiny, serve
 from tests.modeling.families import prompts_of
 from tests.vendor import choose_mode, importable
 
-TABLE = BucketTable(
-    tuple(map(BatchShape.parse, ("--u/q4/s0/u40/l4", "-su/q4/s40/u40/l4", "csu/q16/s40/u40/l4")))
-)
+TABLE = BucketTable(tuple(map(BatchShape.parse, ("--u/q4/s0/u40/l4", "csu/q16/s40/u40/l4"))))
 PARAMS = SamplingParams(temperature=0, max_tokens=12)
 PROMPTS = prompts_of([60, 9, 33, 70])
 

@@ -158,6 +158,7 @@ def test_a_model_whose_layers_all_have_short_windows_is_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("launcher", every(2, ["own", "torchrun"]))
 def test_two_processes_find_the_gates_of_one(induction_dir: Path, tmp_path: Path, launcher: str) -> None:
     """Started by us or by torchrun, with the same global batch: bit by bit, as texts are summed in order."""

@@ -155,6 +155,7 @@ def peak_of_loading(member: Member, path: Path, rounding: str | None = None) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("name", every(2, ["gptq", "fp8 block"]))
 def test_a_load_takes_the_plain_model_and_about_a_layer(name: str, tmp_path: Path) -> None:
     for directory, sizes in (("large", WIDE), ("small", SIZES)):
@@ -165,6 +166,7 @@ def test_a_load_takes_the_plain_model_and_about_a_layer(name: str, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("name", every(3, ["int4", "int8", INC]))
 def test_a_load_that_rounds_takes_the_codes_and_about_a_layer(name: str, tmp_path: Path) -> None:
     for directory, sizes in (("large", WIDE), ("small", SIZES)):

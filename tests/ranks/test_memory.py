@@ -19,6 +19,8 @@ from hpu_duo.modeling.precision import Precision
 from hpu_duo.startup.sharding import load_rank
 from tests.modeling.families import make_config
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 SIZES = {
     "vocab_size": 8192,
     "hidden_size": 512,

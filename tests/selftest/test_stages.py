@@ -15,13 +15,13 @@ from hpu_duo.lab.selftest.stages import Stage, stages_of
 from hpu_duo.lab.selftest.subject import Subject
 from tests.selftest import misbehaving
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_ranks")]
 
 SUBJECT = Subject("cpu")
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, StageResult]:
+def results(forked_ranks: None) -> dict[str, StageResult]:
     stages = [
         Stage("first", "First", misbehaving.good),
         Stage("raises", "Raises", misbehaving.raises),
