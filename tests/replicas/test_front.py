@@ -81,6 +81,25 @@ def test_a_stream_whose_replica_dies_ends_with_an_error_and_never_as_complete(
     wait_until(lambda: sum(each.num_restarts for each in front.front.replicas.values()) == before + 1)
 
 
+@pytest.mark.slow
+def test_a_replica_that_hangs_is_killed_and_its_stream_ends_with_an_error(
+    http: httpx.Client, front: LiveFront
+) -> None:
+    """Three health checks of five seconds are without an answer."""
+    with http.stream("POST", "/v1/completions", json={"prompt": "endless", "stream": True}) as answer:
+        lines = answer.iter_lines()
+        first = next(lines)
+        name = json.loads(first.removeprefix("data: "))["replica"]
+        (hung,) = (each for each in front.front.replicas.values() if each.name == name)
+        assert hung.pid is not None
+        before = hung.num_restarts
+        os.kill(hung.pid, signal.SIGSTOP)
+        assert ask(http, "hello").json()["replica"] != name
+        *_, last = (line for line in lines if line)
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "replica_lost"
+    wait_until(lambda: hung.num_restarts == before + 1)
+
+
 def test_a_stream_that_ends_without_its_last_event_is_not_complete(http: httpx.Client) -> None:
     found = events(http, "short")
     assert json.loads(found[-1])["error"]["code"] == "replica_lost"
