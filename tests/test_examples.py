@@ -1,6 +1,7 @@
 """The examples run as they are written, and say what their texts promise."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,17 @@ def test_generate_prints_a_full_answer_for_each_of_its_four_prompts() -> None:
     assert 50 <= int(share[1]) <= 60
 
 
+def run_here(
+    name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """Run an example in this process, which has imported already what it needs."""
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_generate_shows_no_share_of_full_attention_for_short_prompts() -> None:
     source = (EXAMPLES / "generate.py").read_text(encoding="utf-8")
@@ -48,12 +60,15 @@ def test_a_document_is_read_once_and_its_questions_are_answered() -> None:
 
 
 @pytest.mark.slow
-def test_streaming_heads_halve_the_memory_before_they_cost_an_answer() -> None:
-    lines = run("streaming_heads.py", "--num-tokens", "800", "--num-passkeys", "2").splitlines()[1:]
+def test_streaming_heads_halve_the_memory_before_they_cost_an_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--num-tokens", "800", "--num-passkeys", "2")
+    lines = run_here("streaming_heads.py", *asked, monkeypatch=monkeypatch, capsys=capsys).splitlines()[1:]
     table = {}
     for line in lines:
-        sparsity, _, _, ratio, right, _, asked, low, _, high = line.split()
-        assert (asked, low, high) in {("2", "(34%", "100%)"), ("2", "(0%", "66%)")}
+        sparsity, _, _, ratio, right, _, total, low, _, high = line.split()
+        assert (total, low, high) in {("2", "(34%", "100%)"), ("2", "(0%", "66%)")}
         table[sparsity] = (float(ratio.rstrip("%")), int(right))
     assert list(table) == ["0%", "25%", "50%", "75%", "100%"]
     ratios = [ratio for ratio, _ in table.values()]
@@ -64,9 +79,10 @@ def test_streaming_heads_halve_the_memory_before_they_cost_an_answer() -> None:
 
 
 @pytest.mark.slow
-def test_heads_are_identified_and_enough_to_answer_with() -> None:
-    lines = run(
-        "identify_heads.py", "--steps", "20", "--max-length", "288", "--num-tokens", "800"
-    ).splitlines()
+def test_heads_are_identified_and_enough_to_answer_with(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--steps", "20", "--max-length", "288", "--num-tokens", "800")
+    lines = run_here("identify_heads.py", *asked, monkeypatch=monkeypatch, capsys=capsys).splitlines()
     assert "retrieval heads (layer.head): 1.0, 1.2, 2.1, 2.3" in lines
     assert lines[-1] == "passkeys found with the other heads streaming: 4 of 4"

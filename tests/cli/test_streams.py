@@ -78,7 +78,10 @@ def test_bytes_that_are_no_text_are_refused(variables: dict[str, str], option: s
     "command",
     [
         ["generate", "--help"],
-        ["generate", "--prompt", "a", "--max-new-tokens", "200", "--ignore-eos"],
+        pytest.param(
+            ["generate", "--prompt", "a", "--max-new-tokens", "200", "--ignore-eos"],
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_a_reader_that_has_had_enough_is_no_error(command: list[str]) -> None:

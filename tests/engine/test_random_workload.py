@@ -79,7 +79,11 @@ def check_against_each_alone(tiny: Tiny, pattern: HeadPattern | None, num_reques
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pattern", "num_requests"), [(None, 60), (PATTERN, 120)], ids=["full", "duo"])
+@pytest.mark.parametrize(
+    ("pattern", "num_requests"),
+    [pytest.param(None, 60, marks=pytest.mark.exhaustive), (PATTERN, 70)],
+    ids=["full", "duo"],
+)
 def test_every_request_gets_what_it_would_get_alone(
     tiny: Tiny, pattern: HeadPattern | None, num_requests: int
 ) -> None:

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graphs import BatchShape, BucketTable, GraphMissError, StepLimits
-from graphs.backends.compile import CompileBackend
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
 from hpu_duo.kv.prefix_tree import digest_of
@@ -144,7 +143,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
     tiny: Tiny = make_tiny(tmp_path_factory.mktemp("tiny"))
     cold = partial(tiny.load, pattern=PATTERN, enable_prefix_caching=False)
     exact = cold(num_blocks=16, max_num_seqs=3, max_chunk_rows=2)
-    trimmed = cold(num_blocks=32, graphs=CompileBackend(compiler="eager"), trim_chunks=True)
+    trimmed = cold(num_blocks=32, graphs="replay", trim_chunks=True)
     verified = cold(num_blocks=24, decode_len=4)
     cached = tiny.load(pattern=PATTERN, num_blocks=24, num_prefix_snapshots=3)
     return {
