@@ -63,7 +63,8 @@ def shared(tmp_path: Path, name: str) -> Any:
 def test_gemma3n_is_an_error_on_an_hpu_whose_graphs_cannot_read_the_host(tmp_path: Path) -> None:
     """Its MLPs copy a tensor of the host in each step."""
     shared(tmp_path, "Gemma3nTextConfig")
-    served = HPUDuoModel.from_pretrained(tmp_path, max_model_len=64, block_size=BLOCK, **CAPTURE["hpu-sim"])
+    limits = {"max_model_len": 32, "max_num_seqs": 1, "max_num_batched_tokens": 32, "block_size": BLOCK}
+    served = HPUDuoModel.from_pretrained(tmp_path, **limits, **CAPTURE["hpu-sim"])
     with pytest.raises(HpuRuleViolation, match=r"host and device meet inside a captured graph"):
         served.engine.generate(prompts_of([20]), SamplingParams(temperature=0, max_tokens=3))
 

@@ -1,4 +1,4 @@
-"""launch.sh from nothing to the first token on the simulated device, and each of its steps by itself."""
+"""launch.sh from nothing to the first token on the simulated device, each of its steps, and a profile."""
 
 import contextlib
 import json
@@ -15,6 +15,7 @@ import pytest
 from hpu_duo.heads import HeadPattern
 from tests.examples.gaudi.gaudi_server import GAUDI, GAUDI3, SIMULATED, Server, refusal
 from tests.modeling.families import make_config
+from tests.tiers import every
 
 ENV = ("--env", SIMULATED)
 QUESTION = {
@@ -51,7 +52,7 @@ def test_limits_are_chosen_with_reasons_and_kept(server: Server) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["limits.env", "limits.env.inputs"])
+@pytest.mark.parametrize("name", every(2, ["limits.env.inputs", "limits.env"]))
 def test_a_volume_that_fills_up_on_the_way_ends_with_one_sentence(server: Server, name: str) -> None:
     server.state.mkdir()
     (server.state / f"{name}.new").symlink_to("/dev/full")
@@ -72,15 +73,6 @@ def test_a_length_that_does_not_fit_is_refused_with_what_helps(server: Server) -
 
 
 @pytest.mark.slow
-def test_a_dry_run_shows_every_command_and_writes_nothing(server: Server) -> None:
-    done = server.launch(*ENV, "--dry-run")
-    assert done.returncode == 0, done.stderr
-    for command in ("plan", "warmup", "serve"):
-        assert f"would run: hpu-duo {command} " in done.stderr
-    assert not server.state.exists()
-
-
-@pytest.mark.slow
 def test_a_server_with_a_card_is_bound_to_the_cores_beside_it(server: Server) -> None:
     """The commands of a dry run, with the files of earlier steps made by hand."""
     server.has_cards(GAUDI3)
@@ -97,10 +89,14 @@ def test_a_server_with_a_card_is_bound_to_the_cores_beside_it(server: Server) ->
 
 
 @pytest.mark.slow
-def test_replicas_and_ranks_are_asked_of_every_command_that_has_to_know(server: Server) -> None:
+def test_a_dry_run_writes_nothing_and_shows_replicas_and_ranks_where_a_command_has_to_know(
+    server: Server,
+) -> None:
     variables = {"REPLICAS": "2", "ROUTER": "least-loaded", "TENSOR_PARALLEL_SIZE": "2"}
     done = server.launch(*ENV, "--dry-run", RETRIEVAL_PARALLEL="context", **variables)
     assert done.returncode == 0, done.stderr
+    assert "would run: hpu-duo plan " in done.stderr
+    assert not server.state.exists()
     shared = "--tensor-parallel-size 2 --retrieval-parallel context"
     (warmup,) = re.findall(r"would run: (hpu-duo warmup .*)", done.stderr)
     (serve,) = re.findall(r"would run: (hpu-duo serve .*)", done.stderr)
@@ -165,9 +161,24 @@ def test_limits_follow_the_choice_of_what_cards_share(server: Server) -> None:
     assert "--tensor-parallel-size 8 --retrieval-parallel context" in serve
 
 
+def profiles_steps(server: Server, directory: Path) -> None:
+    """Check that a deployment that is warm serves a load while its first steps are profiled."""
+    options = ("--env", SIMULATED, "--steps", "3", "--out", str(directory / "profile"))
+    load = ("--", "--num-prompts", "2", "--request-rate", "inf", "--input-len", "8", "--output-len", "8")
+    server.has_command("hl-prof-config", f'#!/bin/sh\necho "$@" > {directory}/configured\n')
+    done = server.run(str(GAUDI / "operate" / "profile.sh"), *options, *load, PORT="0", DRAIN_SECONDS="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith(".pt.trace.json.gz")
+    assert Path(done.stdout.strip()).is_file()
+    assert (directory / "configured").read_text() == "--use-template profile_api --hw-trace off\n"
+
+
 @pytest.mark.slow
-def test_a_bare_machine_serves_its_first_token_and_stops_at_sigterm(server: Server) -> None:
+def test_a_bare_machine_serves_its_first_token_stops_at_sigterm_and_is_profiled(
+    server: Server, tmp_path: Path
+) -> None:
     command = [str(GAUDI / "launch.sh"), *ENV]
+    server.environment["GRAPHS_BUDGET"] = "2"
     variables = {"PORT": "0", "DRAIN_SECONDS": "5", "LOG_REQUESTS": str(server.state / "calls.jsonl")}
     environment = {**server.environment, **variables}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
@@ -214,6 +225,7 @@ def test_a_bare_machine_serves_its_first_token_and_stops_at_sigterm(server: Serv
         "warm already",
     ):
         assert kept in second.stderr
+    profiles_steps(server, tmp_path)
     # Another setting makes the manifest stale, and each step says which command helps.
     stale = server.launch(*ENV, "serve", MAX_NUM_SEQS="1")
     assert "chosen for other settings (MAX_NUM_SEQS=2 -> MAX_NUM_SEQS=1)" in refusal(stale)
@@ -230,7 +242,7 @@ def test_a_bare_machine_serves_its_first_token_and_stops_at_sigterm(server: Serv
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("sent", "code"), every(2, [(signal.SIGTERM, 143), (signal.SIGINT, 130)]))
 def test_a_signal_ends_a_step_and_what_it_runs(
     server: Server, tmp_path: Path, sent: signal.Signals, code: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""The scripts beside launch.sh: an archive without prompts, two servers in one table, a profile, alerts."""
+"""The scripts beside launch.sh: an archive without prompts, two servers in one table, alerts."""
 
 from __future__ import annotations
 
@@ -40,6 +40,12 @@ def test_a_report_has_what_a_reader_asks_first_and_no_prompt_or_key(server: Serv
         f"DEVICE=cpu\nSTATE_DIR={server.state}\nHF_TOKEN=hf_abcdefgh1234\nMAX_NUM_BATCHED_TOKENS=64\n"
     )
     archive = tmp_path / "report.tar.gz"
+    # tests/selftest has the stages themselves.
+    server.has_command(
+        "hpu-duo",
+        '#!/bin/sh\n[ "$1" = selftest ] || exec python3 -m hpu_duo.cli "$@"\n'
+        '[ "$2 $3 $4 $5 $6" = "--device cpu --only machine --output" ] && echo {} >"$7/selftest.json"\n',
+    )
     done = server.run(
         str(OPERATE / "collect.sh"),
         *("--env", str(settings), "--log", str(log), "--log", str(calls), "--out", str(archive)),
@@ -132,28 +138,6 @@ def test_a_server_that_does_not_answer_is_told(server: Server, tmp_path: Path) -
         )
     )
     assert "theirs at http://127.0.0.1:1 was not measured" in said
-
-
-@pytest.mark.slow
-def test_so_many_steps_of_a_deployment_are_profiled(server: Server, tmp_path: Path) -> None:
-    warmed = server.launch("--env", SIMULATED, "limits", "plan", "warmup")
-    assert warmed.returncode == 0, warmed.stderr
-    command = (
-        str(OPERATE / "profile.sh"),
-        "--env",
-        SIMULATED,
-        "--steps",
-        "3",
-        "--out",
-        str(tmp_path / "profile"),
-    )
-    load = ("--", "--num-prompts", "2", "--request-rate", "inf", "--input-len", "8", "--output-len", "8")
-    server.has_command("hl-prof-config", f'#!/bin/sh\necho "$@" > {tmp_path}/configured\n')
-    done = server.run(*command, *load, PORT="0", DRAIN_SECONDS="1")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().endswith(".pt.trace.json.gz")
-    assert Path(done.stdout.strip()).is_file()
-    assert (tmp_path / "configured").read_text() == "--use-template profile_api --hw-trace off\n"
 
 
 def test_alerts_have_names_of_their_own_words_and_a_thing_to_do() -> None:
