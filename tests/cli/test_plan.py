@@ -247,6 +247,7 @@ def test_hardware_gives_the_blocks_and_a_picture_of_what_fits(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_budgets_of_time_and_memory_bound_the_table(hpu_duo: Run, config_dir: Path) -> None:
     def planned(*arguments: object) -> dict[str, object]:
         result = hpu_duo(

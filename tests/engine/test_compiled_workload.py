@@ -26,10 +26,10 @@ NUM_REQUESTS = 80
 TABLE = BucketTable.from_strings(
     [
         *("--u/q1/s0/u12/l1", "--u/q4/s0/u12/l4", "-su/q4/s12/u12/l4"),
-        *("c--/q16/s0/u0/l4", "cs-/q16/s12/u0/l4", "c-u/q16/s0/u12/l4", "csu/q16/s12/u12/l4"),
+        *("c-u/q16/s0/u12/l4", "csu/q16/s12/u12/l4"),
     ]
 )
-"""A bucket for each phase, and a smaller one, for the blocks of one request."""
+"""Buckets of steps with prompts or without, with shared blocks or without, and a smaller one."""
 
 
 class CountingRegions(CompileBackend):

@@ -91,8 +91,7 @@ def serve_and_interrupt(
     "seed",
     [
         *range(4),
-        *(pytest.param(seed, marks=pytest.mark.slow) for seed in (4, 5)),
-        *(pytest.param(seed, marks=EXHAUSTIVE) for seed in range(6, 12)),
+        *(pytest.param(seed, marks=EXHAUSTIVE) for seed in range(4, 12)),
     ],
 )
 def test_ctrl_c_at_any_line_of_a_step_costs_nobody_a_token(tiny: Tiny, seed: int) -> None:

@@ -128,6 +128,7 @@ def test_a_rank_that_lives_and_does_not_end_its_step_is_named_before_exchanges_t
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ranks_end_when_rank_0_is_killed(zoo: Zoo, tmp_path: Path) -> None:
     script = tmp_path / "lead.py"
     script.write_text(
