@@ -41,6 +41,10 @@ class CopyStream(Protocol):
         """Copy a few numbers from the host to the device; to be called in the context."""
         ...
 
+    def fetch(self, values: torch.Tensor) -> torch.Tensor:
+        """Copy to pinned memory of the host, to be read behind a later mark; to be called in the context."""
+        ...
+
     def mark(self) -> Mark:
         """Put a mark behind what is queued; to be called in the context."""
         ...
@@ -108,6 +112,11 @@ class CudaCopyStream:
     def send(self, values: torch.Tensor) -> torch.Tensor:
         """Copy by way of pinned memory, which torch keeps until the copy has ended."""
         return values.pin_memory().to(self._stream.device, non_blocking=True)
+
+    def fetch(self, values: torch.Tensor) -> torch.Tensor:
+        """Copy to pinned memory, which torch gives to nobody else until the copy has ended."""
+        on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        return on_host.copy_(values, non_blocking=True)
 
     def mark(self) -> CudaMark:
         """Record an event."""

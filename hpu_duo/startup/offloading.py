@@ -227,7 +227,7 @@ def check_runner(config: EngineConfig, device: torch.device, backend: str) -> No
     num_ranks, speculation = config.parallel.tensor_parallel_size, config.scheduler.speculation
     refused = {
         f"graphs={backend!r}": backend != "eager",
-        f"device={device.type!r}": device.type not in (("cpu",) if on_host else ("cpu", "cuda")),
+        f"device={device.type!r}": device.type not in ("cpu", "cuda"),
         f"tensor_parallel_size={num_ranks}": num_ranks > 1,
         "a model that drafts": speculation is not None and speculation.is_by_model,
         "record_steps": config.run.record_steps is not None,
@@ -239,8 +239,8 @@ def check_runner(config: EngineConfig, device: torch.device, backend: str) -> No
     for name, is_refused in refused.items():
         if is_refused:
             raise ValueError(
-                f"{option}: expected graphs='eager' on one CPU{'' if on_host else ' or GPU'}, without "
-                f"a model that drafts, record_steps, {without}, got {name}"
+                f"{option}: expected graphs='eager' on one CPU or GPU, without a model that drafts, "
+                f"record_steps, {without}, got {name}"
             )
 
 
@@ -302,7 +302,7 @@ class HostSlots(NamedTuple):
 def link_bytes(cache: CacheConfig, records: MemoryPlan, runtime: DeviceRuntime) -> int:
     """Return the bytes of the device that tiers allocate beside the stores.
 
-    These are buffers of a link, or tiles and blocks of ``cpu_attention``; both are in the memory of a CPU.
+    These are buffers of a link, or tiles of ``cpu_attention``, and its blocks where the device is a CPU.
 
     Args:
         records: stores of this rank, of whatever number of units.
@@ -312,13 +312,15 @@ def link_bytes(cache: CacheConfig, records: MemoryPlan, runtime: DeviceRuntime) 
     """
     if cache.cpu_attention is not None:
         num_blocks = int(cache.cpu_attention * _GIB) // max(1, records.block_bytes)
-        needed, free = planned_bytes(records, num_blocks), runtime.free_bytes()
-        if needed > free:
+        is_apart = isinstance(runtime, CopiesAside)
+        planned = planned_bytes(records, num_blocks, is_apart=is_apart)
+        free = host_memory().free if is_apart else runtime.free_bytes()
+        if (needed := planned.on_host + (0 if is_apart else planned.in_tiles)) > free:
             raise ValueError(
                 f"expected cpu_attention within the free memory of the host, {free:,} bytes, got {needed:,} "
                 "bytes"
             )
-        return needed
+        return planned.in_tiles if is_apart else needed
     if cache.kv_offloading_size is None or not isinstance(runtime, CopiesAside):
         return 0
     return staging_bytes(max(records.block_bytes, records.row_bytes), STAGING_BYTES)

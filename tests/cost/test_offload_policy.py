@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from hpu_duo import HPUDuoModel
 from hpu_duo.cli.app import app
 from hpu_duo.cli.planning.plan_offload import _kv_shares
-from hpu_duo.engine.on_host.attention import TILE_BYTES
+from hpu_duo.engine.on_host.attention import FAR_TILE_BYTES
 from hpu_duo.planning.offload import (
     FLEXGEN_T4,
     T4,
@@ -132,7 +132,7 @@ def small_machine(device: float, host: float, disk: float, up: float, read: floa
     unit = SMALL.layer_bytes * SMALL.num_layers
     return replace(
         FLEXGEN_T4,
-        device_memory=device * unit + 2.2 * TILE_BYTES,
+        device_memory=device * unit + 2.2 * FAR_TILE_BYTES,
         flexgen_memory=False,
         host_memory=host * unit,
         disk=disk * unit,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.device import runtime
 from hpu_duo.device.runtime import HostMemory
 from hpu_duo.engine.on_host import attention
+from hpu_duo.engine.on_host import runner as host_runner
 from hpu_duo.engine.on_host.attention import (
     TILE_BYTES,
     HostAttention,
@@ -28,6 +30,7 @@ from hpu_duo.engine.on_host.attention import (
     planned_bytes,
 )
 from hpu_duo.engine.on_host.choice import HostContextSizes, HostRates
+from hpu_duo.engine.on_host.crossing import Crossing, SameMemory, Streams, runs_of
 from hpu_duo.engine.on_host.runner import HostRunner
 from hpu_duo.engine.on_host.worker import Worker, WorkerThread
 from hpu_duo.request import FinishReason
@@ -97,6 +100,53 @@ def host_of(model: HPUDuoModel) -> HostRunner:
     return runner
 
 
+class FakeStreams:
+    """A runtime whose streams run at once; counts what waits for a mark, on the device and on the host."""
+
+    def __init__(self) -> None:
+        self.num_pinned = self.num_holds = self.num_waits = self.num_open = 0
+
+    def copy_stream(self) -> FakeStreams:
+        return self
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
+        self.num_pinned += memory.nbytes
+        return lambda: None
+
+    def synchronize(self) -> None:
+        """Everything has ended."""
+
+    @contextmanager
+    def after_launched(self) -> Iterator[None]:
+        self.num_open += 1
+        yield
+        self.num_open -= 1
+
+    def send(self, values: torch.Tensor) -> torch.Tensor:
+        assert self.num_open
+        return values.clone()
+
+    fetch = send
+
+    def mark(self) -> FakeStreams:
+        assert self.num_open
+        return self
+
+    def hold_computation(self) -> None:
+        assert not self.num_open
+        self.num_holds += 1
+
+    def wait(self) -> None:
+        self.num_waits += 1
+
+
+def crossing_on(device: str) -> Crossing:
+    """Return streams of a GPU, streams on a CPU, or none, for a name."""
+    if device == "cuda":
+        return Streams(runtime.CudaRuntime(torch.device("cuda")))
+    return SameMemory() if device == "cpu" else Streams(FakeStreams())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("mode", "options"),
     [
@@ -107,11 +157,17 @@ def host_of(model: HPUDuoModel) -> HostRunner:
     ],
     ids=["reference", "int8-auto", "duo-drafts", "duo-drafts-moved"],
 )
-def test_tokens_are_those_of_a_larger_device(tiny: Tiny, mode: str, options: dict[str, Any]) -> None:
-    params = [GREEDY, DRAWN] * 3
+def test_tokens_are_those_of_a_larger_device(
+    tiny: Tiny, mode: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of codes, and where blocks move, by streams."""
+    params, streams = [GREEDY, DRAWN] * 3, FakeStreams()
     wanted = tokens_of(serve(load(tiny, 0, **options), PROMPTS, params))
+    if mode != "attend":
+        monkeypatch.setattr(host_runner, "crossing_of", lambda _: Streams(streams))
     model = load(tiny, **options, mode=mode)
     runner = host_of(model)
+    assert streams.num_pinned == (0 if mode == "attend" else runner.host.num_bytes)
     chosen = set[bool]()
     if mode == "auto":
         assert all(0 < rate < math.inf for rate in runner.host.rates or (0,))
@@ -126,6 +182,51 @@ def test_tokens_are_those_of_a_larger_device(tiny: Tiny, mode: str, options: dic
     assert traffic.contexts > 0  # behind chunks of prompts
     assert (traffic.triples > 0) is (mode != "move")
     assert chosen == ({False, True} if mode == "auto" else set())
+    assert (streams.num_holds > 0) is (mode != "attend")
+    assert (streams.num_waits > 0) is (mode == "auto")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("attend", {}),
+        ("move", {"attention": "reference"}),
+        ("auto", {"kv_cache_dtype": "int8_per_token_head"}),
+        ("attend", {"pattern": PATTERN, "speculative_config": DRAFTS}),
+        ("move", {"pattern": PATTERN, "speculative_config": DRAFTS}),
+    ],
+    ids=["attend", "reference-move", "int8-auto", "duo-drafts", "duo-drafts-moved"],
+)
+def test_tokens_on_cuda_are_those_of_a_cpu(tiny: Tiny, mode: str, options: dict[str, Any]) -> None:
+    """Codes of other devices may be rounded the other way, so those are compared with a GPU's."""
+    options, device = {"attention": "auto", **options}, "cpu"
+    if "kv_cache_dtype" in options or options["attention"] == "reference":
+        device = "cuda"
+    wanted = tokens_of(serve(load(tiny, 0, **options, device=device), PROMPTS, GREEDY))
+    model = load(tiny, **options, mode=mode, device="cuda")
+    host, traffic = model.engine.scheduler.allocations.host, host_of(model).host.traffic
+    assert tokens_of(serve(model, PROMPTS, GREEDY)) == wanted
+    assert host is not None
+    assert host.num_moved > 0 == host.num_used
+    assert traffic.contexts > 0
+    if mode != "auto":
+        assert (traffic.triples > 0) is (mode == "attend")
+    else:
+        assert all(0 < rate < math.inf for rate in host_of(model).host.rates or (0,))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["attend", "move"])
+def test_tokens_with_weights_on_the_host_of_cuda_too_are_those_of_a_cpu(tiny: Tiny, mode: str) -> None:
+    """With so few blocks on the host that requests are preempted."""
+    options = {"max_num_seqs": 4, "pattern": PATTERN, "attention": "auto"}
+    prompts, params = prompts_of((50, 9, 31, 44, 40, 23, 48, 17), seed=6), replace(GREEDY, max_tokens=40)
+    wanted = tokens_of(serve(load(tiny, 0, **options, device="cpu"), prompts, params))
+    model = load(tiny, 3, mode=mode, **options, cpu_offload_gb=1e-6, num_blocks=14, device="cuda")
+    assert model.engine.runner.model.stream is not None
+    assert tokens_of(serve(model, prompts, params)) == wanted
+    assert model.stats().num_preemptions > 0
 
 
 def test_shares_of_a_policy_are_those_of_device_and_host(tiny: Tiny) -> None:
@@ -268,9 +369,9 @@ def test_device_and_host_are_within_the_memory_of_the_machine(
     plan, on_host = first.engine.runner.store.plan, first.engine_config.cache.cpu_attention
     assert on_host is not None
     host = host_of(first).host
-    num_bytes = planned_bytes(plan, NUM_ON_HOST)
-    assert num_bytes == host.num_bytes + host.staging_bytes
-    free = plan.total_bytes + num_bytes
+    planned = planned_bytes(plan, NUM_ON_HOST, is_apart=False)
+    assert planned == (host.num_bytes, host.staging_bytes)
+    free = plan.total_bytes + sum(planned)
     monkeypatch.setattr(runtime, "host_memory", lambda: HostMemory(8 * free, free))
     few: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "enable_prefix_caching": False}
     tiny.load(**few, num_blocks=NUM_BLOCKS, cpu_attention=on_host)
@@ -375,14 +476,22 @@ class Layer:
     """
 
     def __init__(
-        self, rows: Sequence[tuple[int, int]], worker: Worker, sizes: tuple[int, int, int, int], seed: int = 0
+        self,
+        rows: Sequence[tuple[int, int]],
+        worker: Worker,
+        sizes: tuple[int, int, int, int],
+        seed: int = 0,
+        device: str = "cpu",
     ) -> None:
         heads, group, dim, slots = sizes
         generator, total = torch.Generator().manual_seed(seed), sum(each for _, each in rows)
         k, v = (torch.randn(total + 1, heads, slots, dim, generator=generator) for _ in "kv")
-        self.k, self.v, units = k, v, of_stores(k, v)
-        spec = LayerSpec((HeadGroup(heads, Blocks()),), group, dim, 1.0, None, Implementation.SDPA)
-        self.spec, self.attention = spec, HostAttention([(units,)], [spec], total, worker)
+        place = torch.device("cuda" if device == "cuda" else "cpu")
+        self.k, self.v, units = k, v, of_stores(k.to(place), v.to(place))
+        impl = Implementation.TRITON if device == "cuda" else Implementation.SDPA
+        spec = LayerSpec((HeadGroup(heads, Blocks()),), group, dim, 1.0, None, impl)
+        self.spec = spec
+        self.attention = HostAttention([(units,)], [spec], total, worker, crossing_on(device))
         ids = torch.randperm(total, generator=generator).tolist()
         num_query, most = sum(num for num, _ in rows), max(num for num, _ in rows if num <= 2)
         self.q, first, found = torch.randn(num_query, heads, group, dim, generator=generator), 0, []
@@ -400,31 +509,50 @@ class Layer:
         )
         parts = StepParts(causal=True, shared=True, unique=True)
         self.step = Step(parts, tensors, most, torch.zeros(len(rows) * most), nothing, {})
-        self.inputs = PartInputs(self.q, NewKV(nothing, nothing), units, tensors, Scoring())
+        self.inputs = PartInputs(self.q.to(place), NewKV(nothing, nothing), units, tensors, Scoring())
 
     def attend(self) -> ElsewherePartials:
         """Begin the step, attend, and end it."""
         self.attention.begin(self.context)
-        join = self.attention.begin_part((0, 0), kernels(Implementation.SDPA), self.inputs, self.step)
+        join = self.attention.begin_part((0, 0), kernels(self.spec.impl), self.inputs, self.step)
         assert join is not None
         partials = join()
         self.attention.end()
         return partials
 
 
+@contextmanager
+def without_waits(device: str) -> Iterator[None]:
+    """Have operators that wait for a GPU raise an error."""
+    if device != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("moves_decodes", [False, True])
-def test_merged_triples_are_full_attention(moves_decodes: bool) -> None:
+@pytest.mark.parametrize("device", ["cpu", "streams", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_merged_triples_are_full_attention(moves_decodes: bool, device: str) -> None:
     rng = random.Random(1)
     for seed in range(20):
         sizes = (rng.choice((1, 2)), rng.choice((1, 2, 4)), rng.choice((8, 16)), rng.choice((4, 8)))
         rows = [(rng.choice((1, 1, 2, 5)), rng.randint(1, 9)) for _ in range(rng.randint(1, 4))] + [(1, 3)]
-        layer = Layer(rows, WorkerThread(), sizes, seed)
+        layer = Layer(rows, WorkerThread(), sizes, seed, device)
         layer.attention.moves_decodes = moves_decodes
         if seed % 2:  # tiles of two blocks
             tile = layer.attention._tiles
             for key, units in tile.items():
-                tile[key] = tuple(_like(each, 2) for each in units)
-        of_tokens, of_rows = layer.attend()
+                tile[key] = tuple(_like(each, 2, each.tensors[0].device) for each in units)
+        with without_waits(device):
+            of_tokens, of_rows = (
+                None if found is None else Partial(*(each.to("cpu", non_blocking=True) for each in found))
+                for found in layer.attend()
+            )
+        layer.attention._crossing.settle()
         for row, blocks in zip(layer.rows, layer.blocks):
             # What is on the device is one more block, which all rows see here.
             q = layer.q[row.first : row.first + row.num_new]
@@ -500,6 +628,11 @@ def test_measured_rates_are_those_of_the_clock() -> None:
     assert tuple(layer.attention.rates or ()) == pytest.approx(tuple(rates), rel=1e-6)
     assert layer.attention.worker is worker
     assert layer.attention.traffic.contexts == 0
+
+
+def test_neighbouring_blocks_are_one_copy() -> None:
+    assert runs_of([4, 5, 6, 2, 3, 0], [0, 1, 2, 3, 4, 5]) == [(4, 0, 3), (2, 3, 2), (0, 5, 1)]
+    assert runs_of([1, 2], [7, 9]) == [(1, 7, 1), (2, 9, 1)]
 
 
 def test_a_measured_link_is_no_faster_than_it_is() -> None:

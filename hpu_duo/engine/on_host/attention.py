@@ -8,17 +8,18 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from bias_builders import NOWHERE, Leading
 from hpu_duo.engine.on_host.choice import HostContextSizes, HostRates
+from hpu_duo.engine.on_host.crossing import Crossing, Run, SameMemory, copy_runs, runs_of
+from hpu_duo.engine.on_host.plans import WholeBlocks, ints, prompt_tensors, step_tensors
 from hpu_duo.engine.on_host.worker import TimedWorker, Worker
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.plan import MemoryPlan
@@ -37,19 +38,21 @@ from kernels_ref import (
     RowKind,
     Step,
     StepParts,
-    StepTensors,
     UnitLayout,
     empty,
     merge,
 )
 from kernels_ref.impl import Kernels, kernels
 from kernels_ref.partial import fold, packed, unfold, unpacked
-from kernels_ref.step import BlockStep, PartInputs, SlotMasks
+from kernels_ref.step import PartInputs
 from kernels_ref.unified import Elsewhere, ElsewherePartials, layer_kernels
 from kernels_ref.units import Encoding, units_of
 
+T = TypeVar("T")
 TILE_BYTES = 4 << 20
-"""Bytes of keys and values that move to the device at a time."""
+"""Bytes of keys and values that move at a time to a CPU as device: its caches hold them."""
+FAR_TILE_BYTES = 16 << 20
+"""The same for other devices, which take longer to be given the work of a tile than to do it."""
 _TRIAL_BYTES = 64 << 20
 """Bytes of keys and values by which rates are measured: more than caches of CPUs hold."""
 _TRIAL_ROWS, _NUM_TRIALS = 64, 3
@@ -115,6 +118,20 @@ class HostTraffic:
     contexts: int = 0
 
 
+class _Tile(NamedTuple):
+    """Some blocks of a row.
+
+    Attributes:
+        row: whose blocks they are.
+        runs: copies that bring them from the host to the first units of a buffer.
+        num_blocks: of the tile.
+    """
+
+    row: HostRow
+    runs: list[Run]
+    num_blocks: int
+
+
 class _Attending:
     """Rows that attend on the host in a step, and those whose blocks move to the device.
 
@@ -124,8 +141,14 @@ class _Attending:
     def __init__(self, there: Sequence[HostRow] = (), moved: Sequence[HostRow] = ()) -> None:
         self.there, self.moved = tuple(there), tuple(moved)
         self.num_blocks = sum(len(row.blocks) for row in there)
-        self._indices: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._tiles = dict[int, list[tuple[HostRow, torch.Tensor]]]()
+        self._built = dict[Hashable, Any]()
+
+    def once(self, key: Hashable, build: Callable[[], T]) -> T:
+        """Return what has been built for a key, or build it."""
+        if key not in self._built:
+            self._built[key] = build()
+        built: T = self._built[key]
+        return built
 
     @cached_property
     def owner(self) -> torch.Tensor:
@@ -135,18 +158,17 @@ class _Attending:
             owner[list(row.blocks)] = entry
         return owner.to(torch.int32)
 
-    def indices(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """Flat indices of the tokens of ``there``, and their places among those of all decode rows."""
-        if self._indices is None:
-            self._indices = _tokens(self.there, step), _places(self.there, step.decode_len)
-        return self._indices
+    def tiles(self, size: int) -> list[_Tile]:
+        """Blocks of ``moved`` in tiles of at most ``size``."""
+        return self.once(("tiles", size), partial(self._tiles_of, size))
 
-    def tiles(self, size: int) -> list[tuple[HostRow, torch.Tensor]]:
-        """Blocks of ``moved`` in tiles of at most ``size``, each with its row."""
-        if size not in self._tiles:
-            of_rows = ((row, torch.tensor(row.blocks).split(size)) for row in self.moved)
-            self._tiles[size] = [(row, blocks) for row, tiles in of_rows for blocks in tiles]
-        return self._tiles[size]
+    def _tiles_of(self, size: int) -> list[_Tile]:
+        tiles = []
+        for row in self.moved:
+            for begin in range(0, len(row.blocks), size):
+                blocks = row.blocks[begin : begin + size]
+                tiles.append(_Tile(row, runs_of(blocks, range(len(blocks))), len(blocks)))
+        return tiles
 
 
 class HostAttention(NotPicklable):
@@ -162,6 +184,7 @@ class HostAttention(NotPicklable):
         specs: attention of each layer.
         num_blocks: blocks of the host.
         worker: does the work of the host.
+        crossing: the way between device and host.
 
     Attributes:
         worker: as given; may be replaced between steps.
@@ -175,9 +198,15 @@ class HostAttention(NotPicklable):
     """
 
     def __init__(
-        self, layers: Sequence[LayerCache], specs: Sequence[LayerSpec], num_blocks: int, worker: Worker
+        self,
+        layers: Sequence[LayerCache],
+        specs: Sequence[LayerSpec],
+        num_blocks: int,
+        worker: Worker,
+        crossing: Crossing | None = None,
     ) -> None:
         self.worker, self.traffic = worker, HostTraffic()
+        self._crossing = SameMemory() if crossing is None else crossing
         self.moves_decodes: bool | None = False
         self.rates: HostRates | None = None
         self.num_blocks = num_blocks
@@ -188,12 +217,16 @@ class HostAttention(NotPicklable):
             for place, (group, units) in enumerate(zip(spec.groups, cache)):
                 if isinstance(group.kind, Blocks):
                     self._device[number, place] = units
-                    self._host[number, place] = _like(units, num_blocks)
+                    host = self._host[number, place] = _like(units, num_blocks, torch.device("cpu"))
+                    for tensor in host.tensors:
+                        self._crossing.pin(tensor)
                     key = units.encoding, units.layout.num_heads
                     self._alike[(*key, spec.group_size)].append((number, place))
                     if key not in self._tiles:
-                        size = _blocks_of_tile(num_blocks, unit_bytes(units))
-                        self._tiles[key] = _like(units, size), _like(units, size)
+                        device = units.tensors[0].device
+                        is_apart = device.type != "cpu"
+                        size = _blocks_of_tile(num_blocks, unit_bytes(units), is_apart=is_apart)
+                        self._tiles[key] = _like(units, size, device), _like(units, size, device)
         self.num_bytes = sum(units.num_bytes for units in self._host.values())
         self.staging_bytes = sum(each.num_bytes for tiles in self._tiles.values() for each in tiles)
         self._now = _Attending()
@@ -203,17 +236,20 @@ class HostAttention(NotPicklable):
         """Copy blocks to the host, and attend for the rows of a step from now on."""
         self._now = _Attending()
         if context.copies.shape[1]:
-            source, target = (torch.from_numpy(each.astype(np.int64)) for each in context.copies)
-            for key, units in self._device.items():
-                for device, host in zip(units.views, self._host[key].views):
-                    host.index_copy_(0, target, device.index_select(0, source))
-                self.traffic.blocks += len(source) * unit_bytes(units)
+            self._crossing.leave(partial(self._leave, runs_of(*context.copies.tolist())))
         if not context.rows:
             return
         moves_decodes = self._moving_is_faster(context) if self.moves_decodes is None else self.moves_decodes
         moved = [row for row in context.rows if moves_decodes or not row.is_decode]
         there = [row for row in context.rows if row.is_decode and not moves_decodes]
         self._now = _Attending(there, moved)
+
+    def _leave(self, runs: Sequence[Run]) -> None:
+        """Copy blocks of all layers to the host."""
+        num_blocks = sum(each.length for each in runs)
+        for key, units in self._device.items():
+            copy_runs(units.views, self._host[key].views, runs)
+            self.traffic.blocks += num_blocks * unit_bytes(units)
 
     @torch.inference_mode()
     def measure(self, specs: Sequence[LayerSpec], clock: Callable[[], float] = time.perf_counter) -> None:
@@ -233,10 +269,10 @@ class HostAttention(NotPicklable):
             view[:num_blocks].zero_()  # memory that was never written is one page
         long = [HostRow(0, 0, 1, tuple(range(num_blocks)), True)]
         short = [HostRow(row, row, 1, (row,), True) for row in range(min(num_blocks, _TRIAL_ROWS))]
-        timed = partial(self._timed, keys[0], specs[keys[0][0]], clock)
-        _, link, _, device = timed(_Attending((), long))
-        _, _, there, _ = timed(_Attending(long))
-        seconds, *_ = timed(_Attending((), short))
+        timed, settle = partial(self._timed, keys[0], specs[keys[0][0]], clock), self._crossing.settle
+        _, link, _, device = timed(_Attending((), long), settle)
+        _, _, there, _ = timed(_Attending(long), settle)
+        seconds, *_ = timed(_Attending((), short), None)
         self._now, self.traffic = _Attending(), HostTraffic()
         rates = HostRates(*(num_blocks * size / each for each in (link, there, device)))
         sizes = HostContextSizes(len(short) * size, 0.0, 0.0, len(short))
@@ -244,27 +280,39 @@ class HostAttention(NotPicklable):
         self.rates, self.moves_decodes = rates._replace(call=call), None
 
     def _timed(
-        self, key: tuple[int, int], spec: LayerSpec, clock: Callable[[], float], rows: _Attending
+        self,
+        key: tuple[int, int],
+        spec: LayerSpec,
+        clock: Callable[[], float],
+        rows: _Attending,
+        settle: Callable[[], None] | None,
     ) -> tuple[float, ...]:
         """Seconds of a group's attention to rows on the host: in all, and of link, host and device in it.
 
         Each is the least of some trials.
+
+        Args:
+            settle: see ``TimedWorker``; None = parts overlap as in a step, and only all of it is exact.
         """
         encoding, num_rows, worker = self._host[key].encoding, len(rows.there) + len(rows.moved), self.worker
         parts = StepParts(causal=False, shared=False, unique=True)
-        tensors = _step_tensors(positions=_ints(num_rows))
-        step = Step(parts, tensors, 1, _ints(num_rows), _ints(num_rows), {})
-        num_heads = spec.groups[key[1]].num_heads
-        q = torch.zeros(num_rows, num_heads, spec.group_size, encoding.dim, dtype=encoding.dtype)
+        device = self._device[key].tensors[0].device
+        numbers = ints(num_rows, device=device)
+        tensors = step_tensors(positions=numbers)
+        step = Step(parts, tensors, 1, numbers, numbers, {})
+        shape = num_rows, spec.groups[key[1]].num_heads, spec.group_size, encoding.dim
+        q = torch.zeros(shape, dtype=encoding.dtype, device=device)
         inputs = PartInputs(q, NewKV(q[:0], q[:0]), self._device[key], tensors, spec.scoring)
         run, self._now = layer_kernels(spec, parts), rows
         trials = []
         for _ in range(_NUM_TRIALS):
-            self.worker = timed = TimedWorker(worker, clock)
+            self.worker = timed = TimedWorker(worker, clock, settle)
+            self._crossing.settle()
             began = clock()
             join = self.begin_part(key, run, inputs, step)
             assert join is not None
             join()
+            self._crossing.settle()
             trials.append((clock() - began, timed.link[1], timed.host[1], timed.device[1]))
         self.worker = worker
         return tuple(map(min, zip(*trials)))
@@ -315,70 +363,110 @@ class HostAttention(NotPicklable):
             return None
         there = None
         if now.there:
-            attend = partial(self._attend, now, self._host[key], inputs, step)
+            tokens = self._tokens(now, now.there, step)
+            fetched = self._crossing.fetch(partial(inputs.q.index_select, 0, tokens))
+            attend = partial(self._attend, now, self._host[key], inputs, step.decode_len, fetched)
             there = self.worker.begin(attend)
         moved = self._begin_tiles(key, run, inputs, step) if now.moved else None
 
         def join() -> ElsewherePartials:
             of_tokens, of_rows = (None, None) if moved is None else moved()
             if there is not None:
-                found = there()
+                found = unpacked(self._crossing.bring(there()))
                 of_rows = of_rows or _of_rows(inputs, step)
-                _put(of_rows, now.indices(step)[1], found)
+                _put(of_rows, self._places(now, now.there, step), found)
             return ElsewherePartials(of_tokens, of_rows)
 
         return join
 
-    def _attend(self, now: _Attending, host: KVUnits, inputs: PartInputs, step: Step) -> Partial:
-        """Attend on the host for decode rows: the triples of their tokens, ``[n * M, K, G, ...]``."""
-        worker, decode_len, tokens = self.worker, step.decode_len, now.indices(step)[0]
-        num_bytes = len(tokens) * inputs.q[0].nbytes
-        q = worker.move(num_bytes, lambda: inputs.q.index_select(0, tokens))
+    def _tokens(self, now: _Attending, rows: tuple[HostRow, ...], step: Step) -> torch.Tensor:
+        """See the function; on the device."""
+        return now.once(("tokens", *_numbers(rows)), lambda: self._crossing.bring(_tokens(rows, step)))
+
+    def _places(self, now: _Attending, rows: tuple[HostRow, ...], step: Step) -> torch.Tensor:
+        """See the function; on the device."""
+        return now.once(
+            ("places", *_numbers(rows)), lambda: self._crossing.bring(_places(rows, step.decode_len))
+        )
+
+    def _attend(
+        self,
+        now: _Attending,
+        host: KVUnits,
+        inputs: PartInputs,
+        decode_len: int,
+        fetched: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        """Attend on the host for decode rows: the triples of their tokens, ``[n * M, K, G, D + 2]``."""
+        worker, num_tokens = self.worker, len(now.there) * decode_len
+        num_bytes = num_tokens * inputs.q[0].nbytes
+        q = worker.move(num_bytes, fetched)
         self.traffic.queries += num_bytes
-        found = _whole_blocks(kernels(Implementation.SDPA), host, inputs, fold(q, decode_len), now.owner)
+        self._crossing.has_left()
+        plan = now.once(("whole", host.layout), partial(WholeBlocks.of, len(now.there), now.owner, host))
+        found = plan.attend(kernels(Implementation.SDPA), host, inputs, fold(q, decode_len))
         worker.host_reads(now.num_blocks * unit_bytes(host))
         triple = packed(unfold(found, decode_len))
         self.traffic.triples += triple.nbytes
-        return unpacked(worker.move(triple.nbytes, triple.clone))
+        return worker.move(triple.nbytes, triple.clone)
 
     def _begin_tiles(
         self, key: tuple[int, int], run: Kernels, inputs: PartInputs, step: Step
     ) -> Callable[[], tuple[Partial | None, Partial | None]]:
         """Begin to copy the blocks of rows to the device; returns what attends to them there."""
-        host = self._host[key]
+        host, now, crossing = self._host[key], self._now, self._crossing
         buffers = self._tiles[host.encoding, host.layout.num_heads]
-        tiles = self._now.tiles(buffers[0].layout.num_units - 1)
+        tiles = now.tiles(buffers[0].layout.num_units - 1)
 
         def copy(number: int) -> KVUnits:
-            units, blocks = buffers[number % 2], tiles[number][1]
-            num_bytes = len(blocks) * unit_bytes(host)
-            self.worker.move(num_bytes, partial(_copy_units, host, units, blocks))
+            units, tile = buffers[number % 2], tiles[number]
+            num_bytes = tile.num_blocks * unit_bytes(host)
+            self.worker.move(num_bytes, partial(copy_runs, host.views, units.views, tile.runs))
             self.traffic.contexts += num_bytes
             return units
 
-        coming = self.worker.begin(partial(copy, 0))
+        coming = crossing.begin_tile(self.worker, partial(copy, 0))
 
         def join() -> tuple[Partial | None, Partial | None]:
             nonlocal coming
-            found = dict[HostRow, Partial]()
-            for number, (row, blocks) in enumerate(tiles):
-                units = coming()
-                if number + 1 < len(tiles):
-                    coming = self.worker.begin(partial(copy, number + 1))
-                part = _tile(run, units, inputs, step, row, len(blocks))
-                self.worker.device_reads(len(blocks) * unit_bytes(host))
-                found[row] = merge(found[row], part) if row in found else part
+            found = dict[int, Partial]()
+            for place, tile in enumerate(tiles):
+                units, row = coming(), tile.row
+                if place + 1 < len(tiles):
+                    coming = crossing.begin_tile(self.worker, partial(copy, place + 1))
+                part = self._attend_tile(now, run, units, inputs, step, tile)
+                self.worker.device_reads(tile.num_blocks * unit_bytes(host))
+                number = row.ring_row
+                found[number] = merge(found[number], part) if number in found else part
             of_tokens = of_rows = None
-            for row, part in found.items():
+            for row in now.moved:
+                part = found[row.ring_row]
                 if row.is_decode:
                     of_rows = of_rows or _of_rows(inputs, step)
-                    _put(of_rows, _places((row,), step.decode_len), part)
+                    _put(of_rows, self._places(now, (row,), step), part)
                 else:
                     of_tokens = of_tokens or empty(inputs.q, host.encoding.value_dim)
-                    _put(of_tokens, torch.arange(row.first, row.first + row.num_new), part)
+                    for whole, some in zip(of_tokens, part):
+                        whole[row.first : row.first + row.num_new] = some
             return of_tokens, of_rows
 
         return join
+
+    def _attend_tile(
+        self, now: _Attending, run: Kernels, units: KVUnits, inputs: PartInputs, step: Step, tile: _Tile
+    ) -> Partial:
+        """The new tokens of a row against a tile of its blocks on the device, ``[num_new, K, G, ...]``."""
+        row, num_blocks = tile.row, tile.num_blocks
+        key, device = ("tile", row.ring_row, num_blocks, units.layout), units.tensors[0].device
+        if row.is_decode:
+            owner = partial(ints, num_blocks, device=device)
+            plan = now.once(key, lambda: WholeBlocks.of(1, owner(), units))
+            q = inputs.q.index_select(0, self._tokens(now, (row,), step))
+            found = plan.attend(run, units, inputs, fold(q, step.decode_len))
+            return unfold(found, step.decode_len)
+        tensors = now.once(key, lambda: prompt_tensors(row, num_blocks, units.layout.num_slots, device))
+        q = inputs.q[row.first : row.first + row.num_new]
+        return run.shared_blocks(inputs._replace(q=q, units=units, tensors=tensors, rule=None))
 
 
 class _OfLayer(NamedTuple):
@@ -418,12 +506,20 @@ def check_specs(specs: Sequence[LayerSpec], states: Iterable[RowKind] = ()) -> N
         )
 
 
-def planned_bytes(memory: MemoryPlan, num_blocks: int) -> int:
-    """Return the bytes of all blocks on the host, and of tiles on the device, as ``HostAttention`` has them.
+class PlannedBytes(NamedTuple):
+    """Bytes of blocks on the host, and of tiles on the device."""
+
+    on_host: int
+    in_tiles: int
+
+
+def planned_bytes(memory: MemoryPlan, num_blocks: int, *, is_apart: bool) -> PlannedBytes:
+    """Return the bytes that ``HostAttention`` allocates.
 
     Args:
         memory: stores of the device, of whatever number of blocks.
         num_blocks: blocks of the host.
+        is_apart: the device is no CPU.
     """
     tiles = {
         (group.format, layer.head_dim, layer.value_dim, group.num_heads): layer.unit_bytes(
@@ -433,12 +529,14 @@ def planned_bytes(memory: MemoryPlan, num_blocks: int) -> int:
         for group in layer.own_groups
         if isinstance(group.kind, Blocks)
     }
-    in_tiles = sum(2 * (_blocks_of_tile(num_blocks, size) + 1) * size for size in tiles.values())
-    return (num_blocks + 1) * memory.block_bytes + in_tiles
+    in_tiles = sum(
+        2 * (_blocks_of_tile(num_blocks, size, is_apart=is_apart) + 1) * size for size in tiles.values()
+    )
+    return PlannedBytes((num_blocks + 1) * memory.block_bytes, in_tiles)
 
 
-def _blocks_of_tile(num_blocks: int, unit_bytes: int) -> int:
-    return max(1, min(num_blocks, TILE_BYTES // unit_bytes))
+def _blocks_of_tile(num_blocks: int, unit_bytes: int, *, is_apart: bool) -> int:
+    return max(1, min(num_blocks, (FAR_TILE_BYTES if is_apart else TILE_BYTES) // unit_bytes))
 
 
 def unit_bytes(units: KVUnits) -> int:
@@ -446,64 +544,16 @@ def unit_bytes(units: KVUnits) -> int:
     return sum(view[0].nbytes for view in units.views)
 
 
-def _like(units: KVUnits, num_units: int) -> KVUnits:
-    """Units in host memory of the sizes and format of others, and one more, which padding reads."""
+def _like(units: KVUnits, num_units: int, device: torch.device) -> KVUnits:
+    """Units of the sizes and format of others, and one more, which padding reads."""
     layout = UnitLayout.dense(num_units + 1, units.layout.num_heads, units.layout.num_slots)
-    num_vectors, cpu = layout.num_units * layout.unit_stride, torch.device("cpu")
-    tensors = [reserved_zeros((num_vectors, each.shape[-1]), each.dtype, cpu) for each in units.tensors]
+    num_vectors = layout.num_units * layout.unit_stride
+    tensors = [reserved_zeros((num_vectors, each.shape[-1]), each.dtype, device) for each in units.tensors]
     return units_of(tuple(tensors), layout, units.encoding)
 
 
-def _copy_units(source: KVUnits, target: KVUnits, blocks: torch.Tensor) -> None:
-    for one, other in zip(source.views, target.views):
-        torch.index_select(one, 0, blocks, out=other[: len(blocks)])
-
-
-def _ints(*sizes: int, value: int = 0) -> torch.Tensor:
-    return torch.full(sizes, value, dtype=torch.int32)
-
-
-def _step_tensors(**fields: torch.Tensor) -> StepTensors:
-    """The plan of a step with these fields; nothing reads the others."""
-    return StepTensors(**{name: fields.get(name, _ints(0)) for name in StepTensors._fields})
-
-
-def _whole_blocks(
-    run: Kernels, units: KVUnits, inputs: PartInputs, q_NKHD: torch.Tensor, owner: torch.Tensor
-) -> Partial:
-    """The tokens of rows against all slots of the blocks that they own: ``[N, K, M * G, ...]``."""
-    num_rows, null = len(q_NKHD), units.layout.num_units - 1
-    tail_start = _ints(num_rows, 1, value=NOWHERE)
-    tensors = _step_tensors(owner=owner, tail_block=_ints(num_rows, 1, value=null), tail_start=tail_start)
-    # As many tokens as queries of a head, of which each sees no slot of a tail.
-    tails = Leading(_ints(num_rows, 1, 1))
-    plan = BlockStep(_ints(0), tails, _ints(num_rows, 1), SlotMasks.of(tails, units.layout.num_slots))
-    return run.unique_blocks(inputs._replace(q=q_NKHD, units=units, tensors=tensors, rule=None), plan)
-
-
-def _tile(
-    run: Kernels, units: KVUnits, inputs: PartInputs, step: Step, row: HostRow, num_blocks: int
-) -> Partial:
-    """The new tokens of a row against a tile of its blocks on the device, ``[num_new, K, G, ...]``."""
-    if row.is_decode:
-        q = fold(inputs.q.index_select(0, _tokens((row,), step)), step.decode_len)
-        return unfold(_whole_blocks(run, units, inputs, q, _ints(num_blocks)), step.decode_len)
-    q, size = inputs.q[row.first : row.first + row.num_new], units.layout.num_slots
-    number = torch.arange(num_blocks, dtype=torch.int32)
-    end = _ints(1, value=num_blocks * size)
-    reads = torch.cat([_ints(1, num_blocks, value=1), _ints(1, num_blocks)])
-    tensors = _step_tensors(
-        positions=end.expand(row.num_new),
-        row=_ints(row.num_new),
-        causal_row=_ints(row.num_new),
-        row_start=end,
-        row_num_new=_ints(1, value=row.num_new),
-        row_query_start=_ints(1),
-        shared_block=number,
-        shared_start=number * size,
-        shared_reads=reads,
-    )
-    return run.shared_blocks(inputs._replace(q=q, units=units, tensors=tensors, rule=None))
+def _numbers(rows: Iterable[HostRow]) -> Iterator[int]:
+    return (row.ring_row for row in rows)
 
 
 def _tokens(rows: Sequence[HostRow], step: Step) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from hpu_duo.engine.executor import Executor
 from hpu_duo.engine.on_host.attention import HostAttention, HostContext, check_specs
 from hpu_duo.engine.on_host.choice import HostDecodes
+from hpu_duo.engine.on_host.crossing import crossing_of
 from hpu_duo.engine.on_host.worker import WorkerThread
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.engine.stepper import NO_ERRORS, Runner, StepHandle
@@ -35,7 +36,8 @@ class HostRunner(Runner):
         super().__init__(executor, vocab_size, max_model_len)
         check_specs(executor.model.specs, executor.model.recurrences)
         specs = executor.model.specs
-        self.host = HostAttention(executor.store.layers, specs, num_blocks, WorkerThread())
+        crossing = crossing_of(executor.runtime)
+        self.host = HostAttention(executor.store.layers, specs, num_blocks, WorkerThread(), crossing)
         if mode is HostDecodes.AUTO:
             self.host.measure(specs)
         else:

@@ -88,13 +88,20 @@ class TimedWorker:
 
     Args:
         clock: seconds, in any thread.
+        settle: waits for a device that runs behind, after each part of the work; None for a device that does
+            not.
 
     Attributes:
         link, host, device: bytes that were copied, and that host and device attended to, and seconds of each.
     """
 
-    def __init__(self, worker: Worker, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._worker, self._clock = worker, clock
+    def __init__(
+        self,
+        worker: Worker,
+        clock: Callable[[], float] = time.perf_counter,
+        settle: Callable[[], None] | None = None,
+    ) -> None:
+        self._worker, self._clock, self._settle = worker, clock, settle
         self.link, self.host, self.device = (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)
         self._moved_at = self._device_at = 0.0
 
@@ -114,7 +121,11 @@ class TimedWorker:
         """Copy, and time it; the host attends from here on."""
         began = self._clock()
         result = self._worker.move(num_bytes, copy)
+        if self._settle is not None:
+            self._settle()
         self._moved_at = self._clock()
+        if self._settle is not None:
+            self._device_at = self._moved_at  # nothing ran beside the copy
         self.link = self.link[0] + num_bytes, self.link[1] + self._moved_at - began
         return result
 
@@ -126,7 +137,10 @@ class TimedWorker:
     def device_reads(self, num_bytes: int) -> None:
         """See ``Worker``."""
         self._worker.device_reads(num_bytes)
-        self.device = self.device[0] + num_bytes, self.device[1] + self._clock() - self._device_at
+        if self._settle is not None:
+            self._settle()
+        began, self._device_at = self._device_at, self._clock()
+        self.device = self.device[0] + num_bytes, self.device[1] + self._device_at - began
 
     def drain(self) -> None:
         """See ``Worker``."""

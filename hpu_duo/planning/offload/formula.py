@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hpu_duo.engine.on_host.attention import TILE_BYTES
+from hpu_duo.engine.on_host.attention import FAR_TILE_BYTES
 from hpu_duo.modeling.weight_stream import buffer_numbers
 
 BLOCK_SIZE = 128
@@ -406,7 +406,7 @@ class Formula:
             + unit * model.num_layers
             + self.num_rows * held
             + self.batch_size * max(layer, logits)
-            + has_tiles * 2 * (max(TILE_BYTES, unit) + unit),
+            + has_tiles * 2 * (max(FAR_TILE_BYTES, unit) + unit),
             weights_device=model.layer_bytes * model.num_layers,
             kv_device=self._stored_bytes(),
             activations_device=self.num_rows * num_tokens * 2 * model.act_bytes,
