@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,6 +83,21 @@ def tree_of(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text(encoding="utf-8"))
 
 
+@cache
+def nodes_of(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """All nodes of a module, which several tests look through: to walk takes longer than to look."""
+    return tuple(ast.walk(tree))
+
+
+def statements(tree: ast.Module) -> list[Any]:
+    """Statements of a module at any depth, without the nodes of their expressions."""
+    found: list[Any] = [tree]
+    for node in found:  # it grows meanwhile
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            found += getattr(node, name, ())
+    return found
+
+
 def is_leaf(module: str) -> bool:
     return any(module == leaf or module.startswith(leaf + ".") for leaf in LEAVES)
 
@@ -97,7 +113,7 @@ def definitions(node: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[t
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Lines and texts of docstrings, those behind assignments included."""
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             text = node.value.value
             if isinstance(text, str):
@@ -176,9 +192,9 @@ assert not loaded, loaded
 def test_only_the_named_modules_read_the_environment() -> None:
     for module in MODULES:
         tree = tree_of(module)
-        names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        names = {node.attr for node in nodes_of(tree) if isinstance(node, ast.Attribute)}
         names |= {
-            alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+            alias.name for node in nodes_of(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
         }
         reads = names & {"environ", "environb", "getenv", "getenvb"}
         assert not reads or module in READS_ENVIRONMENT, f"{module} reads {reads}"
@@ -197,7 +213,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def private_names_of_torch(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
@@ -221,7 +237,7 @@ def names_of_torch(tree: ast.Module) -> set[str]:
     """Names that a module has for torch, and for what it imports of torch."""
     aliases = [
         (getattr(node, "module", None) or alias.name, alias.asname or alias.name.partition(".")[0])
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     ]
@@ -231,19 +247,19 @@ def names_of_torch(tree: ast.Module) -> set[str]:
 def test_nothing_patches_torch() -> None:
     for module in MODULES:
         tree = tree_of(module)
-        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        imports = [node for node in nodes_of(tree) if isinstance(node, ast.ImportFrom)]
         imported = {alias.name for node in imports for alias in node.names}
         of_torch = names_of_torch(tree)
         stored = [
             ast.unparse(node)
-            for node in ast.walk(tree)
+            for node in nodes_of(tree)
             if isinstance(node, ast.Attribute)
             and not isinstance(node.ctx, ast.Load)
             and dotted(node).partition(".")[0] in of_torch
         ]
         set_by_name = [
             ast.unparse(node)
-            for node in ast.walk(tree)
+            for node in nodes_of(tree)
             if isinstance(node, ast.Call)
             and dotted(node.func) in ("setattr", "delattr")
             and dotted(node.args[0]).partition(".")[0] in of_torch
@@ -307,7 +323,7 @@ def test_functions_fit_on_a_screen_or_two_behind_parameters_and_docstring(packag
     too_long = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}"
         for path in sorted((ROOT / package).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in statements(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and num_statement_lines(node) > MOST_FUNCTION_LINES
     ]

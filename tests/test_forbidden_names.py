@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from tests.test_architecture import MODULES, dotted, tree_of
+from tests.test_architecture import MODULES, dotted, nodes_of, tree_of
 
 TRANSFORMERS_INTERNALS = "hpu_duo.modeling.transformers_internals"
 """The file with all private names of transformers, and the versions that they were tried with."""
@@ -24,7 +24,7 @@ def private_names_of_transformers(tree: ast.Module) -> Iterator[str]:
 
     Those of the module's own classes are not counted: an object may use another one of its class.
     """
-    nodes = [*ast.walk(tree)]
+    nodes = nodes_of(tree)
     imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     if not any("transformers" in ast.unparse(node) for node in imports):
         return
@@ -52,13 +52,13 @@ def test_nothing_is_read_that_may_run_code() -> None:
         tree = tree_of(module)
         imported = {
             name.partition(".")[0]
-            for node in ast.walk(tree)
+            for node in nodes_of(tree)
             if isinstance(node, ast.Import | ast.ImportFrom)
             for name in [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
         }
         assert not imported & RUNS_CODE_WHEN_READ, module
         assert "multiprocessing" not in imported or module in SPAWNS, module
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        for call in (node for node in nodes_of(tree) if isinstance(node, ast.Call)):
             name = ast.unparse(call.func)
             options = {each.arg: ast.unparse(each.value) for each in call.keywords}
             assert name.rpartition(".")[2] not in EXCHANGES_OBJECTS, module

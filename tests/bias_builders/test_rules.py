@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bias_builders import (
@@ -108,6 +108,7 @@ def test_terms_are_a_union_of_intersections_of_the_same_visibility(rule: Rule) -
     assert np.array_equal(found, expected(rule))
 
 
+@settings(max_examples=40)
 @given(rules(), rules())
 def test_union_and_intersection_are_those_of_sets_and_distinct_by_key(a: Rule, b: Rule) -> None:
     assert np.array_equal(expected(RuleUnion((a, b))), expected(a) | expected(b))

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from hpu_duo.builtin import MODEL_DIR
+from tests.tiers import further
 
 SCRIPT = """
 import sys
@@ -24,7 +25,8 @@ LIMITS = ("--max-num-seqs=2", "--max-num-batched-tokens=64", "--max-model-len=25
 @pytest.mark.parametrize(
     ("command", "imported"),
     [
-        (("plan", *LIMITS, "--num-blocks=8", "--graphs-budget=4"), ""),
+        # test_a_plan_imports_neither_torch_nor_transformers is faster.
+        *further((("plan", *LIMITS, "--num-blocks=8", "--graphs-budget=4"), "")),
         # The kinds of heads, by which bytes and work are counted, are classes with code for torch.
         (("capacity", "--context=512"), "torch"),
         (("simulate", "--num-requests=2", "--workload=poisson:outputs=2"), "torch"),

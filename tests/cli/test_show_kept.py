@@ -13,6 +13,7 @@ from typer.testing import Result
 
 from hpu_duo.cli.inspection.show_kept import heat_line
 from hpu_duo.config.kv_plan import Keep, KVPlan
+from tests.tiers import further
 
 Run = Callable[..., Result]
 TEXT = "abcdefghij" * 6
@@ -71,7 +72,7 @@ def test_no_new_token_shows_what_the_prompt_left(hpu_duo: Run, model_dir: Path) 
     assert all(head["positions"] == [56, 57, 58, 59] for heads in told["layers"] for head in heads)
 
 
-@pytest.mark.parametrize("suffix", ["svg", "png"])
+@pytest.mark.parametrize("suffix", ["svg", *further("png")])
 def test_equal_runs_draw_equal_pictures(hpu_duo: Run, model_dir: Path, tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
     pictures = [tmp_path / f"{name}.{suffix}" for name in ("one", "two")]

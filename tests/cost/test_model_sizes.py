@@ -120,7 +120,7 @@ CHANGES: dict[str, tuple[Any, ...]] = {
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_file_is_read_as_transformers_reads_it_and_refused_where_it_is(data: st.DataObject) -> None:
     kinds: list[Any] = [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config]
     kind = data.draw(st.sampled_from(kinds))

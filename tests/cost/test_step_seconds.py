@@ -24,6 +24,7 @@ from hpu_duo.planning import (
 from hpu_duo.planning.roofline import StepSeconds
 from kernels_ref import PLAIN
 from tests.cost.test_capacity import LLAMA_3_8B
+from tests.tiers import further
 
 EXPERTS = ModelSize(
     "experts",
@@ -81,7 +82,7 @@ def recording(limits: StepLimits, seed: int) -> dict[BatchShape, int]:
     return found
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, *further(2)])
 def test_a_table_planned_by_seconds_pads_less_than_one_planned_by_relative_cost(seed: int) -> None:
     limits = StepLimits(
         max_num_seqs=16,

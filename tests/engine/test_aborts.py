@@ -14,7 +14,7 @@ from tests.modeling.families import prompts_of
 from tests.tiers import crossed
 
 
-@pytest.mark.parametrize(("seed", "pattern"), crossed(range(6), {"full": None, "duo": PATTERN}))
+@pytest.mark.parametrize(("seed", "pattern"), crossed(range(6), {"full": None, "duo": PATTERN}, fast="013"))
 def test_aborts_at_random_times_leave_the_others_unchanged(
     tiny: Tiny, pattern: HeadPattern | None, seed: int
 ) -> None:

@@ -17,7 +17,7 @@ from hpu_duo.sampling import SamplingParams
 from hpu_duo.startup.warm_up_estimate import configuration_of
 from tests.engine.tiny import PATTERN, Tiny, make_tiny, serve, tokens_of
 from tests.modeling.families import BASE, prompts_of, save_random
-from tests.tiers import EXHAUSTIVE
+from tests.tiers import EXHAUSTIVE, further
 
 PROMPTS = prompts_of([17, 1, 33, 8], seed=4)
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -47,8 +47,10 @@ def load_drafting(tiny: Tiny, model: Path, **options: Any) -> HPUDuoModel:
 @pytest.mark.parametrize(
     ("params", "options"),
     [
-        (SEEDED, {"pattern": PATTERN}),
-        (replace(SEEDED, logprobs=2, n=3), {"graphs": "replay", "attention": "sdpa"}),
+        *further(
+            (SEEDED, {"pattern": PATTERN}),
+            (replace(SEEDED, logprobs=2, n=3), {"graphs": "replay", "attention": "sdpa"}),
+        ),
         pytest.param(GREEDY, {"num_blocks": 14, "max_model_len": 64}, marks=pytest.mark.slow),
         pytest.param(GREEDY, {"graphs": CompileBackend("eager"), "pattern": PATTERN}, marks=EXHAUSTIVE),
         pytest.param(GREEDY, {"graphs": "compile", "pattern": PATTERN}, marks=EXHAUSTIVE),
@@ -73,7 +75,7 @@ def test_tokens_are_those_without_drafts(
     assert stats.num_graph_misses == 0
 
 
-@pytest.mark.parametrize("options", [{"num_blocks": 20}, {"graphs": "replay"}])
+@pytest.mark.parametrize("options", [{"num_blocks": 20}, *further({"graphs": "replay"})])
 def test_the_served_model_as_its_own_draft_is_always_right(tiny: Tiny, options: dict[str, Any]) -> None:
     """Through prompts in chunks, forks, prefix hits, preemption and blocks that move."""
     drafting = load_drafting(tiny, tiny.path, **options)

@@ -24,6 +24,7 @@ SAMPLED = [
         [4, 16],
         {"greedy": GREEDY, "sampled": SAMPLED},
         {"full": None, "duo": PATTERN},
+        fast=("4",),
     ),
 )
 def test_preempt_and_resume_gives_the_tokens_of_an_uninterrupted_run(

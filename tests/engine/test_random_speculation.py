@@ -16,7 +16,7 @@ from hpu_duo.engine.model_drafts.steps import DraftSteps
 from hpu_duo.engine.outputs import Completion
 from hpu_duo.sampling import SamplingParams, StructuredOutputs
 from tests.engine.tiny import PATTERN, Tiny, make_tiny
-from tests.tiers import EXHAUSTIVE
+from tests.tiers import EXHAUSTIVE, further
 
 EOS = 2
 SIZES: tuple[dict[str, Any], ...] = (
@@ -83,7 +83,7 @@ def instead_of_drafts(rng: random.Random, tokens: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("seed", "is_duo"),
     [
-        (1, False),
+        *further((1, False)),
         (3, True),
         *(
             pytest.param(seed, seed % 2 == 0, marks=pytest.mark.slow if seed in (4, 7) else EXHAUSTIVE)

@@ -56,6 +56,7 @@ def test_memory_is_planned_and_taken_to_the_byte(tiny: Tiny, pattern: HeadPatter
     crossed(
         {"eager": "eager", "replay": "replay", "compile": CompileBackend("eager")},
         {"full": None, "duo": PATTERN},
+        fast=("eager", "replay"),
     ),
 )
 def test_plain_requests_are_counted_in_chunks_batches_and_moved_rows(
@@ -146,7 +147,7 @@ PROMPTS = st.lists(
 )
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(PROMPTS, st.sampled_from([1, 1, 2, 3]))
 def test_counts_are_right_in_random_traffic(tight: HPUDuoModel, drawn: list[Any], num_samples: int) -> None:
     """Prompts begin with one of a few texts, so they hit, branch, evict and preempt each other."""

@@ -27,6 +27,7 @@ from tests.modeling.families import (
     prompts_of,
     save_random,
 )
+from tests.tiers import further
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 DOCUMENT = prompts_of((5 * BLOCK + 3,), seed=9)[0]
@@ -69,7 +70,9 @@ def test_a_loaded_context_answers_like_whole_prompts(
     assert_holds_nothing(served)
 
 
-@PATTERNS
+@pytest.mark.parametrize(
+    "pattern", [*further(None), PATTERN, *further(STREAMING)], ids=["full", "duo", "streaming"]
+)
 def test_what_was_moved_and_shared_is_saved_and_loaded_under_pressure(
     tiny: Tiny, pattern: HeadPattern | None, tmp_path: Path
 ) -> None:

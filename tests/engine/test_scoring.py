@@ -87,6 +87,7 @@ def test_the_continuations_of_a_prompt_share_its_prefill(tiny: Tiny, decode_len:
             "duo-reference": {"pattern": PATTERN, "attention": "reference"},
         },
         ["float32", "bfloat16"],
+        fast=("full", "duo"),
     ),
 )
 def test_tokens_verified_together_score_as_one_after_the_other(

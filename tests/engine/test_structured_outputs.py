@@ -22,6 +22,7 @@ from hpu_duo.sampling import SamplingParams, StructuredOutputs
 from hpu_duo.startup.recorded_steps import options_of, read_log
 from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing, make_tiny, serve, text_of, tokens_of
 from tests.modeling.families import prompts_of
+from tests.tiers import further
 
 EOS = 2
 PROMPTS = prompts_of([30, 12, 1, 22], seed=3)
@@ -184,7 +185,7 @@ def test_a_grammar_that_allows_every_text_changes_no_token(ending: Tiny, options
     assert (served.stats().num_preemptions > 0) is bool(options)
 
 
-@pytest.mark.parametrize("kind", ["regex", "json"])
+@pytest.mark.parametrize("kind", ["regex", *further("json")])
 def test_preemptions_change_no_output(ending: Tiny, kind: str) -> None:
     params = [asked(kind, temperature=1.2, seed=seed, max_tokens=30) for seed in range(4)]
     small, roomy = ending.load(**SMALL), ending.load(pattern=PATTERN)

@@ -20,6 +20,7 @@ from hpu_duo.startup.blueprint import choose_kernels
 from kernels_ref import Implementation
 from kernels_ref.triton import availability
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
+from tests.tiers import further
 from tests.triton_interpreter import replacing_once
 
 pytest.importorskip("triton")
@@ -48,7 +49,7 @@ def test_greedy_tokens_equal_those_of_the_reference_on_cpu(tiny: Tiny, pattern: 
     assert tokens_of(serve(served, PROMPTS, GREEDY)) == tokens_of(wanted)
 
 
-@pytest.mark.parametrize("name", ["int8_per_token_head", "int4_per_token_head"])
+@pytest.mark.parametrize("name", ["int8_per_token_head", *further("int4_per_token_head")])
 def test_decoded_chunks_of_a_format_give_the_tokens_of_the_reference(tiny: Tiny, name: str) -> None:
     options = {"pattern": PATTERN, "dtype": "float32", "max_chunk_rows": 2, "kv_cache_dtype": name}
     wanted = serve(tiny.load(attention="reference", device="cpu", **options), PROMPTS, GREEDY)

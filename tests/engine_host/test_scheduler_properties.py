@@ -74,9 +74,9 @@ class LongestFirstMachine(SchedulerMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestLongestFirstMachine = LongestFirstMachine.TestCase
-TestLongestFirstMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestLongestFirstMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize(("policy", "first"), [(None, ["a", "b"]), (LongestFirst(), ["c", "b"])])

@@ -34,7 +34,7 @@ from hpu_duo.lab.eval.kvpress_peer import (
 )
 from hpu_duo.lab.eval.kvpress_peer.comparison import difference
 from hpu_duo.lab.eval.policy_curve import PolicyTask
-from tests.tiers import EXHAUSTIVE
+from tests.tiers import further
 
 STAND_IN = Path(__file__).parent / "stand_in"
 EOS = (2,)
@@ -192,7 +192,7 @@ def test_a_model_that_the_other_transformers_does_not_know_is_told_with_its_vers
     ("press", "told"),
     [
         ("TOVAPress", "exit code 1; its last lines:\n(.*\n)*NotImplementedError: no such layers here"),
-        pytest.param("SnapKVPress", "exit code 9; its last lines", marks=EXHAUSTIVE),
+        *further(("SnapKVPress", "exit code 9; its last lines")),
     ],
 )
 def test_a_process_that_ends_is_told_with_its_last_lines(

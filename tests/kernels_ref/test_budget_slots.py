@@ -119,7 +119,7 @@ def test_tokens_that_stay_get_distinct_slots_of_tokens_that_go(
             assert source[row, head].tolist() == expected
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(2, 150)), min_size=1, max_size=3),
     st.sampled_from([None, 1, 5, 200]),

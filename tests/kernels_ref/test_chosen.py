@@ -17,7 +17,7 @@ from tests.kernels_ref.scenario import RowSpec, Scenario, World
 
 pytestmark = pytest.mark.instruction_set
 
-QUICK = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite

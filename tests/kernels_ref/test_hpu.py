@@ -23,7 +23,7 @@ from kernels_ref.hpu.trial import try_operators
 from tests.kernels_ref.choices import GAUDI2, GAUDI3, Choice
 from tests.kernels_ref.scenario import TWO_SIZES, RowSpec, Scenario, World, scenarios
 
-QUICK = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+QUICK = settings(deadline=None, max_examples=20, suppress_health_check=list(HealthCheck))
 CPU = torch.device("cpu")
 ON = pytest.mark.parametrize("choice", [GAUDI2, GAUDI3], ids=["gaudi2", "gaudi3"])
 MIXED = Scenario(

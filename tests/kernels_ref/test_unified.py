@@ -15,10 +15,11 @@ from kernels_ref.chunks import ChunkBounds, Slices
 from kernels_ref.sdpa import decode
 from tests.kernels_ref.choices import ALL, CHOICES, ON_HPU, Choice
 from tests.kernels_ref.scenario import TWO_SIZES, RowSpec, Scenario, World, scenarios
+from tests.tiers import further
 
 pytestmark = pytest.mark.instruction_set
 
-QUICK = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 
 
 def equals_dense(choice: Choice, scenario: Scenario) -> None:
@@ -51,8 +52,8 @@ def test_many_mixed_steps_equal_dense_attention(choice: Choice, scenario: Scenar
 
 
 @ON_HPU
-@pytest.mark.parametrize("softcap", [5.0, 50.0])
-@settings(QUICK, max_examples=20)
+@pytest.mark.parametrize("softcap", [5.0, *further(50.0)])
+@settings(QUICK, max_examples=8)
 @given(scenario=scenarios(TWO_SIZES).filter(lambda s: s.kr + s.ks > 0))
 def test_soft_caps_apply_to_the_scores_of_every_part(
     choice: Choice, softcap: float, scenario: Scenario
@@ -70,7 +71,7 @@ def test_fused_attention_refuses_a_soft_cap() -> None:
 
 
 @ALL
-@settings(QUICK, max_examples=30)
+@QUICK
 @given(scenario=scenarios(TWO_SIZES).filter(lambda s: s.kr + s.ks > 0))
 def test_sink_logits_enter_once_per_query(choice: Choice, scenario: Scenario) -> None:
     world = World(scenario)
@@ -103,7 +104,7 @@ def test_long_rows_cross_slices_chunks_and_bands(choice: Choice) -> None:
 
 @ON_HPU
 @given(scenario=scenarios(TWO_SIZES).filter(lambda s: s.kr > 0))
-@settings(QUICK, max_examples=20)
+@settings(QUICK, max_examples=10)
 def test_one_pass_over_all_blocks_equals_many_chunks(choice: Choice, scenario: Scenario) -> None:
     one = choice.attend(World(scenario), chunks=ChunkBounds.of_hpu(1 << 36))
     many = choice.attend(World(scenario), chunks=ChunkBounds(score_bytes=4096, unique_bytes=1000))
@@ -135,7 +136,7 @@ def test_half_precision_stays_close_to_the_exact_result_of_the_same_inputs(
 
 
 @ON_HPU
-@settings(QUICK, max_examples=40)
+@settings(QUICK, max_examples=20)
 @given(scenario=scenarios(TWO_SIZES).filter(lambda s: s.kr + s.ks > 0))
 def test_fast_softmax_stays_close_to_the_exact_one_and_hides_the_same(
     choice: Choice, scenario: Scenario

@@ -47,7 +47,11 @@ def assert_served(zoo: Zoo, name: str, policy: str, **options: Any) -> None:
     assert_follows(zoo.load(name)[0], seen, prompts_of(), policy=policy, **numbers)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+# Whole prompts of the others have fast tests in test_whole_prompts.py.
+@pytest.mark.parametrize(
+    "policy",
+    crossed(POLICIES, fast={*POLICIES} - {"streaming-llm", "h2o:recent=0", "tova", "tova:protect=3"}),
+)
 def test_kept_sets_logits_and_tokens_are_those_of_the_definition(zoo: Zoo, policy: str) -> None:
     assert_served(zoo, "llama", policy)
 

@@ -50,8 +50,7 @@ def assert_streams(served: HPUDuoModel, model: Any, budget: int = BUDGET) -> Non
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        *further({"attention": "sdpa"}),
+        *further({}, {"attention": "sdpa"}),
         {"graphs": "replay", "buckets": TABLE},
         {"graphs": CompileBackend("eager")},
     ],

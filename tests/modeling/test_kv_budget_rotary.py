@@ -49,7 +49,8 @@ def test_fused_kernels_and_recorded_steps_keep_the_same(
     assert_served(zoo, "llama", policy, **options)
 
 
-@pytest.mark.parametrize("policy", [PLACED, *further(EXPECTED)])
+# Compiled streams have a fast test in test_kv_budget_positions.py.
+@pytest.mark.parametrize("policy", further(PLACED, EXPECTED))
 def test_compiled_layers_keep_the_same(zoo: Zoo, policy: str) -> None:
     assert_served(zoo, "llama", policy, graphs=CompileBackend("eager"), buckets=TABLE)
 

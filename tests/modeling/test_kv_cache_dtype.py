@@ -31,7 +31,7 @@ from tests.tiers import EXHAUSTIVE, crossed, further
 pytestmark = pytest.mark.usefixtures("default_buckets")
 
 NAMES = ["int8_per_token_head", "int4_per_token_head", "fp8", "fp8_per_token_head", "k8v4"]
-FURTHER = {NAMES[1]: (), "k8v4": pytest.mark.slow}
+FURTHER = {"k8v4": pytest.mark.slow}
 RINGS = [pytest.param(name, marks=FURTHER.get(name, EXHAUSTIVE)) for name in NAMES]
 PREEMPTED = [pytest.param(name, marks=() if name == NAMES[1] else EXHAUSTIVE) for name in NAMES]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -51,7 +51,8 @@ def scored(served: HPUDuoModel) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), crossed(NAMES, {"full": {}, "duo": DUO, "sdpa": {"attention": "sdpa"}})
+    ("name", "options"),
+    crossed(NAMES, {"full": {}, "duo": DUO, "sdpa": {"attention": "sdpa"}}, fast=NAMES[:3]),
 )
 def test_scores_depend_on_no_division_into_chunks_and_on_no_reuse(
     tiny: Tiny, name: str, options: dict[str, Any]
@@ -93,7 +94,8 @@ CPU: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "kind"), crossed(NAMES, list(CPU)))
+# Compiled steps with a format have a fast test in test_kv_format.py.
+@pytest.mark.parametrize(("kind", "name"), crossed(list(CPU), NAMES, fast=list(CPU)[:3]))
 def test_kernels_of_a_cpu_get_decoded_chunks(
     tiny: Tiny, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,7 +257,7 @@ def test_a_format_that_no_head_has_is_said_to_be_unused(tiny: Tiny) -> None:
         assert not any("is not used" in note for note in tiny.load(**used).stats().notes)
 
 
-@pytest.mark.parametrize("mixed", [f"fp8{PAIR}int4_per_token_head", "int8_per_token_head"])
+@pytest.mark.parametrize("mixed", [f"fp8{PAIR}int4_per_token_head", *further("int8_per_token_head")])
 def test_a_saved_context_loads_into_its_own_format_only(tiny: Tiny, mixed: str, tmp_path: Path) -> None:
     saved = tmp_path / "document"
     with tiny.load(kv_cache_dtype=mixed, **DUO).prefill(TEXT) as context:
@@ -316,7 +318,7 @@ def test_a_device_that_reads_codes_differently_is_found_at_load(
                 tiny.load(**options)
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_per_token_head"])
+@pytest.mark.parametrize("name", ["fp8", *further("fp8_per_token_head")])
 def test_fp8_ends_at_240_on_a_gaudi_2(tiny: Tiny, name: str, tmp_path: Path) -> None:
     scales = {f"model.layers.{n}.self_attn.{x}_scale": torch.tensor(0.015) for n in (0, 1) for x in "kv"}
     save_file(scales, tmp_path / "kv_scales.safetensors")

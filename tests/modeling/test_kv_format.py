@@ -20,9 +20,10 @@ from kernels_ref.formats import format_of, register_format
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import BLOCK, prompts_of
 from tests.modeling.int8_format import INT8, Int8, rounded, rounded_ahead
+from tests.tiers import crossed, further
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-PATTERNS = pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
+PATTERNS = pytest.mark.parametrize("pattern", [*further(None), PATTERN], ids=["full", "duo"])
 IN_INT8 = EngineConfig(
     model=ModelConfig(path="."), cache=CacheConfig(kv_cache_dtype=INT8.name, ring_dtype=INT8.name)
 )
@@ -112,7 +113,9 @@ OTHERS = {
 
 
 @pytest.mark.usefixtures("default_buckets")
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name", crossed(list(OTHERS), fast=("chosen blocks", "budget", "replayed", "compiled"))
+)
 def test_other_kinds_of_heads_and_backends_attend_to_what_the_store_gives_back(
     tiny: Tiny, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from tests.engine.tiny import serve, tokens_of
 from tests.modeling.dense_oracle import Mask, masked_logits
 from tests.modeling.driving import greedy_logits
 from tests.modeling.families import BLOCK, Zoo, prompts_of
-from tests.tiers import crossed
+from tests.tiers import crossed, further
 
 LENGTHS = (1, BLOCK - 1, BLOCK + 1, 5 * BLOCK, 9 * BLOCK + 3, 12 * BLOCK + 1)
 NUM_NEW = 5
@@ -240,7 +240,7 @@ def test_drafts_of_decodes_are_verified_without_a_change_of_tokens(zoo: Zoo) -> 
     assert drafting.stats().num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize("attention", [*further("reference"), "sdpa"])
 def test_requests_get_the_tokens_that_they_get_alone_whatever_the_batch(zoo: Zoo, attention: str) -> None:
     random = Random(5)
     begins = prompts_of([3 * BLOCK, 7 * BLOCK + 2], seed=3)

@@ -38,7 +38,12 @@ POLICIES = (
 )
 
 
-@pytest.mark.parametrize(("policy", "attention"), crossed(POLICIES, ["reference", "sdpa"]))
+@pytest.mark.parametrize(
+    ("policy", "attention"),
+    crossed(
+        POLICIES, ["reference", "sdpa"], fast={*POLICIES} - {"local", "h2o", "streaming-llm:positions=cache"}
+    ),
+)
 def test_chunks_of_a_prompt_leave_what_all_of_it_in_one_step_would(
     zoo: Zoo, policy: str, attention: str
 ) -> None:

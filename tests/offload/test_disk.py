@@ -30,6 +30,7 @@ from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import BLOCK
 from tests.offload.disk_child import SLOT_BYTES, payload, tier
 from tests.offload.test_offloading import GREEDY, HOST, SMALL, TEXTS
+from tests.tiers import further
 
 LIMIT = 8 * (PAGE + 4 * record_bytes(SLOT_BYTES))
 
@@ -309,7 +310,7 @@ def test_200_processes_that_are_killed_leave_whole_records(tmp_path: Path) -> No
     check_after_kills(tmp_path, iter(np.random.default_rng(2).uniform(0.0, 0.2, 200)))
 
 
-@pytest.mark.parametrize("kind", [{}, {"pattern": PATTERN}], ids=["full", "duo"])
+@pytest.mark.parametrize("kind", [*further({}), {"pattern": PATTERN}], ids=["full", "duo"])
 def test_texts_of_an_earlier_run_come_back_from_the_disk(
     tiny: Tiny, tmp_path: Path, kind: dict[str, Any]
 ) -> None:

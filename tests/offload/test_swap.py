@@ -14,6 +14,7 @@ from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import BLOCK, prompts_of
 from tests.offload.test_offloading import KINDS, in_steps
 from tests.recurrent import hybrids
+from tests.tiers import crossed, further
 
 PROMPTS = prompts_of((33, 25, 32, 29, 30, 37, 25, 28, 31, 34))
 PARAMS = SamplingParams(temperature=0, max_tokens=40)
@@ -38,7 +39,7 @@ def expected_of(tiny: Tiny, kind: str) -> list[list[list[int]]]:
     return tokens_of(serve(tiny.load(**limits(kind)), PROMPTS, PARAMS))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", crossed(list(KINDS), fast=("full", "codes")))
 def test_swapped_requests_have_the_same_tokens_and_compute_none_again(tiny: Tiny, kind: str) -> None:
     swapped = in_steps(tiny.load(**limits(kind), **SWAP))
     assert tokens_of(serve(swapped, PROMPTS, PARAMS)) == expected_of(tiny, kind)
@@ -52,7 +53,7 @@ def test_swapped_requests_have_the_same_tokens_and_compute_none_again(tiny: Tiny
     assert found.in_bytes >= found.out_bytes > 0
 
 
-@pytest.mark.parametrize("kind", ["full", "duo"])
+@pytest.mark.parametrize("kind", [*further("full"), "duo"])
 def test_requests_of_a_context_have_room_when_they_come_back(tiny: Tiny, kind: str) -> None:
     """Their context's blocks, which are shared, and one request more than fill the cache."""
     options = {**limits(kind), "max_model_len": 160, "num_blocks": 28}

@@ -17,6 +17,7 @@ from hpu_duo.modeling.quantised.rounding import rounded
 from hpu_duo.modeling.quantised.weight import QuantisedWeight
 from tests.modeling.families import make_config, save_random
 from tests.quantised.test_checkpoints import SIZES, load, tokens
+from tests.tiers import further
 
 ON_HPU = {"device": "hpu-sim", "attention": "reference", "dtype": "bfloat16"}
 
@@ -54,7 +55,7 @@ def test_what_no_operator_reads_does_not_fit() -> None:
 
 
 @pytest.mark.usefixtures("default_buckets")
-@pytest.mark.parametrize(("name", "layers"), [("int4", 12), ("fp8", 14), ("int8", 0)])
+@pytest.mark.parametrize(("name", "layers"), [("int4", 12), *further(("fp8", 14), ("int8", 0))])
 def test_codes_are_read_by_operators_on_the_simulated_device(name: str, layers: int, tmp_path: Path) -> None:
     save_random(make_config("LlamaConfig", **{**SIZES, "hidden_size": 128}), tmp_path)
     served = load(tmp_path, quantization=name, **ON_HPU)

@@ -23,7 +23,7 @@ from tests.modeling.families import make_config, save_random
 from tests.quantised.inc_files import nodes_of, write_inc
 from tests.quantised.test_checkpoints import PROMPTS, SIZES, load, tokens
 from tests.quantised.test_refused import damaged
-from tests.tiers import EXHAUSTIVE
+from tests.tiers import EXHAUSTIVE, further
 
 FP8 = torch.float8_e4m3fn
 K_CACHE = "model.layers.1.self_attn.attn.impl.k_cache"
@@ -133,7 +133,7 @@ def test_block_lists_are_respected(
 
 
 @pytest.mark.usefixtures("default_buckets")
-@pytest.mark.parametrize("device", ["GAUDI2", "GAUDI3"])
+@pytest.mark.parametrize("device", ["GAUDI2", *further("GAUDI3")])
 def test_the_deployed_flow_on_the_simulated_device(
     device: str, plain: Path, nodes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,9 +30,12 @@ from tests.quantised.test_encodings import stored
 from tests.quantised.test_ranks import CODES, TWINS, case_of
 from tests.quantised.writers import KINDS
 from tests.ranks.work import serve
+from tests.tiers import further
 
 
-@pytest.mark.parametrize("name", ["fp8 block", "int8 zeros", "packed mixed", "gptq mixed", "awq"])
+@pytest.mark.parametrize(
+    "name", ["fp8 block", *further("int8 zeros"), "packed mixed", *further("gptq mixed"), "awq"]
+)
 def test_tokens_are_those_of_dequantised_weights(name: str, tmp_path: Path) -> None:
     _, path = twins(tmp_path, "LlamaConfig", KINDS[name])
     for pattern in (None, PATTERN):

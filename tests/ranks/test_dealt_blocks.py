@@ -25,7 +25,7 @@ from kernels_ref import (
 from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
 from tests.ranks.threads import ThreadRanks
 
-QUICK = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 SIZES = (1, 2, 4)
 WORLDS = scenarios().filter(lambda s: s.kr + s.ks > 0)
 

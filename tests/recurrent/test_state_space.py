@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import softplus
 
@@ -51,6 +51,7 @@ def token_by_token(kind: StateSpace, text: torch.Tensor) -> torch.Tensor:
     return torch.stack(outputs)
 
 
+@settings(max_examples=30, deadline=None)
 @given(CHUNKS)
 def test_any_chunks_give_what_a_row_gets_token_by_token(chunks: list[list[int]]) -> None:
     """States of rows are left over from earlier requests."""

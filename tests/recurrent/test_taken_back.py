@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpu_duo.modeling.recurrent import Cut, step_of
@@ -25,6 +25,7 @@ def states_of(kind: Recurrence) -> tuple[torch.Tensor, ...]:
     return tuple(torch.full((3, *each.shape), 7, dtype=each.dtype) for each in kind.tensors)
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 9), STEPS)
 def test_outputs_are_those_of_accepted_tokens_only(
     prompt_len: int, drawn: list[tuple[int, int, bool]]

@@ -9,7 +9,7 @@ from hpu_duo.sampling import IncrementalDetokenizer, special_token_ids
 from hpu_duo.sampling.detokenizer import REPLACEMENT
 
 FIXTURES = settings(
-    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60
 )
 TEXTS = st.text(st.sampled_from("aeStop 日本€😀é\n▁\u200d,."), max_size=60) | st.text(max_size=40)
 

@@ -11,6 +11,7 @@ from hpu_duo.sampling.batch import uniform
 from hpu_duo.sampling.rows import FORBIDDEN
 from hpu_duo.sampling.sampler import draw, most_likely
 from tests.sampling.reference import Case, distribution, edited_scores, sample_cases
+from tests.tiers import further
 
 torch.set_num_threads(1)
 V = 24
@@ -124,7 +125,7 @@ def test_the_token_is_where_the_reference_distribution_crosses_the_uniform(case:
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("vary", ["seed", "counter"])
+@pytest.mark.parametrize("vary", ["seed", *further("counter")])
 def test_draws_follow_the_target_distribution_by_chi_square(params: SamplingParams, vary: str) -> None:
     num = 20_000
     logits = torch.randn(V, generator=torch.Generator().manual_seed(5)) * 1.5

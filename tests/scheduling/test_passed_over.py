@@ -131,7 +131,7 @@ def expected(queue: Queue) -> set[Request]:
         *("dlpm:patience=inf,quantum=2", "dlpm:patience=inf,quantum=9", "dlpm:patience=inf,quantum=inf"),
     ],
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(drawn=REQUESTS, operations=OPERATIONS)
 def test_a_policy_chooses_among_those_that_are_offered_as_if_the_others_were_not_there(
     name: str, drawn: list[Drawn], operations: list[str]

@@ -27,7 +27,7 @@ class PriorityMachine(RankedMachine):
 
 
 TestPriorityMachine = PriorityMachine.TestCase
-TestPriorityMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestPriorityMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 def test_lower_values_come_first_and_equal_ones_in_order_of_arrival() -> None:

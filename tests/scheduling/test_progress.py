@@ -62,7 +62,7 @@ class PolicyMachine(PrefixMachine):
 
 
 TestPolicyMachine = PolicyMachine.TestCase
-TestPolicyMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPolicyMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("name", [*POLICIES, *HURRIED.values()])

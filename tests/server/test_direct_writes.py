@@ -104,12 +104,12 @@ def test_a_reader_that_comes_late_gets_every_event_once_and_in_order(
         return is_taken
 
     monkeypatch.setattr(EventSender, "take", noted)
-    body = {**LONG, "stream": True, "n": 48, "logprobs": 90, "return_token_ids": True, "seed": 1}
-    with live(tiny.load(max_num_seqs=16), max_behind=1 << 20, max_choices=48, max_logprobs=90) as server:
+    body = {**LONG, "stream": True, "n": 30, "logprobs": 90, "return_token_ids": True, "seed": 1}
+    with live(tiny.load(max_num_seqs=16), max_behind=1 << 20, max_choices=30, max_logprobs=90) as server:
         with server.http() as http:
             calm = http.post("/v1/completions", json=body).text
         refused.clear()
-        connection = raw_post(server, body)
+        connection = raw_post(server, body, receive_bytes=1 << 16)
         wait_until(lambda: refused)
         answer = bytearray()
         while not answer.endswith(b"0\r\n\r\n"):

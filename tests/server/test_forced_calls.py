@@ -18,6 +18,7 @@ from hpu_duo.server.planning.plan import closed
 from hpu_duo.server.tools import calls_grammar
 from tests.server.ending import ASKED, CLOCK, WEATHER, served
 from tests.server.live import Live
+from tests.tiers import further
 
 _ITSELF = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}
 ENDLESS = {
@@ -89,7 +90,7 @@ def test_calls_that_cannot_be_forced_are_refused(server: Live, changes: dict[str
     assert error.value.param == param
 
 
-@pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
+@pytest.mark.parametrize("parser", ["hermes", *further("llama3_json")])
 def test_with_a_format_the_answer_keeps_to_it_or_is_a_call(
     parser: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

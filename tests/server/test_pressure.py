@@ -35,12 +35,21 @@ def slowed(server: Live, seconds: float, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(runner, "launch", slowly)
 
 
-def raw_post(server: Live, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
-    """A call on a connection of its own, whose answer is not read."""
+def raw_post(
+    server: Live, body: dict[str, Any], path: str = "/v1/completions", receive_bytes: int = 0
+) -> socket.socket:
+    """A call on a connection of its own, whose answer is not read.
+
+    Args:
+        receive_bytes: of an answer that this end holds before it is read; 0 = as the system has it.
+    """
     data = json.dumps(body).encode()
     fields = ("Host: x", "Content-Type: application/json", f"Content-Length: {len(data)}")
     head = "\r\n".join((f"POST {path} HTTP/1.1", *fields, "", ""))
-    connection = socket.create_connection((HOST, server.port))
+    connection = socket.socket()
+    if receive_bytes:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.connect((HOST, server.port))
     connection.sendall(head.encode() + data)
     return connection
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from graphs import BucketTable
 from hpu_duo import HeadPattern
 from hpu_duo.lab import sim
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, tokens_of
 from tests.modeling.families import BLOCK, prompts_of
+from tests.tiers import further
 
 pytestmark = pytest.mark.usefixtures("simulated_hpu", "default_buckets")
 
@@ -27,7 +29,7 @@ LIMITS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "pattern", [pytest.param(None, marks=pytest.mark.slow), PATTERN], ids=["full", "duo"]
+    "pattern", [pytest.param(None, marks=pytest.mark.slow), *further(PATTERN)], ids=["full", "duo"]
 )
 def test_contexts_need_nothing_new_after_warm_up(
     tiny: Tiny, pattern: HeadPattern | None, tmp_path: Path
@@ -36,7 +38,8 @@ def test_contexts_need_nothing_new_after_warm_up(
     cold = tiny.load(device="cpu", enable_prefix_caching=False, **options)
     expected = tokens_of(cold.engine.generate([[*DOCUMENT, *question] for question in QUESTIONS], GREEDY))
     snapshots = {"num_prefix_snapshots": 3} if pattern else {}
-    served = tiny.load(device="hpu-sim", **options, **snapshots)
+    table = BucketTable.from_strings(["csu/q8/s8/u12/l2"])
+    served = tiny.load(device="hpu-sim", buckets=table, **options, **snapshots)
     served.warmup()
     with sim.watch() as seen:
         for number in range(2):

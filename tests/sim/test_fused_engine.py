@@ -22,7 +22,7 @@ from kernels_ref.hpu.attention import ATTENTION, BLOCK_SOFTMAX, LINE_BYTES, SOFT
 from tests.engine.tiny import PATTERN, Tiny, tokens_of
 from tests.modeling.families import FAMILIES, IS_5, Zoo, greedy, prompts_of, save_random
 from tests.sim.workload import LIMITS, Workload
-from tests.tiers import EXHAUSTIVE
+from tests.tiers import crossed, further
 
 pytestmark = pytest.mark.usefixtures("simulated_hpu", "default_buckets")
 
@@ -55,7 +55,7 @@ def impls_of(served: HPUDuoModel) -> set[Implementation]:
     return {impl for impl, _ in specs_of(served)}
 
 
-@pytest.mark.parametrize("name", [pytest.param("GAUDI2", marks=EXHAUSTIVE), "GAUDI3"])
+@pytest.mark.parametrize("name", [*further("GAUDI2"), "GAUDI3"])
 def test_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_up(tiny: Tiny, name: str) -> None:
     work = Workload.random(24, seed=4)
     with fused.named(name):
@@ -162,7 +162,9 @@ Rings are no blocks, and in a step without prompts one operator computes their w
 
 
 @pytest.mark.skipif(not IS_5, reason="gpt-oss has shapes that depend on the routing before 5")
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize(
+    "family", crossed(list(FUSED), fast=("llama", "gemma2", "gpt_oss", "cohere", "mistral_sliding"))
+)
 def test_families_are_fused_where_they_are_plain_and_get_the_tokens_of_transformers(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

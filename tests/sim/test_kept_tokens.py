@@ -43,6 +43,8 @@ def assert_nothing_new(served: HPUDuoModel) -> None:
     assert (counters.misses, counters.late_captures) == (0, 0)
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled_steps_keep_what_eager_steps_keep_and_capture_nothing_late(tiny: Tiny) -> None:
     expected = kept(loaded(tiny, device="cpu"))
     assert [[len(head) for head in layer] for layer in expected] == [[10, 8], [6, NUM_TOKENS]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from graphs import BucketTable
 from hpu_duo.kv.tiers.policy import LoadPolicy
 from hpu_duo.lab import sim
 from hpu_duo.sampling import SamplingParams
@@ -19,10 +20,11 @@ TEXTS = prompts_of((2 * BLOCK + 3, 3 * BLOCK + 1, 3 * BLOCK), seed=9)
 def test_transfers_need_nothing_new_after_warm_up(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LoadPolicy, "loads", lambda *_: True)
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 32, "pattern": PATTERN}
+    table = BucketTable.from_strings(["csu/q8/s8/u10/l2"])
     cold = tiny.load(device="cpu", enable_prefix_caching=False, num_blocks=12, **options)
     expected = tokens_of(serve(cold, TEXTS * 3, GREEDY))
     cache = {"num_blocks": 10, "num_prefix_snapshots": 3, "kv_offloading_size": 0.01}
-    served = tiny.load(device="hpu-sim", **cache, **options)
+    served = tiny.load(device="hpu-sim", buckets=table, **cache, **options)
     served.warmup()
     with sim.watch() as seen:
         assert tokens_of(serve(served, TEXTS * 3, GREEDY)) == expected

@@ -23,7 +23,7 @@ COST = StepCost(block_size=64)
 
 
 @given(limits_strategy)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=2, deadline=None)
 def test_every_step_of_the_prior_is_reachable(limits: StepLimits) -> None:
     assume(limits.decode_len <= limits.block_size)  # an engine refuses others
     assert all(limits.reaches(shape) for shape in prior(limits))

@@ -76,7 +76,9 @@ def served(name: str, load: str, num_requests: int = NUM_REQUESTS) -> tuple[floa
     )
 
 
-@pytest.mark.parametrize(("load", "router"), crossed(OF_NO_WORTH, ["e2", "cache-aware", "d2lpm"]))
+@pytest.mark.parametrize(
+    ("load", "router"), crossed(OF_NO_WORTH, ["e2", "cache-aware", "d2lpm"], fast=list(OF_NO_WORTH)[:3])
+)
 def test_requests_do_not_pile_up_for_what_saves_nothing(load: str, router: str) -> None:
     share, first_s, end_s = served(router, load)
     _, least_first_s, least_end_s = served("least-loaded", load)
@@ -85,7 +87,7 @@ def test_requests_do_not_pile_up_for_what_saves_nothing(load: str, router: str) 
     assert end_s <= 1.1 * least_end_s
 
 
-@pytest.mark.parametrize("load", OF_WORTH.values(), ids=OF_WORTH)
+@pytest.mark.parametrize("load", crossed(OF_WORTH, fast=("2,048 shared tokens",)))
 def test_e2_makes_nobody_wait_for_what_is_cached(load: str) -> None:
     _, first_s, end_s = served("e2", load)
     _, least_first_s, least_end_s = served("least-loaded", load)
@@ -97,6 +99,11 @@ def test_cache_aware_lets_no_replica_idle_for_one_long_document() -> None:
     _, first_s, _ = served("cache-aware", OF_WORTH["one long document"])
     _, least_first_s, _ = served("least-loaded", OF_WORTH["one long document"])
     assert first_s <= 1.1 * least_first_s
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_cache_aware_lets_nobody_wait_longer_for_the_end_of_a_long_load() -> None:
     _, _, end_s = served("cache-aware", OF_WORTH["one long document"], 720)
     _, _, least_end_s = served("least-loaded", OF_WORTH["one long document"], 720)
     assert end_s <= 1.1 * least_end_s

@@ -30,7 +30,7 @@ def server(**limits: int) -> SimulatedServer:
 
 @pytest.mark.parametrize("caches", [False, True])
 @given(sessions=st.lists(session_strategy, min_size=1, max_size=8), num_blocks=st.sampled_from([22, 60]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_requests_are_noted_once_and_service_is_what_they_asked_for(
     caches: bool, sessions: list[Session], num_blocks: int
 ) -> None:

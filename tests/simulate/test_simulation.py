@@ -158,7 +158,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
     "name", ["exact", pytest.param("trimmed", marks=pytest.mark.slow), "verified", "cached"]
 )
 @given(asked=drawn(48))
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_simulation_runs_the_steps_that_the_engine_runs(
     engines: dict[str, Engine], name: str, asked: Drawn
 ) -> None:

@@ -15,6 +15,7 @@ from hpu_duo.lab.simulate.measuring import Batch, batches, measure_steps
 from hpu_duo.lab.simulate.server import SimulatedServer
 from hpu_duo.lab.simulate.step_times import MeasuredShape, StepTimes
 from tests.engine.tiny import Tiny
+from tests.tiers import further
 
 LIMITS = StepLimits(
     max_num_seqs=8,
@@ -64,7 +65,7 @@ def test_the_fit_finds_costs_that_are_a_sum_again(shape: BatchShape) -> None:
 
 
 @given(one=shapes, other=shapes, seed=st.integers(0, 50))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_a_shape_that_holds_another_never_takes_less_by_the_fit(
     one: BatchShape, other: BatchShape, seed: int
 ) -> None:
@@ -137,7 +138,7 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize("graphs", ["eager", "replay"])
+@pytest.mark.parametrize("graphs", [*further("eager"), "replay"])
 def test_an_engine_is_measured_in_every_phase_and_left_as_it_was(tiny: Tiny, graphs: str) -> None:
     engine = tiny.load(num_blocks=64, graphs=graphs).engine
     # By this clock a step takes a second, and asking for the time does so too.

@@ -18,6 +18,7 @@ from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.graphs.operator_graph import OperatorRecorder
 from tests.modeling.families import prompts_of
+from tests.tiers import further
 from tests.vendor import calls, importable
 
 PROMPTS = prompts_of([3, 14, 25, 9, 1], seed=8)
@@ -66,7 +67,9 @@ def check_quiet(served: HPUDuoModel, expected: list[list[list[int]]], limit: int
     assert stats.num_padded_tokens > 0
 
 
-@pytest.mark.parametrize(("name", "limit"), [("operators", None), ("operators", LONG), ("hpu_backend", LONG)])
+@pytest.mark.parametrize(
+    ("name", "limit"), [("operators", None), *further(("operators", LONG)), ("hpu_backend", LONG)]
+)
 def test_a_warmed_engine_serves_the_tokens_of_eager_steps_and_compiles_nothing(
     tiny: Tiny,
     eager_tokens: list[list[list[int]]],

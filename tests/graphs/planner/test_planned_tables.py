@@ -12,6 +12,7 @@ from graphs.planner import ASSUMED, GraphBudget, Resolution, evaluate, plan_tabl
 from graphs.planner.cells import Cells, holds, price, to_levels
 from hpu_duo.planning.simulation import plan_buckets, prior
 from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
+from tests.tiers import crossed, further
 
 LIMITS = StepLimits(
     max_num_seqs=8,
@@ -32,7 +33,7 @@ TRAFFIC = {
 
 
 @given(st.data())
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=1, deadline=None)
 def test_a_planned_table_has_a_bucket_for_every_step_that_a_scheduler_can_plan(data: st.DataObject) -> None:
     limits = data.draw(limits_strategy)
     num_graphs = data.draw(st.sampled_from([1, 2, 5, 20]))
@@ -47,7 +48,7 @@ def test_a_planned_table_has_a_bucket_for_every_step_that_a_scheduler_can_plan(d
             assert not isinstance(table.fit(data.draw(scheduled_shapes(limits))), Miss)
 
 
-@pytest.mark.parametrize(("uses_blocks", "num_graphs"), [(True, 64), (True, 4), (False, 64)])
+@pytest.mark.parametrize(("uses_blocks", "num_graphs"), [(True, 64), *further((True, 4)), (False, 64)])
 def test_every_bucket_is_the_cheapest_of_some_step(uses_blocks: bool, num_graphs: int) -> None:
     tiny = StepLimits(
         max_num_seqs=1,
@@ -92,7 +93,7 @@ KNOWN: dict[str, tuple[tuple[int, ...], bool, int, CostFunction]] = {
 }
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", crossed(list(KNOWN), fast=("short texts", "padded blocks skipped")))
 def test_a_faster_search_finds_the_same_table(name: str) -> None:
     (seqs, tokens, length, block_size, num_blocks, chunks), uses_blocks, num_graphs, cost = KNOWN[name]
     limits = StepLimits(

@@ -14,7 +14,7 @@ QUICK = Resolution(num_cells=200, num_points=60, num_rows=400, rounds=2)
 
 
 @given(st.data())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_after_each_exchange_every_shape_has_a_bucket_within_the_budget(data: st.DataObject) -> None:
     limits = data.draw(limits_strategy)
     cost = StepCost(block_size=limits.block_size)

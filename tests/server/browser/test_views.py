@@ -16,6 +16,7 @@ from tests.server.browser.visit import Visit
 from tests.server.conftest import TinyChat
 from tests.server.live import Live, live, wait_until
 from tests.server.test_pressure import raw_post, slowed
+from tests.tiers import further
 
 MOST_BYTES = 150_000
 WIDE = {"width": 1080, "height": 680}
@@ -146,7 +147,7 @@ def test_nothing_moves_for_who_wants_that(
         seen.page.keyboard.press("Escape")
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390)])
+@pytest.mark.parametrize(("scheme", "width"), [*further(("light", 1280)), ("dark", 1280), ("light", 390)])
 def test_axe_finds_nothing_in_any_state(server: Live, visit: Visits, scheme: str, width: int) -> None:
     seen = visit(
         server, color_scheme=scheme, viewport={"width": width, "height": 800}, expects=["a status of 400"]
@@ -165,9 +166,11 @@ def test_axe_finds_nothing_in_any_state(server: Live, visit: Visits, scheme: str
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("page-light", {"viewport": WIDE}),
-        ("page-dark", {"viewport": WIDE, "color_scheme": "dark"}),
-        ("page-narrow", {"viewport": {"width": 390, "height": 760}}),
+        *further(
+            ("page-light", {"viewport": WIDE}),
+            ("page-dark", {"viewport": WIDE, "color_scheme": "dark"}),
+            ("page-narrow", {"viewport": {"width": 390, "height": 760}}),
+        ),
     ],
 )
 def test_pictures_for_the_docs_are_small(
