@@ -26,7 +26,7 @@ def test_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_up(
     tiny: Tiny, rule: str, pattern: HeadPattern | None
 ) -> None:
     work = Workload.random(20, seed=3)
-    options = {**LIMITS, "attention_rule": rule, "pattern": pattern}
+    options = {**LIMITS, "max_num_seqs": 4, "attention_rule": rule, "pattern": pattern}
     served = tiny.load(device="hpu-sim", **options)
     runner = served.engine.runner
     assert served.warmup().num_captured == len(runner.graphs.table)
