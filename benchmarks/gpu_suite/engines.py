@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import statistics
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -107,6 +110,38 @@ def engine_of(
         del engine
     finally:
         _strip(model)
+
+
+@contextmanager
+def engine_around(model: PreTrainedModel, **options: Any) -> Iterator[Engine]:
+    """An engine with settings by name, in eager steps without a prefix cache; afterwards stores are freed.
+
+    With weights on the host the model can be served no more.
+    """
+    plain = {"graphs": "eager", "enable_prefix_caching": False, "device": str(model.device)}
+    try:
+        engine = assemble_around(
+            model, EngineConfig.of("random weights", **{**plain, **options}), frozenset()
+        )
+        yield engine
+        del engine
+    finally:
+        _strip(model)
+
+
+def decoded(engine: Engine, prompts: Sequence[Sequence[int]], num_new: int) -> tuple[list[list[int]], float]:
+    """Tokens of each prompt, and seconds of a step in which all of them decode, the median."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
+    found = {engine.add_request(each, params): list[int]() for each in prompts}
+    times: list[float] = []
+    while engine.has_unfinished:
+        began = time.perf_counter()
+        outputs = engine.step()
+        if all(found.values()) and len(outputs) == len(prompts):
+            times.append(time.perf_counter() - began)
+        for each in outputs:
+            found[each.request_id] += each.token_ids
+    return list(found.values()), statistics.median(times[1:])
 
 
 def _strip(model: PreTrainedModel) -> None:
