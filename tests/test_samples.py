@@ -80,7 +80,7 @@ def is_commands(text: str) -> bool:
 
 def masked(text: str) -> str:
     """A text with ``#`` for each number and its unit, and one space between words, wherever lines end."""
-    numbered = re.sub(r"\d[\d,.]*( [KMG]iB)?", "#", text)
+    numbered = re.sub(r"\d[\d,.]*( ([KMG]i)?B\b)?", "#", text)
     return " ".join(numbered.split())
 
 

@@ -1,6 +1,7 @@
 """``python -m tests.warmup.killed``: a warm-up that kills its own process, or is resumed and serves.
 
-Arguments: directory of the model, manifest, and optionally a number of graphs after which it kills itself.
+Arguments: directory of the model, manifest, and optionally a number of graphs after which it kills itself, or
+"unserved" to end after the warm-up.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ def main() -> None:
     first = tiny.load(graphs="compile", pattern=PATTERN, buckets=TABLE)
     report = first.warmup(progress, manifest=manifest, resume=True)
     num_misses = counters["inductor"]["fxgraph_cache_miss"]
+    if sys.argv[3:] == ["unserved"]:
+        print(json.dumps({"misses": num_misses}))
+        return
     counters["inductor"].clear()
     served = tiny.load(graphs="compile", pattern=PATTERN, buckets=manifest)
     num_served = served.warmup().num_captured
