@@ -16,8 +16,8 @@ FLOOR = tl.constexpr(-1.0e30)
 SEEN = tl.constexpr(-0.5e30)
 LOG2E = tl.constexpr(1.4426950408889634)
 
-# Least rows of a product by a group of four warps (wgmma). Two such products with the halves of 4-bit values were
-# wrong behind a product with 8-bit keys and head sizes of 64 and less: Triton 3.6, compute capability 9.0.
+# Least rows of a product by a group of four warps (wgmma). Two such products, with the halves of 4-bit
+# values, were wrong behind one with 8-bit keys and head sizes of 64 and less: Triton 3.6 on an H200.
 WARP_GROUP_ROWS = tl.constexpr(64)
 
 # Kinds of stored vectors, see ``launch.KINDS``; those of 8-bit floats are the last.

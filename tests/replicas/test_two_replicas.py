@@ -88,10 +88,12 @@ def two_replicas(options: str = "", *, tells_errors: bool = False) -> Iterator[S
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "harm",
-    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="hung")],
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGSTOP, id="hung", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_replica_that_is_lost_takes_no_answer_for_complete_and_comes_back(harm: signal.Signals) -> None:
     with two_replicas() as served:
