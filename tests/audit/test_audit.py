@@ -31,6 +31,7 @@ from hpu_duo.planning import GAUDI2
 from kernels_ref import Blocks, HeadGroup, Rings
 from tests.audit.conftest import BUCKETS, TINY, edit_config, engine_config
 from tests.modeling.families import LENGTH_DEPENDENT
+from tests.tiers import crossed
 
 
 @pytest.mark.slow
@@ -138,8 +139,10 @@ def test_a_model_that_cannot_be_built_is_refused(
         build_structure(engine_config(path), GAUDI2)
 
 
-@pytest.mark.parametrize("max_model_len", [64, 1024])
-@pytest.mark.parametrize("rope", LENGTH_DEPENDENT, ids=lambda rope: str(rope["rope_type"]))
+@pytest.mark.parametrize(
+    ("rope", "max_model_len"),
+    crossed({rope["rope_type"]: rope for rope in LENGTH_DEPENDENT}, [64, 1024]),
+)
 def test_frequencies_that_depend_on_the_length_are_fixed_for_the_longest_request(
     config_dir: Path, tmp_path: Path, rope: dict[str, Any], max_model_len: int
 ) -> None:

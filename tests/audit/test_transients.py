@@ -53,7 +53,9 @@ def weights_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 RULES = (None, "sink_band:sink=8,band=600|strided:stride=64")
 
 
-@pytest.mark.parametrize(("kind", "attention", "rule"), crossed(KINDS, ["reference", "sdpa"], RULES))
+@pytest.mark.parametrize(
+    ("attention", "kind", "rule"), crossed(["reference", "sdpa"], KINDS, RULES, fast=("reference",))
+)
 def test_a_measured_step_needs_no_more_after_a_longer_context(
     weights_dir: Path, kind: StepKind, attention: str, rule: str | None
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import Result
 
 from hpu_duo.cli.terminal import show_bytes
+from tests.tiers import crossed
 
 Run = Callable[..., Result]
 DOCUMENT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 4
@@ -62,8 +63,7 @@ def _row(result: Result, name: str) -> str:
     return " ".join(" ".join([lines[at].removeprefix(name), *more]).split())
 
 
-@pytest.mark.parametrize("has_context", [False, True])
-@pytest.mark.parametrize("has_pattern", [False, True])
+@pytest.mark.parametrize(("has_pattern", "has_context"), crossed([False, True], [False, True]))
 def test_the_table_tells_the_bytes_of_the_prefix_cache(
     hpu_duo: Run, model_dir: Path, pattern_dir: Path, document: Path, has_context: bool, has_pattern: bool
 ) -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from hpu_duo.lab.identify.attention import Band, Weighing, banded_attention, full_attention, query_blocks
 from tests.modeling.dense_oracle import sees
+from tests.tiers import crossed
 
 
 def dense(
@@ -48,11 +49,16 @@ def test_blocks_show_each_query_exactly_the_keys_of_the_rule(num_tokens: int, ba
     assert torch.equal(seen, mask(num_tokens, band))
 
 
-@pytest.mark.parametrize("band", [Band(0, 1), Band(4, 16), Band(16, 300), Band(300, 8), Band(0, 700)])
 @pytest.mark.parametrize(
-    "weighing",
-    [Weighing(0.5), Weighing(0.3, softcap=2.0), Weighing(0.4, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))],
-    ids=["plain", "softcap", "sinks"],
+    ("weighing", "band"),
+    crossed(
+        {
+            "plain": Weighing(0.5),
+            "softcap": Weighing(0.3, softcap=2.0),
+            "sinks": Weighing(0.4, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+        },
+        [Band(0, 1), Band(4, 16), Band(16, 300), Band(300, 8), Band(0, 700)],
+    ),
 )
 def test_banded_attention_and_its_gradients_equal_dense_ones(band: Band, weighing: Weighing) -> None:
     torch.manual_seed(0)

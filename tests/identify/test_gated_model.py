@@ -14,6 +14,7 @@ from hpu_duo.planning.read_model import read_model
 from tests.identify.live_bytes import LiveBytes
 from tests.modeling.dense_oracle import oracle_logits
 from tests.modeling.families import FAMILIES, VOCAB, Zoo, save_random
+from tests.tiers import crossed
 
 CPU = torch.device("cpu")
 LENGTH = 40
@@ -43,8 +44,7 @@ def run(
     return hidden, taught.hidden
 
 
-@pytest.mark.parametrize("full_from", FullFrom)
-@pytest.mark.parametrize("name", [*WHOLE, *SLIDING])
+@pytest.mark.parametrize(("name", "full_from"), crossed([*WHOLE, *SLIDING], list(FullFrom)))
 def test_with_all_gates_at_one_the_model_is_unchanged(zoo: Zoo, name: str, full_from: FullFrom) -> None:
     model, gated = load(zoo, name)
     gates = torch.ones(gated.num_layers, gated.num_kv_heads, requires_grad=True)

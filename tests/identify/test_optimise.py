@@ -33,7 +33,7 @@ from hpu_duo.lab.identify.run_state import STATE_FILE
 from tests.identify.conftest import CPU
 from tests.identify.induction import INDUCTION_HEAD
 from tests.modeling.families import Zoo
-from tests.tiers import every
+from tests.tiers import every, further
 
 BAND = Band(4, 24)
 SHORT = TrainingSettings(Schedule(num_steps=6), batch_size=2, save_every=2)
@@ -57,7 +57,7 @@ def state_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("loss", "full_from"), [(LossForm.MEAN, FullFrom.TEACHER), (LossForm.SUM, FullFrom.OWN)]
+    ("loss", "full_from"), [(LossForm.MEAN, FullFrom.TEACHER), *further((LossForm.SUM, FullFrom.OWN))]
 )
 def test_a_hand_built_induction_head_is_ranked_first(make: Make, loss: LossForm, full_from: FullFrom) -> None:
     training = make(TrainingSettings(Schedule(num_steps=30), loss=loss, full_from=full_from))
@@ -92,7 +92,7 @@ def test_gates_of_heads_that_stream_anyway_move_by_the_penalty_alone(make: Make)
     np.testing.assert_allclose(others, others[0], rtol=1e-4)
 
 
-@pytest.mark.parametrize("steps_before", [1, 2, 3, 5])
+@pytest.mark.parametrize("steps_before", [1, *further(2, 3), 5])
 def test_a_run_killed_at_any_step_ends_with_the_same_gates(
     make: Make, state_file: Path, steps_before: int
 ) -> None:

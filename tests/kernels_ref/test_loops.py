@@ -24,6 +24,7 @@ from kernels_ref.loops import How
 from tests.kernels_ref.choices import GAUDI2, GAUDI3, PORTABLE, Choice
 from tests.kernels_ref.scenario import TWO_SIZES, RowSpec, Scenario, World, scenarios
 from tests.kernels_ref.test_unified import QUICK
+from tests.tiers import crossed
 
 pytestmark = pytest.mark.instruction_set
 
@@ -186,8 +187,7 @@ def test_a_body_is_compiled_once_after_any_context(choice: Choice) -> None:
         assert long[name] == short[name] > 1
 
 
-@pytest.mark.parametrize("most_inline", [0, 1, 2])
-@ON_HPU
+@pytest.mark.parametrize(("choice", "most_inline"), crossed(PORTABLE, [0, 1, 2]))
 def test_a_cut_layer_equals_the_layer(
     choice: Choice, most_inline: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from tests.bias_builders.plain_rules import plain, rules, tables
 from tests.kernels_ref.choices import ALL, CHOICES, ON_HPU, REFERENCE, Choice
 from tests.kernels_ref.scenario import TWO_SIZES, RowSpec, Scenario, World, scenarios
 from tests.kernels_ref.test_unified import QUICK
+from tests.tiers import crossed
 from tests.triton_interpreter import replacing_once
 
 pytestmark = pytest.mark.instruction_set
@@ -50,7 +51,7 @@ def assert_equals_dense(choice: Choice, scenario: Scenario, **sizes: Any) -> Non
 
 @pytest.mark.parametrize("is_small", [False, True])
 @ALL
-@settings(QUICK, max_examples=15)
+@settings(QUICK, max_examples=8)
 @given(scenario=ruled_scenarios(rules()))
 def test_output_equals_dense_attention_under_the_rule(
     choice: Choice, is_small: bool, scenario: Scenario
@@ -70,7 +71,7 @@ def triton_equals_dense(scenario: Scenario) -> None:
         assert_equals_dense(Choice(Implementation.TRITON), scenario)
 
 
-@settings(QUICK, max_examples=5)
+@settings(QUICK, max_examples=3)
 @given(scenario=ruled_scenarios(rules(), (None,)))
 def test_triton_kernels_equal_dense_attention_under_the_rule(scenario: Scenario) -> None:
     triton_equals_dense(scenario)
@@ -98,7 +99,7 @@ def test_output_equals_dense_attention_under_many_rules(
 
 @ON_HPU
 @pytest.mark.parametrize("bounds", [LOOPED, ONE_ROUND], ids=["chunks", "one round"])
-@settings(QUICK, max_examples=15)
+@settings(QUICK, max_examples=6)
 @given(scenario=ruled_scenarios(rules()))
 def test_loops_outside_of_graphs_equal_dense_attention_under_the_rule(
     choice: Choice, bounds: ChunkBounds, scenario: Scenario
@@ -119,10 +120,13 @@ def test_soft_caps_apply_under_a_rule(choice: Choice, scenario: Scenario, softca
 
 
 @pytest.mark.parametrize(
-    "choice", [*CHOICES.values(), Choice(Implementation.TRITON)], ids=[*CHOICES, "triton"]
+    ("dtype", "rule", "choice"),
+    crossed(
+        [torch.bfloat16, torch.float16],
+        {str(rule): rule for rule in (RuleUnion((Window(2, 6), Dilated(9, 4))), Window(0, 45))},
+        {**CHOICES, "triton": Choice(Implementation.TRITON)},
+    ),
 )
-@pytest.mark.parametrize("rule", [RuleUnion((Window(2, 6), Dilated(9, 4))), Window(0, 45)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_stays_close_to_the_exact_result_of_the_same_inputs(
     choice: Choice, dtype: torch.dtype, rule: Rule
 ) -> None:

@@ -11,6 +11,7 @@ from bias_builders import Window
 from kernels_ref import Implementation, unified_attention
 from kernels_ref.sdpa import prefill
 from tests.kernels_ref.scenario import RowSpec, Scenario, World
+from tests.tiers import crossed
 
 pytestmark = pytest.mark.instruction_set
 
@@ -40,9 +41,10 @@ class Promises(TorchDispatchMode):
         return outputs
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize(
+    ("heads_first", "group", "dtype"),
+    crossed([False, True], [1, 3], [torch.float32, torch.bfloat16]),
+)
 def test_outputs_are_laid_out_as_promised(group: int, dtype: torch.dtype, heads_first: bool) -> None:
     window = Window(2, 6)
     mixes = [

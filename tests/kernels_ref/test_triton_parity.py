@@ -35,6 +35,7 @@ from kernels_ref.step import PartInputs
 from kernels_ref.triton import launch
 from kernels_ref.triton.launch import DeviceLimits, Launch
 from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
+from tests.tiers import crossed
 from tests.triton_interpreter import replacing_once
 
 pytest.importorskip("triton")
@@ -171,12 +172,13 @@ def _log_sum(p: Partial) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "group", "head_dim"), [(torch.float32, 3, 8), (torch.bfloat16, 1, 80), (torch.float16, 4, 64)]
+    ("part", "sizes"),
+    crossed(PARTS, [(torch.float32, 3, 8), (torch.bfloat16, 1, 80), (torch.float16, 4, 64)]),
 )
-@pytest.mark.parametrize("part", PARTS)
 def test_each_part_is_as_exact_as_the_reference(
-    monkeypatch: pytest.MonkeyPatch, part: str, dtype: torch.dtype, group: int, head_dim: int
+    monkeypatch: pytest.MonkeyPatch, part: str, sizes: tuple[torch.dtype, int, int]
 ) -> None:
+    dtype, group, head_dim = sizes
     scenario = Scenario(MIXED, 4, Window(2, 6), 2, 1, group, head_dim, (3, 2, 2, 1), False, 7)
     assert_as_exact_as_the_reference(monkeypatch, Inputs(scenario, dtype), part)
 

@@ -16,6 +16,7 @@ from hpu_duo.lab.kv_calibration.calibrated import PlannedHead
 from hpu_duo.lab.kv_calibration.collect import LayerAttention, collect
 from tests.identify.live_bytes import LiveBytes
 from tests.modeling.families import FAMILIES, VOCAB, Zoo
+from tests.tiers import crossed
 
 CPU = torch.device("cpu")
 NAMES = ["llama", "llama_mha", "llama_mqa", "qwen3", "gemma2", "gpt_oss", "phi", "qwen2_partly_sliding"]
@@ -40,8 +41,10 @@ def loaded(zoo: Zoo, name: str) -> GatedModel:
     return GatedModel.load(zoo.load(name)[1], "float32", CPU)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name in FAMILIES])
-@pytest.mark.parametrize("num_queries", [None, 1, 40, 500])
+@pytest.mark.parametrize(
+    ("num_queries", "name"),
+    crossed([None, 1, 40, 500], [name for name in NAMES if name in FAMILIES]),
+)
 def test_weights_are_those_of_transformers(zoo: Zoo, name: str, num_queries: int | None) -> None:
     model, found = loaded(zoo, name), {}
     for ids in texts():

@@ -30,7 +30,7 @@ from tests.quantised.test_checkpoints import LAYOUTS, SIZES, load, tokens, twins
 from tests.quantised.writers import KINDS, write_twins
 from tests.ranks.test_memory import anonymous_bytes
 from tests.ranks.work import Case, serve
-from tests.tiers import every
+from tests.tiers import crossed, every
 
 TWINS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "zeros": ("int8 zeros", "biases", {}),
@@ -58,8 +58,9 @@ def case_of(directory: Path, kind: str, layout: str, settings: dict[str, Any]) -
     return case, replace(case, path=quantised)
 
 
-@pytest.mark.parametrize("execution", [DEQUANTISED, CODES], ids=["dequantised", "codes"])
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize(
+    ("name", "execution"), crossed(list(TWINS), {"dequantised": DEQUANTISED, "codes": CODES})
+)
 def test_shares_are_those_of_the_plain_twin(name: str, execution: WeightExecution, tmp_path: Path) -> None:
     plain, quantised = case_of(tmp_path, *TWINS[name])
     for rank in range(2):

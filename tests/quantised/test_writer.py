@@ -21,6 +21,7 @@ from hpu_duo.modeling.quantised.writer import quantise_checkpoint, write_quantis
 from tests.modeling.families import make_config, save_random
 from tests.quantised.test_checkpoints import SIZES, load, tokens
 from tests.quantised.test_ranks import CODES
+from tests.tiers import crossed
 
 # Groups of 128 and of 32.
 WIDE: dict[str, Any] = {**SIZES, "hidden_size": 128, "intermediate_size": 160}
@@ -49,8 +50,7 @@ def assert_same_codes(first: Path, second: Path, name: str) -> None:
     assert all(torch.equal(tensor, read[key]) for key, tensor in rest.items())
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "tied"), crossed(list(FORMATS), [False, True]))
 def test_what_is_written_is_read_back(name: str, tied: bool, tmp_path: Path) -> None:
     plain = plain_at(tmp_path / "plain", tie_word_embeddings=tied)
     written = quantise_checkpoint(plain, tmp_path / "out", name)

@@ -20,6 +20,7 @@ from hpu_duo.parallel.share_trial import check_share
 from tests.modeling.families import BASE, FAMILIES
 from tests.ranks.more_families import SERVED, is_known, tiny
 from tests.ranks.test_families import REFUSED
+from tests.tiers import crossed
 
 
 def check(config: Any, size: int) -> None:
@@ -35,12 +36,24 @@ def wide_heads() -> LlamaConfig:
     return LlamaConfig(**{**BASE, "head_dim": 16})
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in REFUSED])
+FEW = ("llama", "gemma2", "gpt_oss", "phi", "cohere", "starcoder2", "qwen3_moe", "smollm3")
+FEW_FURTHER = (
+    "arcee",
+    "exaone4",
+    "glm4_moe",
+    "gemma4_text, shared keys",
+    "gpt_neox, biases",
+    "deepseek_v3",
+    "laguna",
+)
+
+
+@pytest.mark.parametrize("name", crossed([name for name in FAMILIES if name not in REFUSED], fast=FEW))
 def test_families_pass(name: str) -> None:
     check(FAMILIES[name](), 4)
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", crossed(list(SERVED), fast=FEW_FURTHER))
 def test_further_families_pass(name: str) -> None:
     if not is_known(name):
         pytest.skip(f"the installed transformers has no {name}")

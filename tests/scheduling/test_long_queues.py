@@ -15,6 +15,7 @@ from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.scheduling import POLICIES, make_policy
 from tests.engine_host.planning import planned, stepped
 from tests.engine_host.simulated_device import make_request
+from tests.tiers import crossed
 
 LIMITS = StepLimits(
     max_num_seqs=8,
@@ -67,8 +68,13 @@ def _behind_one_prompt(policy: str, num_waiting: int, num_users: int) -> Schedul
     return scheduler
 
 
-@pytest.mark.parametrize("share", [0.0, 0.05, 1.0], ids=["one user", "users", "a user each"])
-@pytest.mark.parametrize("policy", [*POLICIES, "sjf:patience=0", "lpm:patience=0", "dlpm:patience=0"])
+@pytest.mark.parametrize(
+    ("policy", "share"),
+    crossed(
+        [*POLICIES, "sjf:patience=0", "lpm:patience=0", "dlpm:patience=0"],
+        {"one user": 0.0, "users": 0.05, "a user each": 1.0},
+    ),
+)
 def test_planning_takes_four_times_as_much_for_four_times_as_many_that_are_passed_over(
     policy: str, share: float
 ) -> None:

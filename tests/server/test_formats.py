@@ -16,6 +16,7 @@ from hpu_duo.sampling.guidance import GrammarState
 from hpu_duo.sampling.params import FieldError
 from tests.server.ending import ASKED, served
 from tests.server.live import Live
+from tests.tiers import crossed
 
 
 class Person(BaseModel):
@@ -81,8 +82,10 @@ FORMATS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("body", FORMATS, ids=str)
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stream", "body"),
+    crossed([False, True], {str(body): body for body in FORMATS}),
+)
 def test_patterns_are_kept_under_every_name(server: Live, body: dict[str, Any], stream: bool) -> None:
     client = server.client()
     if stream:
