@@ -9,6 +9,7 @@ from hpu_duo import HeadPattern
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing, serve, tokens_of
 from tests.modeling.families import prompts_of
+from tests.tiers import crossed
 
 PARAMS = SamplingParams(temperature=1.3, seed=4, max_tokens=12)
 
@@ -27,8 +28,7 @@ class Interrupt(KeyboardInterrupt):
     """An interrupt, told apart from a real Ctrl-C."""
 
 
-@pytest.mark.parametrize("phase", ["launch", "finish"])
-@pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
+@pytest.mark.parametrize(("pattern", "phase"), crossed({"full": None, "duo": PATTERN}, ["launch", "finish"]))
 def test_interrupted_steps_are_computed_anew(
     tiny: Tiny, pattern: HeadPattern | None, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

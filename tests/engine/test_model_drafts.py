@@ -19,7 +19,7 @@ from hpu_duo.startup.recorded_steps import options_of, read_log
 from hpu_duo.startup.warm_up_estimate import GraphCosts
 from tests.engine.tiny import PATTERN, Tiny, serve, text_of, tokens_of
 from tests.modeling.families import prompts_of
-from tests.tiers import EXHAUSTIVE
+from tests.tiers import EXHAUSTIVE, further
 
 PROMPTS = prompts_of([17, 1, 33, 8], seed=4)
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -42,9 +42,17 @@ def load_drafting(tiny: Tiny, **options: Any) -> HPUDuoModel:
 @pytest.mark.parametrize(
     ("params", "options"),
     [
-        (SEEDED, {"pattern": PATTERN}),
-        (replace(SEEDED, logprobs=2, min_p=0.02, n=3), {"graphs": "replay", "attention": "sdpa"}),
-        (replace(SEEDED, logit_bias={3: 2.0}), {"num_blocks": 14, "max_model_len": 64, "pattern": PATTERN}),
+        *further((SEEDED, {"pattern": PATTERN})),
+        (
+            replace(SEEDED, logprobs=2, min_p=0.02, n=3, max_tokens=20),
+            {"graphs": "replay", "attention": "sdpa"},
+        ),
+        *further(
+            (
+                replace(SEEDED, logit_bias={3: 2.0}),
+                {"num_blocks": 14, "max_model_len": 64, "pattern": PATTERN},
+            )
+        ),
         pytest.param(GREEDY, {"graphs": CompileBackend("eager"), "pattern": PATTERN}, marks=pytest.mark.slow),
         pytest.param(GREEDY, {"graphs": "compile", "pattern": PATTERN}, marks=EXHAUSTIVE),
         pytest.param(replace(SEEDED, n=3), {"enable_prefix_caching": False}, marks=EXHAUSTIVE),

@@ -22,7 +22,7 @@ from kernels_ref.x86 import library
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import BASE, VERSION, make_config, prompts_of, randomise, save_random
 from tests.quantised.writers import KINDS, write_twins
-from tests.tiers import EXHAUSTIVE
+from tests.tiers import EXHAUSTIVE, further
 
 pytestmark = pytest.mark.skipif(VERSION < (5, 24), reason="MtpModel needs transformers 5.24")
 
@@ -115,7 +115,9 @@ def mellum(tmp_path_factory: pytest.TempPathFactory) -> Predicting:
     return save_predicting(path, "MellumConfig", mellum_name, num_experts=4, sliding_window=11, **FULL)
 
 
-@pytest.mark.parametrize(("most", "options"), [(1, {"graphs": "replay", "attention": "sdpa"}), (3, {})])
+@pytest.mark.parametrize(
+    ("most", "options"), [*further((1, {"graphs": "replay", "attention": "sdpa"})), (3, {})]
+)
 def test_drafts_are_those_of_transformers_layer(
     mellum: Predicting, most: int, options: dict[str, Any]
 ) -> None:
@@ -138,8 +140,8 @@ def test_drafts_are_those_of_transformers_layer(
 @pytest.mark.parametrize(
     ("params", "options"),
     [
-        (replace(SEEDED, n=2, logprobs=2), {"num_blocks": 12, "max_model_len": 64}),
-        (SEEDED, {"graphs": "replay", "attention": "sdpa", "pattern": PATTERN}),
+        *further((replace(SEEDED, n=2, logprobs=2), {"num_blocks": 12, "max_model_len": 64})),
+        (replace(SEEDED, n=2, logprobs=2), {"graphs": "replay", "attention": "sdpa", "pattern": PATTERN}),
         pytest.param(GREEDY, {"graphs": CompileBackend("eager")}, marks=EXHAUSTIVE),
         pytest.param(GREEDY, {"graphs": "compile"}, marks=EXHAUSTIVE),
         pytest.param(

@@ -11,6 +11,7 @@ import torch
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import Tiny, assert_holds_nothing, serve, tokens_of
 from tests.modeling.families import prompts_of
+from tests.tiers import crossed
 
 PROMPTS = prompts_of([9, 4])
 INTEGERS: dict[str, Any] = {
@@ -26,8 +27,7 @@ INTEGERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [np.int64, np.int32])
-@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize(("name", "dtype"), crossed(list(INTEGERS), {"int64": np.int64, "int32": np.int32}))
 def test_parameters_of_numpy_sample_as_those_of_python(tiny: Tiny, name: str, dtype: type) -> None:
     value = INTEGERS[name]
     as_numpy = np.array(value, dtype) if isinstance(value, list) else dtype(value)

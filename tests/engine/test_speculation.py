@@ -18,7 +18,7 @@ from hpu_duo.sampling import FieldError, SamplingParams
 from hpu_duo.startup.recorded_steps import options_of, read_log
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import prompts_of
-from tests.tiers import EXHAUSTIVE
+from tests.tiers import EXHAUSTIVE, further
 
 LOOPS = [[5, 9, 6, 8, 7] * 5, [3, 4] * 8, *prompts_of([17, 1], seed=4)]
 """Prompts of which two repeat themselves, so that drafts are found at once."""
@@ -32,9 +32,9 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1,
     ("config", "params", "options"),
     [
         (SUFFIX, GREEDY, {"pattern": PATTERN}),
-        (NGRAM, replace(SEEDED, n=3), {}),
-        (SUFFIX, SEEDED, {"num_blocks": 14, "max_model_len": 64}),
-        (SUFFIX, SEEDED, {"graphs": "replay", "attention": "sdpa"}),
+        *further((NGRAM, replace(SEEDED, n=3), {})),
+        *further((SUFFIX, SEEDED, {"num_blocks": 14, "max_model_len": 64})),
+        (SUFFIX, SEEDED, {"graphs": "replay", "attention": "sdpa", "num_blocks": 14, "max_model_len": 64}),
         pytest.param(NGRAM, GREEDY, {"enable_prefix_caching": False}, marks=pytest.mark.slow),
         pytest.param(
             SUFFIX, replace(SEEDED, n=3), {"graphs": "replay", "pattern": PATTERN}, marks=EXHAUSTIVE

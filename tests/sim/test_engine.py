@@ -32,8 +32,8 @@ from tests.modeling.families import (
     prompts_of,
     save_random,
 )
-from tests.sim.workload import LIMITS, Workload
-from tests.tiers import crossed
+from tests.sim.workload import COARSE, LIMITS, Workload
+from tests.tiers import crossed, further
 
 pytestmark = pytest.mark.usefixtures("simulated_hpu", "default_buckets")
 
@@ -91,10 +91,10 @@ def test_120_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_
     assert on_cpu.stats().num_preemptions == stats.num_preemptions
 
 
-@pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
+@pytest.mark.parametrize("pattern", [*further(None), PATTERN], ids=["full", "duo"])
 def test_cached_prefixes_need_nothing_new_after_warm_up(tiny: Tiny, pattern: HeadPattern | None) -> None:
     work = Workload.random(40, seed=4)
-    options = {**LIMITS, "pattern": pattern}
+    options = {**LIMITS, "pattern": pattern, "buckets": COARSE}
     snapshots = {"num_prefix_snapshots": 5} if pattern else {}  # more than the share of so few blocks
     served = tiny.load(device="hpu-sim", **options, **snapshots)
     served.warmup()
@@ -139,7 +139,7 @@ def warmed(simulated_hpu: sim.SimulatedHpu, tiny: Tiny) -> HPUDuoModel:
     """A warmed-up engine with the default buckets."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tables, "planned_table", tables.default_table)
-        served = tiny.load(device="hpu-sim", pattern=PATTERN, **LIMITS)
+        served = tiny.load(device="hpu-sim", pattern=PATTERN, buckets=COARSE, **LIMITS)
     served.warmup()
     return served
 
@@ -180,9 +180,10 @@ def test_grammars_cost_one_more_copy_and_nothing_new_after_warm_up(tmp_path: Pat
     GenerationConfig(pad_token_id=0, eos_token_id=2).save_pretrained(tmp_path)
     prompts = prompts_of([5, 12, 30], seed=4)
     wanted = StructuredOutputs(regex="[A-Z]{2}-[0-9]{1,4}( [a-z]+)?!")
-    served = ending.load(device="hpu-sim", pattern=PATTERN, **LIMITS)
+    options = {"pattern": PATTERN, "buckets": COARSE, **LIMITS}
+    served = ending.load(device="hpu-sim", **options)
     served.warmup()
-    on_cpu = ending.load(device="cpu", pattern=PATTERN, buckets=served.engine.runner.graphs.table, **LIMITS)
+    on_cpu = ending.load(device="cpu", **options)
     for temperature in (0.0, 1.2):
         common: dict[str, Any] = {"temperature": temperature, "seed": 3, "max_tokens": 12}
         params = [
@@ -269,11 +270,17 @@ def test_the_cpu_attention_kernels_are_refused(tiny: Tiny) -> None:
         tiny.load(device="hpu-sim", attention="sdpa")
 
 
-@pytest.mark.parametrize("rope", LENGTH_DEPENDENT, ids=lambda rope: str(rope["rope_type"]))
-@pytest.mark.parametrize(("lengths", "max_model_len"), [([5, 37], 48), ([70, 75], 80)], ids=["short", "long"])
+@pytest.mark.parametrize(
+    ("of_texts", "rope"),
+    crossed(
+        {"short": ([5, 37], 48), "long": ([70, 75], 80)},
+        {str(rope["rope_type"]): rope for rope in LENGTH_DEPENDENT},
+    ),
+)
 def test_frequencies_that_depend_on_the_length_are_those_of_transformers(
-    tmp_path: Path, rope: dict[str, Any], lengths: list[int], max_model_len: int
+    tmp_path: Path, rope: dict[str, Any], of_texts: tuple[list[int], int]
 ) -> None:
+    lengths, max_model_len = of_texts
     key = "rope_parameters" if IS_5 else "rope_scaling"
     model = save_random(LlamaConfig(**{**BASE, "num_hidden_layers": 2, key: rope}), tmp_path)
     prompts, params = prompts_of(lengths, seed=6), SamplingParams(temperature=0, max_tokens=5)

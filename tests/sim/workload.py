@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from graphs import BucketTable
 from hpu_duo import HPUDuoModel
 from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams
@@ -19,6 +20,8 @@ LIMITS: dict[str, Any] = {
     "num_blocks": 13,
     "max_model_len": 48,
 }
+COARSE = BucketTable.from_strings(["csu/q48/s13/u13/l8", "--u/q8/s0/u13/l8"])
+"""A bucket for all steps and one for decodes: two graphs to capture, of six of the default table."""
 BEGINS = (8, 16, 21)
 Done = dict[tuple[int, int], tuple[list[int], FinishReason]]
 

@@ -17,6 +17,7 @@ from hpu_duo.sampling import SamplingParams
 from hpu_duo.startup.recorded_steps import StepLog, StepRecorder, options_of, read_log
 from tests.engine.tiny import PATTERN, Tiny, make_tiny, serve
 from tests.modeling.families import prompts_of
+from tests.tiers import further
 
 PROMPTS = prompts_of([30, 12, 1, 22], seed=3)
 PARAMS = [
@@ -52,7 +53,12 @@ def again(tiny: Tiny, log: StepLog, **changes: Any) -> HPUDuoModel:
 @pytest.mark.usefixtures("default_buckets")
 @pytest.mark.parametrize(
     "options",
-    [{}, {"pattern": None}, {"graphs": "replay", "attention": "sdpa"}, {"device": "hpu-sim"}],
+    [
+        {},
+        *further({"pattern": None}),
+        {"graphs": "replay", "attention": "sdpa"},
+        *further({"device": "hpu-sim"}),
+    ],
     ids=["duo", "full", "captured", "hpu-sim"],
 )
 def test_a_replay_gives_the_same_tokens(tiny: Tiny, tmp_path: Path, options: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ def load(tiny: Tiny, way: str, **options: Any) -> HPUDuoModel:
             backend = CompileBackend("eager", guards=True)
             chosen = {"graphs": backend, "buckets": BucketTable.from_strings(FEW)}
         case _:
-            chosen = {"device": "hpu-sim"}
+            chosen = {"device": "hpu-sim", "buckets": BucketTable.from_strings(SIX)}
     return tiny.load(**{**chosen, "pattern": PATTERN, **options})
 
 
