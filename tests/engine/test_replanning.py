@@ -33,7 +33,7 @@ COARSE = BucketTable.from_strings(
     ["csu/q64/s128/u128/l4", "c-u/q64/s0/u128/l4", "-su/q4/s128/u128/l4", "--u/q4/s0/u128/l4"]
 )
 PROMPTS = [[number] * (3 + number) for number in range(4)]
-PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
 
 def tokens(served: HPUDuoModel) -> list[list[int]]:
@@ -50,7 +50,7 @@ def replanned(served: HPUDuoModel) -> None:
         assert found is not None
         if found.num_plans and not found.num_waiting:
             return
-        time.sleep(0.05)
+        time.sleep(0.2)
     raise AssertionError("no plan was carried out")
 
 
