@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         stays_in_ring,
     )
     from bias_builders.rule_texts import describe_rule
-    from bias_builders.top_blocks import TopBlocks, highest
+    from bias_builders.top_blocks import Quest, TopBlocks, highest
 
 __all__ = [
     "NOWHERE",
@@ -53,6 +53,7 @@ __all__ = [
     "Fixed",
     "Held",
     "Leading",
+    "Quest",
     "Ring",
     "Rule",
     "RuleIntersection",
@@ -106,6 +107,7 @@ _HOMES = {
     "ring_slot": "bias_builders.expand",
     "slot_position": "bias_builders.expand",
     "stays_in_ring": "bias_builders.expand",
+    "Quest": "bias_builders.top_blocks",
     "TopBlocks": "bias_builders.top_blocks",
     "highest": "bias_builders.top_blocks",
 }

@@ -63,6 +63,39 @@ class TopBlocks:
         return highest(torch.where(may, rank, _NONE), block_X.expand(mass_TKX.shape), may, most)
 
 
+@dataclass(frozen=True)
+class Quest:
+    """A decoded token sees some pages: its own, the first, the one before its own, and the best others.
+
+    Pages are blocks. The best have the highest scores that keys between the minima and the maxima of the keys
+    of a page could have (arXiv:2406.10774).
+
+    Attributes:
+        num_pages: blocks that a token sees, its own included.
+        every: tokens that use one choice, from positions that are multiples of it.
+    """
+
+    num_pages: int
+    every: int
+
+    def __post_init__(self) -> None:
+        if self.num_pages < 3:
+            raise ValueError(
+                f"expected pages >= 3: a token's own, the one before it and the first; got {self.num_pages}"
+            )
+        if self.every < 1:
+            raise ValueError(f"expected every >= 1, got {self.every}")
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Name and numbers, for captures and reports."""
+        return "quest", self.num_pages, self.every
+
+    def describe(self) -> str:
+        """Write the choice as text."""
+        return f"quest:pages={self.num_pages},every={self.every}"
+
+
 def highest(rank: torch.Tensor, position: torch.Tensor, is_valid: torch.Tensor, most: int) -> torch.Tensor:
     """Mark the ``most`` valid entries of the highest rank, of equal ones those of the highest position.
 

@@ -28,6 +28,7 @@ from kernels_ref.units import KVRecord, KVUnits
 if TYPE_CHECKING:
     from kernels_ref.formats import KVFormat
     from kernels_ref.groups.column_sums import ChunkStep
+    from kernels_ref.pages import PageStep
     from kernels_ref.sparse import TileStep
     from kernels_ref.step import BlockStep, RingStep
 
@@ -79,6 +80,18 @@ class Kernels(Protocol):
 
     def chosen_blocks(self, inputs: PartInputs, tiles: TileStep, choice: TopBlocks) -> Partial:
         """Tokens of prompt rows against the blocks that are chosen for them; see ``kernels_ref.sparse``."""
+        ...
+
+    def chosen_pages(
+        self,
+        q_NKGD: torch.Tensor,
+        low_XKD: torch.Tensor,
+        high_XKD: torch.Tensor,
+        plan: PageStep,
+        kept: tuple[torch.Tensor, torch.Tensor] | None,
+        most: int,
+    ) -> torch.Tensor:
+        """Blocks that decode rows read, chosen by bounds of keys; see ``kernels_ref.pages``."""
         ...
 
     def shared_rings(self, inputs: PartInputs, ring: RingStep) -> Partial:

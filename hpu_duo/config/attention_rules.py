@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from bias_builders import (
     BlockTable,
     Dilated,
     Fixed,
+    Quest,
     Rule,
     RuleIntersection,
     RuleUnion,
@@ -88,11 +90,24 @@ def top_blocks(blocks: int = 32) -> TopBlocks:
     return TopBlocks(blocks)
 
 
-CHOICES: dict[str, Callable[..., TopBlocks]] = {"top_blocks": top_blocks}
+def quest(pages: int = 64, every: int = 1) -> Quest:
+    """Blocks that each decoded token reads, ``pages`` of them, chosen by bounds of their keys.
+
+    Args:
+        pages: blocks, the token's own included.
+        every: tokens that use one choice.
+    """
+    return Quest(pages, every)
+
+
+Choice: TypeAlias = TopBlocks | Quest
+"""A choice of blocks by the text."""
+
+CHOICES: dict[str, Callable[..., Choice]] = {"quest": quest, "top_blocks": top_blocks}
 """Choices of blocks by name: what a token sees depends on the text."""
 
 
-def make_attention_rules(text: str) -> tuple[Rule | TopBlocks | None, ...]:
+def make_attention_rules(text: str) -> tuple[Rule | Choice | None, ...]:
     """Parse a rule for all heads, or one for each; None = all tokens.
 
     Args:
@@ -107,15 +122,15 @@ def make_attention_rules(text: str) -> tuple[Rule | TopBlocks | None, ...]:
 
 def chooses_blocks(text: str) -> bool:
     """Whether any head of a text, as for ``make_attention_rules``, has a choice of blocks."""
-    return any(isinstance(rule, TopBlocks) for rule in make_attention_rules(text))
+    return any(isinstance(rule, Choice) for rule in make_attention_rules(text))
 
 
-def _of_heads(text: str) -> Rule | TopBlocks | None:
+def _of_heads(text: str) -> Rule | Choice | None:
     if text == FULL:
         return None
     names = [part.partition(":")[0] for part in text.replace("&", "|").split("|")]
     if len(names) == 1:
-        every: dict[str, Callable[..., Rule | TopBlocks]] = {**ATTENTION_RULES, **CHOICES}
+        every: dict[str, Callable[..., Rule | Choice]] = {**ATTENTION_RULES, **CHOICES}
         return call_with_options("attention_rule", text, every)
     if not CHOICES.keys().isdisjoint(names):
         raise ValueError(f"expected {', '.join(CHOICES)} alone, since it goes by the text, got {text!r}")

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from bias_builders import Rule, Tile, TopBlocks
+from bias_builders import Quest, Rule, Tile, TopBlocks
 from graphs import BatchShape, BucketTable, StepLimits
 from graphs.bucket_file import write_shapes
 from graphs.planner.cells import price, to_levels
 from graphs.table import ShapeReservoir
 from hpu_duo.kv.plan import SparseKind
-from kernels_ref import Budget, ChosenBlocks
+from kernels_ref import Budget, ChosenBlocks, QuestBlocks
 
 if TYPE_CHECKING:
     from graphs.bucket_file import ShapeRecorder
@@ -172,6 +172,8 @@ def add_tiles(tiles: dict[SparseKind, TileCounts], plan: StepPlan, memory: Memor
         for row in plan.rows:
             if isinstance(kind, ChosenBlocks):
                 counts = count_chosen(kind.choice, row.start, row.end, memory.block_size)
+            elif isinstance(kind, QuestBlocks):
+                counts = count_pages(kind.choice, row.start, row.end, memory.block_size)
             else:
                 assert kind.rule is not None, "heads without a rule are not sparse"
                 counts = count_tiles(kind.rule, row.start, row.end)
@@ -187,6 +189,16 @@ def count_chosen(choice: TopBlocks, start: int, end: int, block_size: int) -> Ti
     is_whole = (numbers * block_size >= start) & ((numbers + 1) * block_size <= end)
     dense = numbers + 1
     seen = np.where(is_whole, np.minimum(dense, choice.num_blocks), dense)
+    return TileCounts(int(seen.sum()), int(dense.sum()))
+
+
+def count_pages(choice: Quest, start: int, end: int, block_size: int) -> TileCounts:
+    """Count the blocks that tokens ``[start, end)`` of a request read, as ``count_chosen`` does.
+
+    One token is a decode, several are a chunk of a prompt.
+    """
+    dense = np.arange(start // block_size, -(-end // block_size)) + 1
+    seen = np.minimum(dense, choice.num_pages) if end - start == 1 else dense
     return TileCounts(int(seen.sum()), int(dense.sum()))
 
 

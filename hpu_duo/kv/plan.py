@@ -22,6 +22,7 @@ from kernels_ref import (
     LatentRings,
     LatentSize,
     Owner,
+    QuestBlocks,
     Rings,
     RowKind,
     WholePrompts,
@@ -30,7 +31,7 @@ from kernels_ref.formats import LATENT
 
 _GIB = 1 << 30
 
-SparseKind: TypeAlias = Blocks | ChosenBlocks
+SparseKind: TypeAlias = Blocks | ChosenBlocks | QuestBlocks
 """Kinds of heads that may skip stored tokens."""
 
 
@@ -380,7 +381,9 @@ class MemoryPlan:
         for layer in self.layers:
             for group in layer.groups:
                 kind = group.kind
-                if isinstance(kind, ChosenBlocks) or (isinstance(kind, Blocks) and kind.rule is not None):
+                if isinstance(kind, ChosenBlocks | QuestBlocks) or (
+                    isinstance(kind, Blocks) and kind.rule is not None
+                ):
                     found[kind] = found.get(kind, 0) + group.num_heads
         return found
 

@@ -49,7 +49,7 @@ from hpu_duo.startup.kv_budget import (
     resolve_max_ring_window,
     rules_by_head,
 )
-from kernels_ref import Blocks, Budget, GroupKind, HeadGroup, LayerSpec, Owner
+from kernels_ref import Blocks, Budget, GroupKind, HeadGroup, LayerSpec, Owner, QuestBlocks
 
 _log = logging.getLogger(__name__)
 
@@ -132,10 +132,26 @@ class Kinds(NamedTuple):
         if self.rules is None:
             return numbers, head_groups(num_retrieval, num_streaming, window, self.slack)
         of_heads = rules_by_head(self.rules, len(streams))
+        if window is not None and any(isinstance(kind, QuestBlocks) for kind in of_heads):
+            return numbers, self._with_pages(num_retrieval, num_streaming, window)
         found, groups = sparse_groups(
             [kind if is_sparse else Blocks() for kind, is_sparse in zip(of_heads, streams)]
         )
         return np.array(found, np.int32), groups
+
+    def _with_pages(self, num_retrieval: int, num_streaming: int, window: Window) -> tuple[HeadGroup, ...]:
+        """Return the groups of a layer of a pattern whose retrieval heads choose pages."""
+        assert self.rules is not None
+        if len(self.rules) > 1:
+            raise ValueError(
+                "under a pattern all retrieval heads choose pages: expected one attention_rule, got "
+                f"{len(self.rules)} of which one or more is quest"
+            )
+        groups = head_groups(num_retrieval, num_streaming, window, self.slack)
+        return tuple(
+            replace(group, kind=self.rules[0]) if group.kind.owner is Owner.BLOCK else group
+            for group in groups
+        )
 
 
 class ChosenHeads(NamedTuple):

@@ -10,14 +10,24 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from bias_builders import BlockTable, Rule, RuleIntersection, RuleUnion, TopBlocks, Window
-from hpu_duo.config.attention_rules import chooses_blocks, make_attention_rules
+from bias_builders import BlockTable, Quest, Rule, RuleIntersection, RuleUnion, TopBlocks, Window
+from hpu_duo.config.attention_rules import Choice, chooses_blocks, make_attention_rules
 from hpu_duo.config.engine import EngineConfig, ParallelConfig
 from hpu_duo.config.kv_plan import ALL, RING, Keep, KVPlan
 from hpu_duo.config.limits import HPU_LAYER_KINDS
 from hpu_duo.heads.eviction import make_kv_policy
 from hpu_duo.option_spec import call_with_options
-from kernels_ref import Blocks, Budget, ChosenBlocks, GroupKind, HeadGroup, KVPolicy, Rings, WholePrompts
+from kernels_ref import (
+    Blocks,
+    Budget,
+    ChosenBlocks,
+    GroupKind,
+    HeadGroup,
+    KVPolicy,
+    QuestBlocks,
+    Rings,
+    WholePrompts,
+)
 
 _CHUNK = 512
 """Default tokens of a chunk: scores of a chunk are computed twice, and decodes wait for it."""
@@ -294,6 +304,7 @@ def resolve_attention_rules(config: EngineConfig, device: torch.device) -> HeadR
         "kv_policy=None": config.cache.kv_policy is not None,
         "attention 'sdpa', or without a compiler 'reference', on a CPU": is_portable and not is_served,
         "trim_chunks=False": chooses and config.scheduler.trim_chunks,
+        **(_refused_by_quest(config) if any(isinstance(rule, Quest) for rule in rules) else {}),
     }
     for expected, is_asked in refused.items():
         if is_asked:
@@ -301,8 +312,19 @@ def resolve_attention_rules(config: EngineConfig, device: torch.device) -> HeadR
     return tuple(_rule_kind(config, rule) for rule in rules)
 
 
-def _rule_kind(config: EngineConfig, rule: Rule | TopBlocks | None) -> GroupKind:
-    if not isinstance(rule, TopBlocks):
+def _refused_by_quest(config: EngineConfig) -> dict[str, bool]:
+    """Settings that heads that choose pages are served with, and whether another one is asked for."""
+    cache = config.cache
+    return {
+        "graphs 'eager' or 'replay', which compile nothing": config.graph.backend not in _UNCOMPILED,
+        "decode_len=1 and without speculative_config": config.scheduler.decode_len > 1,
+        "kv_cache_dtype='auto'": cache.kv_cache_dtype != "auto",
+        "cpu_attention=False": bool(cache.cpu_attention),
+    }
+
+
+def _rule_kind(config: EngineConfig, rule: Rule | Choice | None) -> GroupKind:
+    if not isinstance(rule, TopBlocks | Quest):
         return Blocks(rule)
     most, block_size, scheduler = longest_chunk(config), config.block_size, config.scheduler
     if not 2 <= block_size <= most:
@@ -312,7 +334,15 @@ def _rule_kind(config: EngineConfig, rule: Rule | TopBlocks | None) -> GroupKind
             f"holds a block of max_chunk_rows={scheduler.max_chunk_rows} prompts and a token of each other "
             f"request, got {block_size}"
         )
-    return ChosenBlocks(rule, most - most % block_size)
+    chunk = most - most % block_size
+    if isinstance(rule, TopBlocks):
+        return ChosenBlocks(rule, chunk)
+    if block_size % rule.every:
+        raise ValueError(
+            f"expected block_size to be a multiple of every in attention_rule={rule.describe()!r}, "
+            f"got {block_size}"
+        )
+    return QuestBlocks(rule, chunk)
 
 
 def resolve_max_ring_window(config: EngineConfig) -> int | None:
@@ -341,7 +371,7 @@ def rules_by_head(rules: HeadRules, num_kv_heads: int) -> HeadRules:
     return rules * num_kv_heads if len(rules) == 1 else rules
 
 
-def _has_table(rule: Rule | TopBlocks | None) -> bool:
+def _has_table(rule: Rule | Choice | None) -> bool:
     if isinstance(rule, RuleUnion | RuleIntersection):
         return any(_has_table(each) for each in rule.rules)
     return isinstance(rule, BlockTable)

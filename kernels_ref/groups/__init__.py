@@ -11,6 +11,7 @@ from kernels_ref.groups.kind import (
 )
 from kernels_ref.groups.kv_policy import FutureQueries, KVPolicy, SlotView, TokenClass
 from kernels_ref.groups.latents import LatentBlocks, LatentKV, LatentRings, LatentSize
+from kernels_ref.groups.quest import QuestBlocks
 from kernels_ref.groups.rings import Rings
 from kernels_ref.groups.whole_prompts import WholePrompts
 from kernels_ref.step import BlockStep, PartInputs, RingStep
@@ -34,6 +35,7 @@ __all__ = [
     "Owner",
     "PartInputs",
     "PartSizes",
+    "QuestBlocks",
     "RingStep",
     "Rings",
     "SlotView",

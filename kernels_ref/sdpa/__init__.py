@@ -21,6 +21,7 @@ from kernels_ref import reference
 from kernels_ref import units as index
 from kernels_ref.decoding import DecodingKernels
 from kernels_ref.groups.column_sums import ChunkStep
+from kernels_ref.pages import PageStep
 from kernels_ref.partial import Partial, Scoring, finish
 from kernels_ref.reference import rows_in_rings
 from kernels_ref.sdpa import decode, prefill, sparse
@@ -35,6 +36,7 @@ from kernels_ref.x86 import library as x86
 __all__ = [
     "causal",
     "chosen_blocks",
+    "chosen_pages",
     "column_sums",
     "eviction_victims",
     "finish",
@@ -139,6 +141,13 @@ _chosen_blocks = register(
     "int num_blocks, int context_blocks",
     sparse.chosen_blocks,
 )
+_chosen_pages = define(
+    "chosen_pages",
+    "Tensor q, Tensor low, Tensor high, Tensor table, Tensor number, Tensor? kept, Tensor? due, int most",
+    "Tensor",
+    sparse.chosen_pages,
+    lambda q, *others: q.new_empty((*q.shape[:2], others[-1]), dtype=torch.int32),
+)
 _shared_rings = register(
     "shared_rings",
     f"{_QKV}, {_ROWS}, Tensor chunk_row, Tensor chunk_position, int sink, int recent",
@@ -222,6 +231,20 @@ def chosen_blocks(inputs: PartInputs, tiles: TileStep, choice: TopBlocks) -> Par
     shared = t.shared_block, t.shared_start, t.shared_reads
     sizes = choice.num_blocks, scoring.slices.context_blocks
     return Partial(*_chosen_blocks(q_QKGD, *floats(units), *_row_plan(t), t.write_block, *shared, *sizes))
+
+
+def chosen_pages(
+    q_NKGD: torch.Tensor,
+    low_XKD: torch.Tensor,
+    high_XKD: torch.Tensor,
+    plan: PageStep,
+    kept: tuple[torch.Tensor, torch.Tensor] | None,
+    most: int,
+) -> torch.Tensor:
+    """Pages of all rows; bounds are read only of rows that choose."""
+    numbers = plan.table, plan.number, *(kept or (None, None))
+    found: torch.Tensor = _chosen_pages(q_NKGD, low_XKD, high_XKD, *numbers, most)
+    return found
 
 
 def shared_rings(inputs: PartInputs, ring: RingStep) -> Partial:

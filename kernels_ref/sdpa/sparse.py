@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from bias_builders import NOWHERE, Leading, Rule, Tile, TopBlocks, decode_rule, leading_visible, seen_mask
+from kernels_ref.pages import best_pages
 from kernels_ref.partial import Partial, Scoring, empty, merge, soften
 from kernels_ref.reference import merge_by_owner, own_units, side_by_side
 from kernels_ref.sdpa.prefill import flash, prompt_rows
@@ -314,3 +315,25 @@ def _merge_into(
         return
     for whole, merged in zip(seen, merge(seen, flash(q_SKGD, k_TKD, v_TKD, is_causal=is_causal))):
         whole.copy_(merged)
+
+
+def chosen_pages(
+    q_NKGD: torch.Tensor,
+    low_XKD: torch.Tensor,
+    high_XKD: torch.Tensor,
+    table_NL: torch.Tensor,
+    number_N: torch.Tensor,
+    kept_NKP: torch.Tensor | None,
+    is_due_N: torch.Tensor | None,
+    most: int,
+) -> torch.Tensor:
+    """Row by row, over the blocks of its text."""
+    found = (
+        torch.empty((*q_NKGD.shape[:2], most), dtype=torch.int32) if kept_NKP is None else kept_NKP.clone()
+    )
+    for row, count in enumerate(number_N.tolist()):
+        if is_due_N is None or is_due_N[row]:
+            own = slice(row, row + 1)
+            numbers = table_NL[own, :count], number_N[own], most
+            found[own] = best_pages(q_NKGD[own], low_XKD, high_XKD, *numbers)
+    return found
