@@ -139,7 +139,7 @@ def forget_choices(units: KVUnits, plan: PageStep, block_size: int) -> None:
 def kept_choices(
     units: KVUnits, plan: PageStep, block_size: int, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pages that decode rows have chosen before, int32 ``[N, K, P]``, and whether a row chooses anew, ``[N]``."""
+    """Pages that rows have chosen before, int32 ``[N, K, P]``, and whether one chooses anew, bool ``[N]``."""
     slot = block_size + 1
     kept = torch.cat([_integers(x)[:, :, slot].index_select(0, plan.own) for x in units.views], dim=2)
     is_due = plan.begins | (kept[:, 0, 0] != plan.turn)
