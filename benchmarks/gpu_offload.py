@@ -254,7 +254,7 @@ class OnGpu:
             make_model(shape, given.context, self._setup),
             self._prompts(shape, given.rows, given.prompt),
         )
-        options = {
+        options: dict[str, Any] = {
             "block_size": given.block_size,
             "max_num_seqs": given.rows,
             "max_num_batched_tokens": given.chunk,

@@ -264,7 +264,11 @@ def run_command(*options: str):
 
 def test_an_engine_with_the_printed_options_has_the_planned_blocks() -> None:
     words = "--prompt-len", "1024", "--offload-policy", "100,0,40,60,100,0", "--batch", "16x1"
-    given = run_command("--host-memory", "2", *words).output.partition("serve with")[2].split("   (on a CPU)")
+    given = (
+        run_command("--host-memory", "2", *words)
+        .output.partition("serve with")[2]
+        .split("   (on a CPU or GPU)")
+    )
     assert len(given) == 2, given
     options = given[0].replace("--no-enable-prefix-caching", "").split()
     named = dict(zip((each[2:].replace("-", "_") for each in options[::2]), options[1::2]))

@@ -372,8 +372,7 @@ def _show(
     typer.echo(f"weights          {', '.join(f'{name} {show_bytes(size)}' for name, size in weights)}")
     given = _serve_with(policy, sizes, work)
     why = f"planned only: {_why_not_served(policy, work)}"
-    device = "on a CPU" if policy.placement.kv_device < 1 else "on a CPU or GPU"
-    typer.echo(f"serve with       {why if given is None else f'{given}   ({device})'}")
+    typer.echo(f"serve with       {why if given is None else f'{given}   (on a CPU or GPU)'}")
     if gains is not None:
         more = ", ".join(f"{name} {gain:+,.2f}" for name, gain in gains.items())
         typer.echo(f"tokens/s gained by one GiB more: {more}")

@@ -464,7 +464,9 @@ class HostAttention(NotPicklable):
             q = inputs.q.index_select(0, self._tokens(now, (row,), step))
             found = plan.attend(run, units, inputs, fold(q, step.decode_len))
             return unfold(found, step.decode_len)
-        tensors = now.once(key, lambda: prompt_tensors(row, num_blocks, units.layout.num_slots, device))
+        tensors = now.once(
+            key, lambda: prompt_tensors(row.num_new, num_blocks, units.layout.num_slots, device)
+        )
         q = inputs.q[row.first : row.first + row.num_new]
         return run.shared_blocks(inputs._replace(q=q, units=units, tensors=tensors, rule=None))
 

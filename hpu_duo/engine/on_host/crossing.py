@@ -44,7 +44,7 @@ def copy_runs(source: Sequence[torch.Tensor], target: Sequence[torch.Tensor], ru
 
 
 class Crossing(Protocol):
-    """What brings tensors to the host and back. Only the host's thread waits."""
+    """A way for tensors to the host and back, on which only the host's thread waits."""
 
     def pin(self, memory: torch.Tensor) -> None:
         """Let the device read memory of the host, for the life of this object.

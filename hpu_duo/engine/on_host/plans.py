@@ -6,7 +6,7 @@ Shapes: N rows, M most tokens of a decode row, K key/value heads, G query heads 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -15,11 +15,9 @@ from kernels_ref import KVUnits, Partial, StepTensors
 from kernels_ref.impl import Kernels
 from kernels_ref.step import BlockStep, PartInputs, SlotMasks
 
-if TYPE_CHECKING:
-    from hpu_duo.engine.on_host.attention import HostRow
-
 
 def ints(*sizes: int, value: int = 0, device: torch.device | None = None) -> torch.Tensor:
+    """Return int32 numbers ``[*sizes]`` of one value."""
     return torch.full(sizes, value, dtype=torch.int32, device=device)
 
 
@@ -55,17 +53,17 @@ class WholeBlocks(NamedTuple):
         return run.unique_blocks(given, self.blocks)
 
 
-def prompt_tensors(row: HostRow, num_blocks: int, num_slots: int, device: torch.device) -> StepTensors:
-    """The plan of a prompt row that sees the first blocks of a buffer."""
+def prompt_tensors(num_new: int, num_blocks: int, num_slots: int, device: torch.device) -> StepTensors:
+    """The plan of a prompt row with so many new tokens that sees the first blocks of a buffer."""
     some = partial(ints, device=device)
     number = torch.arange(num_blocks, dtype=torch.int32, device=device)
     end = some(1, value=num_blocks * num_slots)
     return step_tensors(
-        positions=end.expand(row.num_new),
-        row=some(row.num_new),
-        causal_row=some(row.num_new),
+        positions=end.expand(num_new),
+        row=some(num_new),
+        causal_row=some(num_new),
         row_start=end,
-        row_num_new=some(1, value=row.num_new),
+        row_num_new=some(1, value=num_new),
         row_query_start=some(1),
         shared_block=number,
         shared_start=number * num_slots,
