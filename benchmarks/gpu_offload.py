@@ -1,6 +1,6 @@
 """Weights, keys and values on the host of a GPU: decodes beside predictions.
 
-    python -m benchmarks.gpu_offload --out DIR/gpu-offload.md
+    python -m benchmarks.gpu_offload --out benchmarks/results/gpu-offload.md
     python -m benchmarks.gpu_offload --device cpu --out /tmp/toy.md     # toy sizes, anywhere
 
 Layers of Llama-3-8B and of Llama-2-7B, whose heads share no keys, with random weights, in three parts:
