@@ -172,7 +172,6 @@ def test_no_command_runs_or_offers_to_run_a_tokenizers_own_code(
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_a_shell_that_says_yes_to_everything_runs_no_code(own_model: Path, marker: Path) -> None:
     script = f"yes | {sys.executable} -m hpu_duo.cli generate --model {own_model} --prompt Hi"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=dict(os.environ))
