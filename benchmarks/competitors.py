@@ -7,6 +7,9 @@
     taskset -c 1 H/bin/python -m benchmarks.competitors --vllm-python V/bin/python \
         --openvino-python O/bin/python --llama-cpp-python L/bin/python --dtypes float32
 
+vLLM imports torchvision, torchaudio and torchcodec where they are installed: remove those that are made for
+another torch.
+
 With ``--dtypes`` engines that can do so also serve in these dtypes, in columns of their own; a column without
 one is what the engine chooses for a bfloat16 checkpoint. llama.cpp has float16 weights.
 
