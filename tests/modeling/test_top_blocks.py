@@ -274,9 +274,9 @@ def test_greedy_samples_of_one_prompt_are_copies(zoo: Zoo) -> None:
     [
         ({"attention_rule": "top_blocks:blocks=2"}, "expected blocks >= 3"),
         ({"attention_rule": "top_blocks:keep=2"}, "expected options of attention_rule 'top_blocks'"),
-        ({"attention_rule": "top_blocks|band"}, "expected top_blocks alone"),
-        ({"attention_rule": "band&top_blocks:blocks=4"}, "expected top_blocks alone"),
-        ({"attention_rule": "top"}, "strided, top_blocks, got 'top'"),
+        ({"attention_rule": "top_blocks|band"}, "expected quest, top_blocks alone"),
+        ({"attention_rule": "band&top_blocks:blocks=4"}, "expected quest, top_blocks alone"),
+        ({"attention_rule": "top"}, "strided, quest, top_blocks, got 'top'"),
         ({"max_num_batched_tokens": BLOCK + 2}, f"expected block_size of 2 to 5.*got {BLOCK}"),
         ({"attention": "triton"}, "'sdpa', or without a compiler 'reference', on a CPU only"),
         ({"graphs": "compile", "buckets": TABLE}, "'sdpa', or without a compiler 'reference', on a CPU only"),
