@@ -37,7 +37,7 @@ class KVAllocations:
         num_snapshots: rows for snapshots, numbered after the others.
         num_staged_blocks, num_staged_rows: the last ones of both, which are reserved for transfers.
         max_block_moves: most used blocks that are moved below idle ones before a step.
-        prefix_grid, num_regions, can_rewind: see ``StepLimits``.
+        prefix_grid, last_chunk, num_regions, can_rewind: see ``StepLimits``.
 
     Attributes:
         staged_units: ids of the reserved blocks, and rows.
@@ -59,6 +59,7 @@ class KVAllocations:
         num_staged_rows: int = 0,
         max_block_moves: int = 0,
         prefix_grid: int = 0,
+        last_chunk: int = 0,
         num_regions: int = 0,
         can_rewind: bool = True,
     ) -> None:
@@ -91,6 +92,7 @@ class KVAllocations:
                 uses_rows=uses_rows,
                 add_copy=self.add_copy,
                 prefix_grid=prefix_grid,
+                last_chunk=last_chunk,
             )
 
     def attach(self, tiers: PrefixTiers) -> None:
@@ -117,6 +119,7 @@ class KVAllocations:
             num_staged_rows=limits.num_staged_rows,
             max_block_moves=limits.max_block_moves,
             prefix_grid=limits.prefix_grid,
+            last_chunk=limits.last_chunk,
             num_regions=limits.num_regions,
             can_rewind=limits.can_rewind,
         )
@@ -189,9 +192,9 @@ class KVAllocations:
         """Return the most blocks that a request ever needs beside those of its pinned prefix."""
         needed = self.num_blocks_for(request.max_cached_tokens)
         hold = request.context
-        if hold is None or not hold.is_there or not self.uses_blocks:
+        if self.prefixes is None or hold is None or not hold.is_there or not self.uses_blocks:
             return needed
-        is_reusable = hold.num_blocks * self.block_size <= request.num_reusable_tokens
+        is_reusable = hold.num_blocks * self.block_size <= self.prefixes.num_reusable(request)
         return needed - hold.num_blocks if is_reusable else needed
 
     def num_blocks_of_its_own(self, request: Request) -> int:

@@ -136,12 +136,17 @@ def chunk_grid(groups: Iterable[HeadGroup]) -> int:
 
 
 def last_chunk(groups: Iterable[HeadGroup]) -> int:
-    """Return the minimum length of a prompt's last chunk, whose queries a policy observes; 0 = none.
+    """Return the minimum length of a prompt's last chunk; 0 if no kind of heads needs one.
 
-    For heads that choose once, after that chunk. A chunk has at least two tokens: one is a decode.
+    A chunk has at least two tokens: one is a decode, which chooses pages. Heads that choose once, after the
+    last chunk, observe its queries.
     """
-    kinds = [group.kind for group in groups if isinstance(group.kind, WholePrompts)]
-    return max((2, *(kind.policy.num_observed or 0 for kind in kinds))) if kinds else 0
+    lengths = [
+        2 if isinstance(kind, QuestBlocks) else max(2, kind.policy.num_observed or 0)
+        for kind in (group.kind for group in groups)
+        if isinstance(kind, QuestBlocks | WholePrompts)
+    ]
+    return max(lengths, default=0)
 
 
 @dataclass(frozen=True)

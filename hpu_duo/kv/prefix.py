@@ -119,6 +119,8 @@ class PrefixCache:
         uses_blocks, uses_rows: whether any head stores blocks, and a ring.
         prefix_grid: see ``StepLimits``. With a grid, only what a prompt has computed up to a multiple of it
             is cached, since other requests with the same prefix would compute the rest differently.
+        last_chunk: see ``StepLimits``. A request takes up one block less than there are if fewer tokens of
+            its prompt would be left.
         add_copy: requests a copy.
 
     Attributes:
@@ -135,8 +137,9 @@ class PrefixCache:
         uses_rows: bool,
         add_copy: Callable[[Copy], None],
         prefix_grid: int = 0,
+        last_chunk: int = 0,
     ) -> None:
-        self._blocks, self._block_size = blocks, block_size
+        self._blocks, self._block_size, self._last_chunk = blocks, block_size, last_chunk
         self._uses_blocks, self._uses_rows, self._grid = uses_blocks, uses_rows, prefix_grid
         self._add_copy = add_copy
         self._snapshot_rows = snapshot_rows
@@ -183,7 +186,7 @@ class PrefixCache:
 
     def find(self, request: Request) -> PrefixHit:
         """Return the cached blocks of a request; nothing changes."""
-        tokens = request.tokens[: self._num_reusable(request)]
+        tokens = request.tokens[: self.num_reusable(request)]
         path = self.tree.match(request.namespace, tokens)
         if not self._uses_rows:
             return PrefixHit(tuple(path), len(path))
@@ -193,15 +196,19 @@ class PrefixCache:
                 return PrefixHit(tuple(path), node.depth, partial)
         return PrefixHit(tuple(path))
 
-    def _num_reusable(self, request: Request) -> int:
-        most = request.num_reusable_tokens
-        return min(most, request.num_prefilled_tokens) if self._grid else most
+    def num_reusable(self, request: Request) -> int:
+        """Return the leading tokens of a request that may hit the cache."""
+        most, num_prefilled = request.num_reusable_tokens, request.num_prefilled_tokens
+        if not self._grid:
+            return most
+        most = min(most, num_prefilled) // self._block_size * self._block_size
+        return most if most == num_prefilled else min(most, max(0, num_prefilled - self._last_chunk))
 
     def fetches(self, request: Request, hit: PrefixHit) -> bool:
         """Whether a waiting request should wait for more of its prefix from a tier; begins to load it."""
         if self.tiers is None:
             return False
-        most = self._num_reusable(request)
+        most = self.num_reusable(request)
         return self.tiers.fetches(request, self.num_tokens(hit), hit.path, most, self.tree)
 
     def num_tokens(self, hit: PrefixHit) -> int:

@@ -25,7 +25,6 @@ LENGTHS = (1, BLOCK - 1, BLOCK + 1, 5 * BLOCK, 9 * BLOCK + 3, 12 * BLOCK + 1)
 NUM_NEW = BLOCK + 3
 TABLE = BucketTable.from_strings(["csu/q64/s40/u80/l6"])
 PAGES, EVERY = 4, BLOCK // 2
-CHUNK = 3 * BLOCK
 
 
 def load(
@@ -62,8 +61,6 @@ def expected_logits(
 ) -> torch.Tensor:
     model, _ = zoo.load(name)
     config = model.config.get_text_config()
-    # A last token that no chunk has room for is decoded.
-    num_prefilled = len(prompt) - (len(prompt) % CHUNK == 1)
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     masks: list[Mask] = []
     for kind in types:
@@ -71,7 +68,7 @@ def expected_logits(
             ones = torch.ones(config.num_key_value_heads, *[len(prompt) + len(new)] * 2).tril().bool()
             masks.append(ones & ~ones.tril(-config.sliding_window))
         else:
-            masks.append(partial(seen_by_decodes, pages, every, num_prefilled))
+            masks.append(partial(seen_by_decodes, pages, every, len(prompt)))
     return masked_logits(model, masks, [*prompt, *new])[-len(new) - 1 : -1]
 
 
@@ -148,6 +145,19 @@ def test_requests_get_the_tokens_that_they_get_alone_whatever_the_batch(zoo: Zoo
     assert stats.prefixes is not None
     assert stats.prefixes.num_hit_tokens > 0
     assert stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("more", [{}, {"max_num_batched_tokens": BLOCK + 6}])
+def test_the_last_token_of_a_prompt_sees_all_tokens_behind_a_cached_prefix(
+    zoo: Zoo, more: dict[str, Any]
+) -> None:
+    """Both its prefix and the chunks before it end one token before it."""
+    served, prompt = load(zoo, attention="sdpa", max_chunk_rows=1, **more), prompts_of([8 * BLOCK + 1])[0]
+    for _ in range(2):
+        assert_logits(zoo, served, [prompt[:-1], prompt])
+    stats = served.stats().prefixes
+    assert stats is not None
+    assert stats.num_hit_tokens == (7 + 7 + 7) * BLOCK
 
 
 def test_samples_of_one_prompt_are_copies(zoo: Zoo) -> None:
