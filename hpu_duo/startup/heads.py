@@ -182,11 +182,14 @@ def choose_heads(
     parallel, budget = config.parallel, resolve_kv_budget(config, max_len)
     num_ranks = 1 if parallel.deals_blocks else parallel.tensor_parallel_size
     pattern = resolve_pattern(config.heads, layers, max_len, device, num_ranks)
-    slack = ring_slack(config.scheduler.decode_len)
+    slack, rules = ring_slack(config.scheduler.decode_len), resolve_attention_rules(config, device)
+    for kind in rules or ():
+        if isinstance(kind, QuestBlocks):
+            kind.check_length(max_len, config.block_size)
     kinds = Kinds(
         slack,
         budget,
-        resolve_attention_rules(config, device),
+        rules,
         resolve_max_ring_window(config),
         resolve_kv_plan(config, [layer.call.num_kv_heads for layer in layers], max_len, slack, device),
         stores_latents=not parallel.deals_blocks,

@@ -285,7 +285,7 @@ _UNCOMPILED = ("default", "eager", "replay")
 
 
 def resolve_attention_rules(config: EngineConfig, device: torch.device) -> HeadRules | None:
-    """Return the kinds of the heads that would stream under a pattern, or of all; None without a rule.
+    """Return the kinds of the heads with a rule, of all or of each; None without a rule.
 
     Raises:
         ValueError: a rule is unknown, or another setting does not support rules.
@@ -319,7 +319,7 @@ def _refused_by_quest(config: EngineConfig) -> dict[str, bool]:
         "graphs 'eager' or 'replay', which compile nothing": config.graph.backend not in _UNCOMPILED,
         "decode_len=1 and without speculative_config": config.scheduler.decode_len > 1,
         "kv_cache_dtype='auto'": cache.kv_cache_dtype != "auto",
-        "cpu_attention=False": bool(cache.cpu_attention),
+        "cpu_attention=None": cache.cpu_attention is not None,
     }
 
 

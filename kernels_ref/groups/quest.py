@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from kernels_ref.impl import Kernels
 
 _KEPT = Blocks()
-_MOST_BLOCKS = 1 << 15
-"""Blocks whose numbers are stored in two bytes."""
+_MOST_PAGES = 1 << 15
+"""Pages of a text whose numbers, and -1, are stored in two bytes."""
 
 
 class QuestStep(NamedTuple):
@@ -117,18 +117,14 @@ class QuestBlocks(GroupKind):
             )
         return head_dim, value_dim
 
-    def layout(self, num_units: int, num_heads: int, block_size: int) -> UnitLayout:
-        """Return the layout of its units.
-
-        Raises:
-            ValueError: there are more blocks than two bytes can number.
-        """
-        if self.choice.every > 1 and num_units > _MOST_BLOCKS:
+    def check_length(self, max_len: int, block_size: int) -> None:
+        """Raise ValueError for texts of ``max_len`` tokens if two bytes do not number their pages."""
+        most = _MOST_PAGES * block_size
+        if self.choice.every > 1 and max_len > most:
             raise ValueError(
-                f"{self.describe()!r} numbers blocks in two bytes: expected num_blocks below {_MOST_BLOCKS} "
-                f"with every > 1, got {num_units - 1}; a larger block_size needs fewer"
+                f"{self.describe()!r} stores numbers of pages in two bytes: expected max_model_len up to "
+                f"{most} for block_size={block_size} with every > 1, got {max_len}"
             )
-        return super().layout(num_units, num_heads, block_size)
 
     def prepare(
         self, parts: StepParts, tensors: StepTensors, rows: DecodeRows, layouts: Collection[UnitLayout]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from bias_builders import Quest
 from graphs import BucketTable
 from hpu_duo import HPUDuoModel
 from hpu_duo.heads import HeadPattern
@@ -185,6 +186,14 @@ def test_a_block_keeps_the_numbers_that_its_token_has_chosen(dtype: torch.dtype)
     assert kept_choices(units, plan, BLOCK, 3)[1].tolist() == [True, False]
 
 
+def test_two_bytes_number_the_pages_of_a_text_and_not_those_of_the_cache() -> None:
+    kind = QuestBlocks(Quest(PAGES, EVERY), CHUNK)
+    kind.check_length(BLOCK << 15, BLOCK)
+    assert kind.layout(40_000, 2, BLOCK).num_units == 40_000
+    with pytest.raises(ValueError, match=r"expected max_model_len up to 262144 .* got 262145"):
+        kind.check_length((BLOCK << 15) + 1, BLOCK)
+
+
 def test_retrieval_heads_of_a_pattern_choose_and_the_others_keep_their_rings(zoo: Zoo) -> None:
     model, _ = zoo.load("llama_mha")
     config = model.config
@@ -223,6 +232,7 @@ def test_stats_count_the_pages_that_decodes_read(zoo: Zoo) -> None:
         ({"attention": "sdpa", "graphs": "compile", "buckets": TABLE}, "graphs 'eager' or 'replay'"),
         ({"attention": "triton"}, "'sdpa', or without a compiler 'reference', on a CPU only"),
         ({"kv_policy": "local", "kv_budget": 8}, "kv_policy=None only"),
+        ({"cpu_attention": 0.1, "enable_prefix_caching": False}, "cpu_attention=None only"),
     ],
 )
 def test_what_does_not_go_with_pages_is_refused(zoo: Zoo, options: dict[str, Any], message: str) -> None:
