@@ -1,4 +1,4 @@
-"""Choice of the top-k blocks of a prompt, by an estimate of their attention.
+"""Choices of blocks by the text: those that prompts see, by estimated attention, and decodes, by bounds.
 
 Shapes: T tiles of queries, K key/value heads, X blocks of keys.
 """

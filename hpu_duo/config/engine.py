@@ -189,8 +189,9 @@ class HeadConfig:
             where that is more; no bound elsewhere.
         attention_rule: a rule of ``hpu_duo.config.attention_rules``, such as "sink_band:sink=4,band=1024", or
             one for each KV head, with ";" between: which earlier tokens a token sees, of those that its head
-            stores. It applies to the streaming heads of a pattern, which store all tokens then, or to all
-            heads without one; layers with a sliding window are not affected. None = all of them.
+            stores. It applies to the streaming heads of a pattern, which store all tokens then ("quest": to
+            its retrieval heads), or to all heads without one; layers with a sliding window are not affected.
+            None = all of them.
         max_ring_window: layers with a longer window store all tokens, in blocks, and see as many: their
             prefix snapshots need nothing, and a request needs more.
         tie_break, balance: see ``HeadPattern.binarise``. Not "per_rank": ranks do not have slices of

@@ -72,7 +72,8 @@ class Kinds(NamedTuple):
     Attributes:
         slack: slots of a ring beyond its window.
         budget: kind of the heads that would stream under the pattern, or of all heads without one.
-        rules: kinds of the same heads, which store all tokens then.
+        rules: kinds of the same heads, which store all tokens then; under a pattern ``QuestBlocks`` are those
+            that retrieve.
         max_ring_window: longest window of a layer that is stored in rings; None = any.
         planned: instead of budget and rules, the kind of each head of each layer.
         stores_latents: whether latents are stored where a layer has them; ranks deal blocks of heads only.
