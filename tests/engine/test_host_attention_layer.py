@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -299,9 +300,18 @@ def test_neighbouring_blocks_are_one_copy() -> None:
     assert runs_of([1, 2], [7, 9]) == [(1, 7, 1), (2, 9, 1)]
 
 
-def test_a_measured_link_is_no_faster_than_it_is() -> None:
-    """With the thread and the clock that engines have."""
-    layer = Layer([(1, 64)], WorkerThread(2e8), (2, 4, 64, 128))
+class SlowDevice(WorkerThread):
+    """A thread, beside a device that attends to 1 GB/s."""
+
+    def device_reads(self, num_bytes: int) -> None:
+        time.sleep(num_bytes / 1e9)
+
+
+@pytest.mark.parametrize(("worker", "most"), [(WorkerThread(4e8), 4e8), (SlowDevice(1.2e9), 1e9)])
+def test_a_measured_link_and_device_are_no_faster_than_they_are(worker: WorkerThread, most: float) -> None:
+    """With the thread and the clock that engines have: the next tile arrives while the device attends."""
+    layer = Layer([(1, 256)], worker, (2, 1, 64, 128))
     layer.attention.measure([layer.spec])
-    assert layer.attention.rates is not None
-    assert 0 < layer.attention.rates.link <= 2e8
+    rates = layer.attention.rates
+    assert rates is not None
+    assert 0 < (rates.device if isinstance(worker, SlowDevice) else rates.link) <= most

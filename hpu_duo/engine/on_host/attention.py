@@ -269,7 +269,8 @@ class HostAttention(NotPicklable):
             view[:num_blocks].zero_()  # memory that was never written is one page
         long = [HostRow(0, 0, 1, tuple(range(num_blocks)), True)]
         short = [HostRow(row, row, 1, (row,), True) for row in range(min(num_blocks, _TRIAL_ROWS))]
-        timed, settle = partial(self._timed, keys[0], specs[keys[0][0]], clock), self._crossing.settle
+        timed = partial(self._timed, keys[0], specs[keys[0][0]], clock)
+        settle = None if isinstance(self._crossing, SameMemory) else self._crossing.settle
         _, link, _, device = timed(_Attending((), long), settle)
         _, _, there, _ = timed(_Attending(long), settle)
         seconds, *_ = timed(_Attending((), short), None)
