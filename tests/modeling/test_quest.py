@@ -187,7 +187,7 @@ def test_a_block_keeps_the_numbers_that_its_token_has_chosen(dtype: torch.dtype)
 
 
 def test_two_bytes_number_the_pages_of_a_text_and_not_those_of_the_cache() -> None:
-    kind = QuestBlocks(Quest(PAGES, EVERY), CHUNK)
+    kind = QuestBlocks(Quest(PAGES, EVERY), BLOCK)
     kind.check_length(BLOCK << 15, BLOCK)
     assert kind.layout(40_000, 2, BLOCK).num_units == 40_000
     with pytest.raises(ValueError, match=r"expected max_model_len up to 262144 .* got 262145"):
