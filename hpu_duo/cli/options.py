@@ -407,7 +407,7 @@ STEP = ("device", "dtype", "graphs", "attention", "softmax")
 
 Engine = Annotated[EngineOverrides, Only(max_num_seqs=None)]
 """All settings; as many requests run at a time as there are."""
-Kept = Annotated[EngineOverrides, Only(*KEPT)]
+Kept = Annotated[EngineOverrides, Only(*KEPT, "attention_rule")]
 
 Model = Annotated[
     Path | None,

@@ -1,4 +1,4 @@
-"""The interface for keys and values of heads with a KV budget or a plan."""
+"""The interface for keys and values of heads with a KV budget, a plan or an attention rule."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from hpu_duo.planning.model import ModelSize
 
 
 class KeptByHeads(Protocol):
-    """Keys and values of heads that have a KV budget or a plan, instead of rings."""
+    """Keys and values of heads that have a KV budget, a plan or an attention rule, instead of rings."""
 
     @property
     def is_plan(self) -> bool:
-        """Whether each head is named, so that no share of them streams."""
+        """Whether what each head keeps is named, so that no share of them streams."""
+
+    @property
+    def rule(self) -> str | None:
+        """The attention rule of all heads; None with a budget or a plan."""
 
     @property
     def name(self) -> str:
-        """The policy and its budget, or the plan, for reports."""
+        """The policy and its budget, the plan or the rule, for reports."""
 
     @property
     def pools_heads(self) -> bool:

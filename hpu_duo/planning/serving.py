@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from hpu_duo.config.attention_rules import chooses_blocks
 from hpu_duo.config.engine import ParallelConfig
 from hpu_duo.config.limits import (
     CARD_LIMITS,
@@ -82,7 +83,7 @@ class Serving:
         decode_len: most tokens of a request that are decoded together.
         draft_lens: see ``StepLimits``; speeds are those of the first.
         max_chunk_rows: prompts that may continue with several tokens in the same step.
-        kept: what streaming heads store instead of rings, or, with a plan, all heads.
+        kept: what streaming heads store instead of rings, or, with a plan or a rule, all heads.
         draft: a model that drafts, or a layer that does, all of it on each device; None without.
         offloaded: layers whose weights lie elsewhere; None = all are on the devices.
     """
@@ -156,8 +157,13 @@ class Serving:
     def not_served(self) -> tuple[str, ...]:
         """Names of what is priced and cannot be run by the engine of this version."""
         # A Gaudi multiplies no int8: the engine makes such weights bf16 when they load.
-        int8 = ("int8 weights",) if self.weights is Format.INT8 else ()
-        return int8 if self.offloaded is None else (*int8, "weights on the host or a disk on HPU")
+        found = ["int8 weights"] if self.weights is Format.INT8 else []
+        rule = None if self.kept is None else self.kept.rule
+        if rule is not None and chooses_blocks(rule):
+            found.append(f"attention_rule {rule!r} on HPU")
+        if self.offloaded is not None:
+            found.append("weights on the host or a disk on HPU")
+        return tuple(found)
 
     def weight_bytes(self, model: ModelSize) -> int:
         """Bytes of weights on all devices together, of what drafts and buffers of offloaded layers too."""

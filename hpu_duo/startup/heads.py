@@ -503,20 +503,27 @@ class SizedHeads:
     """Keys and values of heads by an engine's options, with the rules of the engine.
 
     Attributes:
-        config: with a KV policy or a KV plan; the model's files are not read.
+        config: with a KV policy, a KV plan or an attention rule; the model's files are not read.
     """
 
     config: EngineConfig
 
     @property
     def is_plan(self) -> bool:
-        """Whether each head is named, so that no share of them streams."""
-        return self.config.cache.kv_plan is not None
+        """Whether what each head keeps is named, so that no share of them streams."""
+        return self.config.cache.kv_plan is not None or self.rule is not None
+
+    @property
+    def rule(self) -> str | None:
+        """The attention rule of all heads; None with a budget or a plan."""
+        return self.config.heads.attention_rule
 
     @property
     def name(self) -> str:
-        """The policy and its budget, or the plan, for reports."""
+        """The policy and its budget, the plan or the rule, for reports."""
         cache = self.config.cache
+        if self.rule is not None:
+            return f"all tokens under {self.rule}"
         if cache.kv_plan is not None:
             return f"what a plan says{'' if isinstance(cache.kv_plan, KVPlan) else f': {cache.kv_plan}'}"
         assert cache.kv_budget is not None
@@ -547,11 +554,12 @@ class SizedHeads:
         slack = ring_slack(config.scheduler.decode_len)
         num_kv_heads = [layer.num_kv_heads for layer in model.layers]
         planned = resolve_kv_plan(config, num_kv_heads, max_len, slack, torch.device("cpu"))
-        kinds = Kinds(slack, resolve_kv_budget(config, max_len), planned=planned)
+        rules = resolve_attention_rules(config, torch.device("cpu"))
+        kinds = Kinds(slack, resolve_kv_budget(config, max_len), rules, planned=planned)
         kept: list[LayerKV] = []
         for index, (layer, count) in enumerate(zip(model.layers, counts, strict=True)):
             sliding_window = layer.window if layer.has_window(max_len) else None
-            streams = np.arange(layer.num_kv_heads) >= count
+            streams = np.arange(layer.num_kv_heads) >= (0 if rules else count)
             groups = with_latents(kinds.of(index, sliding_window, streams, None)[1], layer.latent)
             source = layer.source
             # As in ``kv_layers``: layers share stores of equal groups, with units that can be shared.

@@ -37,6 +37,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("llama", {"kv_plan": True, "kv_chunk": 24}, {}),
     ("llama", {"kv_policy": "h2o", "kv_budget": 9, "kv_prompt": "whole"}, {}),
     ("llama", {"kv_policy": "snapkv:window=4", "kv_budget": 9, "kv_prompt": "whole", "kv_chunk": 16}, {}),
+    ("llama", {"attention_rule": "quest:pages=4,every=1"}, {}),
+    ("sliding", {"attention_rule": "quest:pages=4,every=4"}, {}),
 ]
 
 
@@ -159,6 +161,14 @@ def test_the_commands_take_the_options_and_say_what_is_kept(models: dict[str, Pa
     # Keys and values of 8 in bfloat16, a position and a score, in 16 slots of 8 heads.
     assert found["points"][0]["bytes_per_request"] == 8 * 16 * (2 * 8 * 2 + 8)
     assert (found["sparsity"], found["kept"]) == (1.0, "0.2 of the longest request under h2o")
+    rule = ("--attention-rule", "quest:pages=4,every=2")
+    (found,) = run("capacity", "--context", 80, *rule)["capacities"]
+    # Of every block of 8 tokens two slots more, for bounds and for a choice: 4 layers of 2 heads of 8.
+    assert found["points"][0]["bytes_per_request"] == 10 * 8 * (8 + 2) * 2 * 8 * 2
+    assert (found["kept"], found["not_served"]) == (
+        "all tokens under " + rule[1],
+        [f"attention_rule {rule[1]!r} on HPU"],
+    )
 
 
 @pytest.mark.parametrize(

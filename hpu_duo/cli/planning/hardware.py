@@ -193,7 +193,7 @@ class HardwareOptions:
         """Return the serving on some hardware, with the limits of a scheduler.
 
         Args:
-            kept: by heads with a KV budget or a plan.
+            kept: by heads with a KV budget, a plan or an attention rule.
 
         Raises:
             ValueError: an unknown name, or a value out of range.
@@ -344,12 +344,12 @@ class HardwareOptions:
         return Deployment(size, serving, self._shares(serving)[0], self._formats(size)[0], max_len)
 
     def _kept(self, scheduler: SchedulerConfig, block_size: int, kept: EngineOverrides) -> KeptByHeads | None:
-        """Return the heads with a KV budget or a plan; None where neither is asked for."""
+        """Return the heads with a KV budget, a plan or a rule; None where none is asked for."""
         given = changed(kept)
         if not given:
             return None
         unused: dict[str, object] = {"--sink": self.sink, "--recent": self.recent}
-        if kept.get("kv_plan") is not None:
+        if kept.get("kv_plan") is not None or kept.get("attention_rule") is not None:
             unused |= {"--sparsity": self.sparsity, "--pattern": self.pattern}
         for name, value in unused.items():
             if value is not None:

@@ -211,7 +211,9 @@ def caveats(serving: Serving, found: Sequence[Capacity]) -> list[str]:
         "to be fused.",
         f"Attention kernels: {serving.attention}. {UNKNOWN}.",
     ]
-    if serving.kept is not None:
+    if serving.kept is not None and serving.kept.rule is not None:
+        lines.append("Memory under an attention rule is the engine's. Speed is that of full attention.")
+    elif serving.kept is not None:
         lines.append(
             "Memory of heads with a KV budget is the engine's. Their speed is that of rings of as many "
             "tokens: what policies do to score tokens and to choose among them is not in it, nor is the "
