@@ -211,6 +211,16 @@ def test_retrieval_heads_of_a_pattern_choose_and_the_others_keep_their_rings(zoo
     assert tokens_of(serve(every, prompts, params)) == tokens_of(serve(none, prompts, params))
 
 
+@pytest.mark.parametrize(("every", "num_slots"), [(1, 1), (EVERY, 2)])
+def test_a_text_takes_the_bytes_of_its_keys_and_of_the_further_slots(
+    zoo: Zoo, every: int, num_slots: int
+) -> None:
+    """So the ratio to full attention is more only where that would store narrower floats."""
+    plan = load(zoo, every=every, dtype="float32").engine.runner.store.plan
+    kept, full = plan.bytes_per_request(5 * BLOCK), plan.full_attention_bytes(5 * BLOCK)
+    assert kept * BLOCK == full * (BLOCK + num_slots)
+
+
 def test_stats_count_the_pages_that_decodes_read(zoo: Zoo) -> None:
     served = load(zoo, attention="sdpa")
     serve(served, prompts_of([9 * BLOCK]), SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
