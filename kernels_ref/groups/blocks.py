@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
-from bias_builders import Leading, Rule, TopBlocks, describe_rule, leading_visible, tails_per_row
+from bias_builders import Leading, Quest, Rule, TopBlocks, describe_rule, leading_visible, tails_per_row
 from kernels_ref.chunks import QUERY_SLICE, unique_block_bytes
 from kernels_ref.groups.kind import (
     FLOAT32,
@@ -195,16 +195,15 @@ _KEPT = Blocks()
 
 
 @dataclass(frozen=True)
-class ChosenBlocks(GroupKind):
-    """Heads with top-k blocks for prompts, chosen by estimation; their decodes see all tokens.
+class ChoosingBlocks(GroupKind):
+    """Heads that store every token and read blocks that they choose by an estimate.
 
     Attributes:
-        choice: blocks that a tile of a prompt sees.
-        chunk: most new tokens of a prompt row in a step, a multiple of the tokens of a block. Visibility does
-            not depend on it, as long as chunks end at block borders.
+        choice: how they choose.
+        chunk: most new tokens of a prompt row in a step, a multiple of the tokens of a block.
     """
 
-    choice: TopBlocks
+    choice: TopBlocks | Quest
     chunk: int
     name: ClassVar[str] = Blocks.name
     owner: ClassVar[Owner] = Blocks.owner
@@ -225,12 +224,22 @@ class ChosenBlocks(GroupKind):
 
     @property
     def chunk_grid(self) -> int:
-        """Chunks end at tile borders."""
+        """Chunks end at borders of blocks."""
         return self.chunk
 
     def describe(self) -> str:
         """Describe the choice."""
         return self.choice.describe()
+
+
+@dataclass(frozen=True)
+class ChosenBlocks(ChoosingBlocks):
+    """Heads with top-k blocks for prompts, chosen by estimation; their decodes see all tokens.
+
+    Visibility does not depend on ``chunk``, as long as chunks end at block borders.
+    """
+
+    choice: TopBlocks
 
     def num_slots(self, block_size: int) -> int:
         """Return the slots of a block."""

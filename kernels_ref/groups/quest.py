@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from bias_builders import Quest
-from kernels_ref.groups.blocks import Blocks
-from kernels_ref.groups.kind import FLOAT32, GroupKind, HeadSizes, Owner, PartSizes
+from kernels_ref.groups.blocks import Blocks, ChoosingBlocks
+from kernels_ref.groups.kind import FLOAT32, HeadSizes, PartSizes
 from kernels_ref.pages import (
     PageStep,
     as_rows,
@@ -48,38 +48,14 @@ class QuestStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class QuestBlocks(GroupKind):
+class QuestBlocks(ChoosingBlocks):
     """Heads whose prompts see all tokens, and whose decodes see pages that they choose.
 
-    Attributes:
-        choice: pages, and how often a row chooses.
-        chunk: most new tokens of a prompt row in a step, a multiple of the tokens of a block. With this grid
-            what is decoded is decoded again in a recomputation, and is no prefix of a prompt.
+    Chunks end at block borders, so what is decoded is decoded again in a recomputation, and is no prefix of
+    a prompt.
     """
 
     choice: Quest
-    chunk: int
-    name: ClassVar[str] = Blocks.name
-    owner: ClassVar[Owner] = Blocks.owner
-
-    def __post_init__(self) -> None:
-        if self.chunk < 1:
-            raise ValueError(f"expected chunk >= 1, got {self.chunk}")
-
-    @property
-    def key(self) -> tuple[Hashable, ...]:
-        """Return the name, that of the choice, and the chunk."""
-        return self.name, self.choice.key, self.chunk
-
-    @property
-    def reach(self) -> int | None:
-        """Return None: no number of tokens bounds what a token sees."""
-        return None
-
-    @property
-    def chunk_grid(self) -> int:
-        """Chunks end at block borders."""
-        return self.chunk
 
     @property
     def takes_any_format(self) -> bool:
@@ -90,10 +66,6 @@ class QuestBlocks(GroupKind):
     def needs_block_positions(self) -> bool:
         """Return True: pages are numbered by their position."""
         return True
-
-    def describe(self) -> str:
-        """Describe the choice."""
-        return self.choice.describe()
 
     def num_slots(self, block_size: int) -> int:
         """Return the slots of a block, those behind its keys included."""
