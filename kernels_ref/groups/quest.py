@@ -140,7 +140,10 @@ class QuestBlocks(ChoosingBlocks):
         return run.finish(inputs.q, of_tokens, decoded, step.decode_slot, inputs.sinks)
 
     def transient_bytes(self, heads: HeadSizes, sizes: PartSizes) -> int:
-        """Those of heads that see all tokens, bounds of all blocks of the rows, and copies of pages."""
+        """Those of heads that see all tokens, bounds of the blocks of a text, and copies of pages.
+
+        ``sdpa`` ranks the blocks of one row at a time.
+        """
         met, rows = _KEPT.transient_bytes(heads, sizes), sizes.num_rows
         written = sizes.query_len // sizes.block_size + 2 * min(sizes.query_len, rows)
         bounds = written * heads.unit_bytes(sizes.block_size)
@@ -148,6 +151,6 @@ class QuestBlocks(ChoosingBlocks):
             return met + bounds
         num_blocks = sizes.num_shared_blocks + sizes.num_unique_blocks
         of_block = heads.num_heads * heads.head_dim + heads.num_query_heads
-        ranks = 4 * FLOAT32 * rows * num_blocks * of_block
+        ranks = FLOAT32 * num_blocks * (4 * of_block + rows)
         pages = 4 * rows * (1 + min(self.choice.num_pages, num_blocks)) * heads.unit_bytes(sizes.block_size)
         return met + bounds + ranks + pages
