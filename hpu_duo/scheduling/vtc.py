@@ -48,7 +48,13 @@ class CacheAware(SchedulingPolicy):
         self._order, self._place = [], 0
 
     def queued(self, request: Request) -> None:
-        """Restart at the beginning of the order: the request may have been removed from it."""
+        """Restart at the beginning of the order, or compute it again if the request is not in it.
+
+        One that was admitted before the order was computed, as the earliest, may be preempted in the same
+        step.
+        """
+        if self._order and request not in self._order:
+            self._order = []
         self._place = 0
 
     def next(self, waiting: Waiting) -> Request:

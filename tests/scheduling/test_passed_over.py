@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hpu_duo.request import Request, RequestStatus
@@ -133,6 +133,7 @@ def expected(queue: Queue) -> set[Request]:
 )
 @settings(max_examples=40, deadline=None)
 @given(drawn=REQUESTS, operations=OPERATIONS)
+@example(drawn=[("ann", 1, 0)] * 4, operations=["pass", "admit", "step", "admit", "pass", "preempt"])
 def test_a_policy_chooses_among_those_that_are_offered_as_if_the_others_were_not_there(
     name: str, drawn: list[Drawn], operations: list[str]
 ) -> None:
