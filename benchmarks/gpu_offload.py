@@ -234,7 +234,7 @@ class OnGpu:
                 wanted, resident = decoded(engine, prompts, OUTPUT)
                 del engine
             with engine_around(model, **options, offload_policy="0,100,100,0,100,0") as engine:
-                found, taken = decoded(engine, prompts, OUTPUT)
+                found, seconds = decoded(engine, prompts, OUTPUT)
                 expected = predicted(
                     self._model_sizes(_stream(engine)), self.machine.up, resident, num_groups
                 )
@@ -242,7 +242,7 @@ class OnGpu:
             yield {
                 "groups": num_groups,
                 "rows": num_rows,
-                **_speeds(num_rows, resident, taken, expected),
+                **_speeds(num_rows, resident, seconds, expected),
                 "same tokens": found == wanted,
             }
             del model
@@ -268,18 +268,18 @@ class OnGpu:
         options["cpu_attention"] = (blocks * 3 // 4 * block_bytes + 1) / 2**30
         with engine_around(model, **options, offload_policy="0,100,25,75,100,0") as engine:
             host, stream = _runner(engine).host, _stream(engine)
-            held = stream.buffer_bytes + engine.scheduler.limits.num_blocks * block_bytes
+            on_device = stream.buffer_bytes + engine.scheduler.limits.num_blocks * block_bytes
             for moves in (False, True):
                 host.moves_decodes = moves
-                found, taken = decoded(engine, prompts, NUM_NEW)
+                found, seconds = decoded(engine, prompts, NUM_NEW)
                 work, sizes = OffloadWork(given.prompt, NUM_NEW), self._model_sizes(stream)
                 formula = Formula(sizes, work, self.machine, given.rows, 1, not moves)
                 placement = Placement(0.0, 1.0, 0.0, 0.25, 0.75, 0.0, 1.0, 0.0, 0.0)
                 expected = ZigZag(formula, placement).run().decode_s / (NUM_NEW - 1)
                 yield {
                     "contexts": "moved" if moves else "attended to on the host",
-                    "on the device": held / (stream.num_bytes + blocks * block_bytes),
-                    **_speeds(given.rows, resident, taken, expected),
+                    "on the device": on_device / (stream.num_bytes + blocks * block_bytes),
+                    **_speeds(given.rows, resident, seconds, expected),
                     "same tokens": found == wanted,
                 }
             del engine, host, stream
@@ -295,14 +295,14 @@ class OnGpu:
         }[part]
 
 
-def _speeds(num_rows: int, resident: float, taken: float, expected: float) -> Row:
+def _speeds(num_rows: int, resident: float, seconds: float, expected: float) -> Row:
     return {
         "all on the device, s": resident,
-        "offloaded, s": taken,
+        "offloaded, s": seconds,
         "predicted, s": expected,
-        "tokens/s": num_rows / taken,
+        "tokens/s": num_rows / seconds,
         "predicted tokens/s": num_rows / expected,
-        "measured : predicted": expected / taken,
+        "measured : predicted": expected / seconds,
     }
 
 

@@ -123,7 +123,7 @@ def keys_only(units: KVUnits, block_size: int) -> KVUnits:
 def write_bounds(units: KVUnits, plan: PageStep, block_size: int) -> None:
     """Write the minima and maxima of all blocks with new tokens; undefined for blocks that are not full.
 
-    They are those of all keys of the block, so a token that was taken back and replaced leaves no trace.
+    They are those of all keys of the block, so a rolled-back token that was replaced leaves no trace.
     """
     keys = gather(units.views[0][:, :, :block_size], plan.written)
     place = _places(plan.written, units.layout, block_size)
@@ -131,23 +131,23 @@ def write_bounds(units: KVUnits, plan: PageStep, block_size: int) -> None:
         flat.index_copy_(0, place, bound.flatten(0, 1))
 
 
-def forget_choices(units: KVUnits, plan: PageStep, block_size: int) -> None:
+def clear_choices(units: KVUnits, plan: PageStep, block_size: int) -> None:
     """Mark that no choice lies in the blocks of the new tokens of prompts."""
     _write_integers(units, plan.begun, block_size, torch.zeros((), dtype=torch.int32).expand(1, 1, 1))
 
 
-def kept_choices(
+def stored_choices(
     units: KVUnits, plan: PageStep, block_size: int, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pages that rows have chosen before, int32 ``[N, K, P]``, and whether one chooses anew, bool ``[N]``."""
     slot = block_size + 1
-    kept = torch.cat([_integers(x)[:, :, slot].index_select(0, plan.own) for x in units.views], dim=2)
-    is_due = plan.begins | (kept[:, 0, 0] != plan.turn)
-    return kept[:, :, 1 : most + 1].to(torch.int32), is_due
+    stored = torch.cat([_integers(x)[:, :, slot].index_select(0, plan.own) for x in units.views], dim=2)
+    is_due = plan.begins | (stored[:, 0, 0] != plan.turn)
+    return stored[:, :, 1 : most + 1].to(torch.int32), is_due
 
 
-def keep_choices(units: KVUnits, plan: PageStep, block_size: int, number_NKP: torch.Tensor) -> None:
-    """Store what decode rows have chosen."""
+def store_choices(units: KVUnits, plan: PageStep, block_size: int, number_NKP: torch.Tensor) -> None:
+    """Store the choices of decode rows."""
     turn = plan.turn[:, None, None].expand(-1, number_NKP.shape[1], 1)
     _write_integers(units, plan.own, block_size, torch.cat([turn, number_NKP], dim=2))
 
@@ -213,16 +213,16 @@ def chosen_pages(
     low_XKD: torch.Tensor,
     high_XKD: torch.Tensor,
     plan: PageStep,
-    kept: tuple[torch.Tensor, torch.Tensor] | None,
+    stored: tuple[torch.Tensor, torch.Tensor] | None,
     most: int,
 ) -> torch.Tensor:
-    """Pages of all rows, int32 ``[N, K, P]``: computed for all, and replaced by what is kept.
+    """Pages of all rows, int32 ``[N, K, P]``: computed, or those of ``stored``.
 
     Args:
-        kept: see ``kept_choices``; None = all rows choose.
+        stored: see ``stored_choices``; None = all rows choose.
     """
     found = best_pages(q_NKGD, low_XKD, high_XKD, plan.table, plan.number, most)
-    return found if kept is None else torch.where(kept[1][:, None, None], found, kept[0])
+    return found if stored is None else torch.where(stored[1][:, None, None], found, stored[0])
 
 
 def as_rows(
@@ -260,5 +260,5 @@ def of_heads(partial: Partial, num_kv: int) -> Partial:
 
 
 def num_further_slots(choice: Quest) -> int:
-    """Slots of a block behind those of its keys: one for bounds, and one for a choice that is kept."""
+    """Slots of a block behind those of its keys: one for bounds, and one for a choice that is stored."""
     return 1 + (choice.every > 1)

@@ -14,13 +14,13 @@ from kernels_ref.groups.kind import FLOAT32, HeadSizes, PartSizes
 from kernels_ref.pages import (
     PageStep,
     as_rows,
-    forget_choices,
-    keep_choices,
-    kept_choices,
+    clear_choices,
     keys_only,
     num_further_slots,
     of_heads,
     page_step,
+    store_choices,
+    stored_choices,
     write_bounds,
 )
 from kernels_ref.partial import Partial
@@ -121,20 +121,20 @@ class QuestBlocks(ChoosingBlocks):
         of_tokens: list[Partial] = []
         if parts.causal:
             if self.choice.every > 1:
-                forget_choices(store, plan.pages, size)
+                clear_choices(store, plan.pages, size)
             of_tokens.append(run.causal(inputs))
         if parts.causal and parts.shared and t.shared_block.shape[0]:
             shared = t._replace(shared_reads=plan.pages.prompt_reads)
             of_tokens.append(run.shared_blocks(inputs._replace(tensors=shared)))
         decoded = None
         if parts.unique:
-            of_rows, most, kept = inputs.of_rows(step), self.choice.num_pages - 1, None
+            of_rows, most, stored = inputs.of_rows(step), self.choice.num_pages - 1, None
             if self.choice.every > 1:
-                kept = kept_choices(store, plan.pages, size, most)
+                stored = stored_choices(store, plan.pages, size, most)
             low, high = (view[:, :, size] for view in store.views)
-            number = run.chosen_pages(of_rows.q, low, high, plan.pages, kept, most)
-            if kept is not None:
-                keep_choices(store, plan.pages, size, number)
+            number = run.chosen_pages(of_rows.q, low, high, plan.pages, stored, most)
+            if stored is not None:
+                store_choices(store, plan.pages, size, number)
             decoded = run.unique_blocks(*as_rows(of_rows, plan.pages, number, plan.blocks))
             decoded = of_heads(decoded, of_rows.q.shape[1])
         return run.finish(inputs.q, of_tokens, decoded, step.decode_slot, inputs.sinks)

@@ -143,7 +143,7 @@ _chosen_blocks = register(
 )
 _chosen_pages = define(
     "chosen_pages",
-    "Tensor q, Tensor low, Tensor high, Tensor table, Tensor number, Tensor? kept, Tensor? due, int most",
+    "Tensor q, Tensor low, Tensor high, Tensor table, Tensor number, Tensor? stored, Tensor? due, int most",
     "Tensor",
     sparse.chosen_pages,
     lambda q, *others: q.new_empty((*q.shape[:2], others[-1]), dtype=torch.int32),
@@ -238,11 +238,11 @@ def chosen_pages(
     low_XKD: torch.Tensor,
     high_XKD: torch.Tensor,
     plan: PageStep,
-    kept: tuple[torch.Tensor, torch.Tensor] | None,
+    stored: tuple[torch.Tensor, torch.Tensor] | None,
     most: int,
 ) -> torch.Tensor:
     """Pages of all rows; bounds are read only of rows that choose."""
-    numbers = plan.table, plan.number, *(kept or (None, None))
+    numbers = plan.table, plan.number, *(stored or (None, None))
     found: torch.Tensor = _chosen_pages(q_NKGD, low_XKD, high_XKD, *numbers, most)
     return found
 

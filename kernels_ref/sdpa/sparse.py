@@ -323,13 +323,15 @@ def chosen_pages(
     high_XKD: torch.Tensor,
     table_NL: torch.Tensor,
     number_N: torch.Tensor,
-    kept_NKP: torch.Tensor | None,
+    stored_NKP: torch.Tensor | None,
     is_due_N: torch.Tensor | None,
     most: int,
 ) -> torch.Tensor:
     """Row by row, over the blocks of its text."""
     found = (
-        torch.empty((*q_NKGD.shape[:2], most), dtype=torch.int32) if kept_NKP is None else kept_NKP.clone()
+        torch.empty((*q_NKGD.shape[:2], most), dtype=torch.int32)
+        if stored_NKP is None
+        else stored_NKP.clone()
     )
     for row, count in enumerate(number_N.tolist()):
         if is_due_N is None or is_due_N[row]:

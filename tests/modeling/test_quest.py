@@ -15,7 +15,7 @@ from hpu_duo import HPUDuoModel
 from hpu_duo.heads import HeadPattern
 from hpu_duo.sampling import SamplingParams
 from kernels_ref import QuestBlocks, Rings, of_stores
-from kernels_ref.pages import PageStep, forget_choices, keep_choices, kept_choices
+from kernels_ref.pages import PageStep, clear_choices, store_choices, stored_choices
 from tests.engine.tiny import serve, tokens_of
 from tests.modeling.dense_oracle import Mask, masked_logits
 from tests.modeling.driving import greedy_logits
@@ -176,14 +176,14 @@ def test_a_block_keeps_the_numbers_that_its_token_has_chosen(dtype: torch.dtype)
     empty, own, turn = torch.empty(0, dtype=torch.int32), torch.tensor([1, 3]), torch.tensor([2, 1])
     plan = PageStep(empty, own[:1], own, own, own, turn, turn > 2, empty, empty)
     number = torch.tensor([[[32_767, 0, -1], [5, 4, 3]], [[1, 2, 300], [7, 6, -1]]], dtype=torch.int32)
-    keep_choices(units, plan, BLOCK, number)
-    kept, is_due = kept_choices(units, plan, BLOCK, 3)
-    assert torch.equal(kept, number)
+    store_choices(units, plan, BLOCK, number)
+    stored, is_due = stored_choices(units, plan, BLOCK, 3)
+    assert torch.equal(stored, number)
     assert not is_due.any()
     assert not any(view[:, :, : BLOCK + 1].any() for view in units.views)
-    assert kept_choices(units, plan._replace(turn=turn + 1), BLOCK, 3)[1].all()
-    forget_choices(units, plan, BLOCK)
-    assert kept_choices(units, plan, BLOCK, 3)[1].tolist() == [True, False]
+    assert stored_choices(units, plan._replace(turn=turn + 1), BLOCK, 3)[1].all()
+    clear_choices(units, plan, BLOCK)
+    assert stored_choices(units, plan, BLOCK, 3)[1].tolist() == [True, False]
 
 
 def test_two_bytes_number_the_pages_of_a_text_and_not_those_of_the_cache() -> None:

@@ -52,7 +52,7 @@ T = TypeVar("T")
 TILE_BYTES = 4 << 20
 """Bytes of keys and values that move at a time to a CPU as device: its caches hold them."""
 FAR_TILE_BYTES = 16 << 20
-"""The same for other devices, which take longer to be given the work of a tile than to do it."""
+"""The same for other devices, where launching the work of a tile takes longer than the work."""
 _TRIAL_BYTES = 64 << 20
 """Bytes of keys and values by which rates are measured: more than caches of CPUs hold."""
 _TRIAL_ROWS, _NUM_TRIALS = 64, 3

@@ -55,7 +55,7 @@ class Crossing(Protocol):
         ...
 
     def leave(self, copy: Callable[[], None]) -> None:
-        """Copy blocks to the host, before what the device is given next."""
+        """Copy blocks to the host, before any later work of the device."""
         ...
 
     def has_left(self) -> None:
@@ -63,23 +63,23 @@ class Crossing(Protocol):
         ...
 
     def fetch(self, select: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Begin to bring a tensor of the device to the host; returns what waits for it there."""
+        """Begin to bring a tensor of the device to the host; returns a function that waits for it there."""
         ...
 
     def bring(self, values: torch.Tensor) -> torch.Tensor:
-        """Bring a small tensor of the host to the device; what it is given next waits for it there."""
+        """Bring a small tensor of the host to the device; later work of the device waits for it."""
         ...
 
     def begin_tile(self, worker: Worker, copy: Callable[[], T]) -> Callable[[], T]:
-        """Begin to copy blocks to the device, behind what it has been given so far.
+        """Begin to copy blocks to the device, behind the work launched so far.
 
         Returns:
-            What has the device, or the caller, wait until they are there, and returns the result of ``copy``.
+            a function that lets the device, or the caller, wait for the copies, and returns their result.
         """
         ...
 
     def settle(self) -> None:
-        """Wait on the host for everything, so that a clock shows how long it took."""
+        """Wait on the host for all work, so that a clock shows how long it took."""
         ...
 
 
@@ -119,7 +119,7 @@ class StreamsRuntime(DeviceRuntime, CopiesAside, Protocol):
 class Streams:
     """Two streams of a device, one for each direction, and pinned memory of its host.
 
-    Every copy begins behind what the device was given before it, so buffers that are read by then may be
+    Every copy begins behind the work launched before it, so buffers that are read by then may be
     written. Memory that operators allocate on a stream is used again behind a later such point only.
 
     Args:
@@ -148,7 +148,7 @@ class Streams:
             self._left.wait()
 
     def fetch(self, select: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """See ``Crossing``; what ``select`` reads must be kept until the wait has returned."""
+        """See ``Crossing``; what ``select`` reads must exist until the wait has returned."""
         with self._to_host.after_launched():
             values = self._to_host.fetch(select())
             mark = self._to_host.mark()
@@ -173,11 +173,11 @@ class Streams:
             copied = copy()
             mark = self._to_device.mark()
 
-        def held() -> T:
+        def arrived() -> T:
             mark.hold_computation()
             return copied
 
-        return held
+        return arrived
 
     def settle(self) -> None:
         """Synchronise the device."""
