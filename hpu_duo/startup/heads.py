@@ -183,10 +183,7 @@ def choose_heads(
     parallel, budget = config.parallel, resolve_kv_budget(config, max_len)
     num_ranks = 1 if parallel.deals_blocks else parallel.tensor_parallel_size
     pattern = resolve_pattern(config.heads, layers, max_len, device, num_ranks)
-    slack, rules = ring_slack(config.scheduler.decode_len), resolve_attention_rules(config, device)
-    for kind in rules or ():
-        if isinstance(kind, QuestBlocks):
-            kind.check_length(max_len, config.block_size)
+    slack, rules = ring_slack(config.scheduler.decode_len), resolve_attention_rules(config, device, max_len)
     kinds = Kinds(
         slack,
         budget,
@@ -554,7 +551,7 @@ class SizedHeads:
         slack = ring_slack(config.scheduler.decode_len)
         num_kv_heads = [layer.num_kv_heads for layer in model.layers]
         planned = resolve_kv_plan(config, num_kv_heads, max_len, slack, torch.device("cpu"))
-        rules = resolve_attention_rules(config, torch.device("cpu"))
+        rules = resolve_attention_rules(config, torch.device("cpu"), max_len)
         kinds = Kinds(slack, resolve_kv_budget(config, max_len), rules, planned=planned)
         kept: list[LayerKV] = []
         for index, (layer, count) in enumerate(zip(model.layers, counts, strict=True)):

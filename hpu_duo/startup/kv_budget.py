@@ -284,7 +284,7 @@ _UNCOMPILED = ("default", "eager", "replay")
 """Backends that compile nothing on a CPU."""
 
 
-def resolve_attention_rules(config: EngineConfig, device: torch.device) -> HeadRules | None:
+def resolve_attention_rules(config: EngineConfig, device: torch.device, max_len: int) -> HeadRules | None:
     """Return the kinds of the heads with a rule, of all or of each; None without a rule.
 
     Raises:
@@ -309,11 +309,15 @@ def resolve_attention_rules(config: EngineConfig, device: torch.device) -> HeadR
     for expected, is_asked in refused.items():
         if is_asked:
             raise ValueError(f"attention_rule={text!r} is served with {expected} only")
-    return tuple(_rule_kind(config, rule) for rule in rules)
+    kinds = tuple(_rule_kind(config, rule) for rule in rules)
+    for kind in kinds:
+        if isinstance(kind, QuestBlocks):
+            kind.check_length(max_len, config.block_size)
+    return kinds
 
 
 def _refused_by_quest(config: EngineConfig) -> dict[str, bool]:
-    """Settings that heads that choose pages are served with, and whether another one is asked for."""
+    """Settings that Quest requires, by their text in errors; True where the config has another value."""
     cache = config.cache
     return {
         "graphs 'eager' or 'replay', which compile nothing": config.graph.backend not in _UNCOMPILED,

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from bias_builders import Quest
 from graphs import BucketTable
 from hpu_duo import HPUDuoModel
+from hpu_duo.config.engine import CacheConfig, EngineConfig, GraphConfig, HeadConfig, ModelConfig
 from hpu_duo.heads import HeadPattern
 from hpu_duo.sampling import SamplingParams
+from hpu_duo.startup.kv_budget import resolve_attention_rules
 from kernels_ref import QuestBlocks, Rings, of_stores
 from kernels_ref.pages import PageStep, clear_choices, store_choices, stored_choices
 from tests.engine.tiny import serve, tokens_of
@@ -187,11 +188,16 @@ def test_a_block_keeps_the_numbers_that_its_token_has_chosen(dtype: torch.dtype)
 
 
 def test_two_bytes_number_the_pages_of_a_text_and_not_those_of_the_cache() -> None:
-    kind = QuestBlocks(Quest(PAGES, EVERY), BLOCK)
-    kind.check_length(BLOCK << 15, BLOCK)
+    config = EngineConfig(
+        model=ModelConfig(path="unread"),
+        cache=CacheConfig(block_size=BLOCK),
+        heads=HeadConfig(attention_rule=f"quest:pages={PAGES},every={EVERY}"),
+        graph=GraphConfig(backend="eager"),
+    )
+    [kind] = resolve_attention_rules(config, torch.device("cpu"), BLOCK << 15) or ()
     assert kind.layout(40_000, 2, BLOCK).num_units == 40_000
     with pytest.raises(ValueError, match=r"expected max_model_len up to 262144 .* got 262145"):
-        kind.check_length((BLOCK << 15) + 1, BLOCK)
+        resolve_attention_rules(config, torch.device("cpu"), (BLOCK << 15) + 1)
 
 
 def test_retrieval_heads_of_a_pattern_choose_and_the_others_keep_their_rings(zoo: Zoo) -> None:

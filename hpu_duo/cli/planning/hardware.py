@@ -344,7 +344,7 @@ class HardwareOptions:
         return Deployment(size, serving, self._shares(serving)[0], self._formats(size)[0], max_len)
 
     def _kept(self, scheduler: SchedulerConfig, block_size: int, kept: EngineOverrides) -> KeptByHeads | None:
-        """Return the heads with a KV budget, a plan or a rule; None where none is asked for."""
+        """Return heads with a KV budget, KV plan or attention rule; None if no option sets one."""
         given = changed(kept)
         if not given:
             return None
