@@ -72,11 +72,13 @@ def engine_of(
     num_tokens: int,
     chunk: int,
     is_captured: bool = False,
+    kv_cache_dtype: str = "auto",
 ) -> Iterator[Engine]:
     """An engine whose stores hold one request of ``num_tokens`` tokens; afterwards they are freed.
 
     Args:
         chunk: prompt tokens of a step.
+        kv_cache_dtype: format of keys and values.
         is_captured: decode steps go through the capture backend, padded to the one shape that holds all.
     """
     graph = GraphConfig(backend="eager", memory_bytes=0)
@@ -96,6 +98,7 @@ def engine_of(
                 heads=HeadConfig(pattern=make_pattern(shape)) if system == DUO else HeadConfig(),
                 cache=CacheConfig(
                     block_size=setup.block_size,
+                    kv_cache_dtype=kv_cache_dtype,
                     num_blocks=-(-num_tokens // setup.block_size),
                     enable_prefix_caching=False,
                 ),
@@ -189,5 +192,6 @@ def place_context(engine: Engine, length: int, new: int) -> str:
     for layer in store.layers:
         for units in layer:
             for view in units.views:
-                view[:-1].normal_()  # all but null
+                placed = view[:-1]  # all but null
+                placed.normal_() if placed.is_floating_point() else placed.random_()
     return request_id

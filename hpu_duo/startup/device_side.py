@@ -46,6 +46,7 @@ from hpu_duo.modeling.packed_linear import (
 )
 from hpu_duo.modeling.precision import Precision, name_of, widen
 from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.modeling.quantised import cuda
 from hpu_duo.modeling.quantised.checkpoint import quantisation_of
 from hpu_duo.modeling.quantised.execution import PUBLISHED, separate_rounded_inputs
 from hpu_duo.modeling.quantised.hpu import use_operators
@@ -425,6 +426,8 @@ def _pack(
     separate_rounded_inputs(model, config.model, dtype, precision.arithmetic, device)
     if device.type == "hpu":
         use_operators(model, device, config.model.activations == PUBLISHED)
+    elif device.type == "cuda" and cuda.can_run(device, precision.arithmetic):
+        cuda.use_kernels(model)
     possible = is_cpu and can_pack(dtype, arithmetic)
     if wanted and not possible:
         raise ValueError(

@@ -271,8 +271,13 @@ NATIVE_KINDS = {3: 5, 4: 6}
 """The same for devices that convert 8-bit floats."""
 
 
-def _kind(vectors: VectorFormat) -> int:
-    return KINDS[type(vectors)]
+def kind_on(kind: int, device: torch.device) -> int:
+    """Return a number of ``KINDS``, or that of the same codes which a device converts itself.
+
+    Devices without 8-bit floats, before compute capability 8.9, and the interpreter do as well by bits.
+    """
+    is_native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return NATIVE_KINDS.get(kind, kind) if is_native else kind
 
 
 def pointers(
@@ -343,9 +348,7 @@ def check_stored(units: KVUnits, q: torch.Tensor) -> Stored:
             )
     num = encoding.format.keys.num_parts
     (k, *k_meta), (v, *v_meta) = units.views[:num], units.views[num:]
-    # Devices without 8-bit floats, before compute capability 8.9, and the interpreter do as well by bits.
-    is_native = q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) >= (8, 9)
-    kinds = (NATIVE_KINDS.get(kind, kind) if is_native else kind for kind in map(_kind, formats))
+    kinds = (kind_on(KINDS[type(each)], q.device) for each in formats)
     return Stored(k, v, k_meta[0] if k_meta else None, v_meta[0] if v_meta else None, *kinds)
 
 

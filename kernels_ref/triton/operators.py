@@ -87,6 +87,19 @@ def _output(queries: torch.Tensor, *_: object) -> torch.Tensor:
     return queries.new_empty(queries.shape)
 
 
+def _product(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    num_outputs: int,
+    *_: object,
+) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], num_outputs)
+
+
 _TRIPLE = "(Tensor, Tensor, Tensor)"
 _QKV = "Tensor q, Tensor k, Tensor v"
 _KINDS = "Tensor? k_meta=None, Tensor? v_meta=None, int keys=0, int values=0"
@@ -176,3 +189,18 @@ finish = register(
     "Tensor",
     _output,
 )
+linear_of_codes = register(
+    "linear_of_codes",
+    "Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, Tensor? input_scale, "
+    "int num_outputs, int outputs, int inputs, int kind, int rounded_inputs",
+    "Tensor",
+    _product,
+)
+"""Inputs ``[..., K]`` times a weight of codes, transposed: ``[..., N]`` in the dtype of the inputs.
+
+Arguments: codes ``[N, K]`` of a byte (those of e4m3 as uint8), or of 4 bits ``[N, ceil(K / 2)]``; scales and
+zero points ``[ceil(N / outputs), ceil(K / inputs)]``, of any float and of uint8 or int8; a bias ``[N]``; N;
+outputs and inputs that share a scale, where fewer inputs than K are a multiple of 32; the kind of the codes,
+see ``launch.KINDS``; and how many inputs of a row share a scale when they are rounded to int8 or fp8, as the
+codes are, 0 = they are not. ``input_scale`` is one for all then, None = it is computed.
+"""

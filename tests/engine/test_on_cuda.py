@@ -14,6 +14,9 @@ from tests.modeling.families import prompts_of
 from tests.modeling.test_shared_keys import shared
 from tests.modeling.test_value_sizes import OPTIONS
 from tests.modeling.test_value_sizes import saved as saved_latents
+from tests.quantised.test_activations import WAYS, write
+from tests.quantised.test_checkpoints import load, tokens, twins
+from tests.quantised.writers import KINDS
 from tests.recurrent import hybrids
 
 pytestmark = pytest.mark.gpu
@@ -50,6 +53,15 @@ def test_tokens_are_those_of_the_cpu(tiny: Tiny, name: str) -> None:
     served = tiny.load(**{"attention": "auto", **options, "device": "cuda"})
     for _ in range(2):  # the second time from the prefix cache
         assert tokens_of(serve(served, LOOPS, GREEDY)) == tokens_of(serve(wanted, LOOPS, GREEDY))
+
+
+@pytest.mark.parametrize("name", [*WAYS, "int8 zeros", "packed channel", "float channel"])
+def test_tokens_of_codes_are_those_of_the_cpu(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, WAYS[name]) if name in WAYS else twins(tmp_path, "LlamaConfig", KINDS[name])[1]
+    served = load(path, device="cuda")
+    is_read = name not in ("fp8 by group", "int8 inputs, int4 weights")  # groups of 16 inputs
+    assert ("Triton" in served.stats().resolved.weights) == is_read
+    assert tokens(served) == tokens(load(path, device="cpu"))
 
 
 def test_tokens_of_weights_on_a_disk_are_those_of_the_cpu(tiny: Tiny, tmp_path: Path) -> None:

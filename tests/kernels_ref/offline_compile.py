@@ -123,6 +123,7 @@ def launches(dtype: torch.dtype, dim: int) -> list[Callable[[], Any]]:
     """Every launching function on a step of usual shapes: 8 heads of 4 query heads, blocks of 128 slots."""
     from kernels_ref.triton.causal import causal
     from kernels_ref.triton.column_sums import column_sums
+    from kernels_ref.triton.linear_of_codes import linear_of_codes
     from kernels_ref.triton.merging import finish
     from kernels_ref.triton.rings import held_rings, leading_rings, rings_with_weights, shared_rings
     from kernels_ref.triton.rules import sparse_causal, sparse_shared, sparse_unique
@@ -156,7 +157,16 @@ def launches(dtype: torch.dtype, dim: int) -> list[Callable[[], Any]]:
     bits_8, bits_4 = (torch.zeros(blocks, heads, slots, n, dtype=torch.uint8) for n in (dim, dim // 2))
     scale, meta = (torch.zeros(blocks, heads, slots, n, dtype=torch.bfloat16) for n in (1, 2))
     k8v4, v4 = (scale, meta, 1, 2), (bits_8.view(torch.int8), bits_4)
+    # A layer of 1024 inputs and 512 outputs in groups of 128 inputs, one of 4 bits and one of 8.
+    x = torch.zeros(256, 1024, dtype=dtype)
+    weights = torch.zeros(512, 512, dtype=torch.uint8), torch.zeros(512, 1024, dtype=torch.int8)
+    table, layout = torch.zeros(512, 8, dtype=torch.bfloat16), (512, 1, 128)
+    zeros = torch.zeros(512, 8, dtype=torch.uint8)
     return [
+        lambda: linear_of_codes(x[:4], weights[0], table, zeros, None, None, *layout, 2, 0),
+        lambda: linear_of_codes(x[:64], weights[1], table, None, None, None, *layout, 1, 0),
+        lambda: linear_of_codes(x, weights[0], table, zeros, None, None, *layout, 2, 0),
+        lambda: linear_of_codes(x, weights[1], table[:, :1], None, None, None, 512, 1, 1024, 1, 1024),
         lambda: stream_k(q_several, *v4, ints(blocks), *several, 0.0, *k8v4),
         lambda: stream_k(q_rows, *v4, ints(blocks), *one, 0.0, *k8v4),
         lambda: split_unique_blocks(q_rows, *v4, ints(blocks), *one, 0.0, *k8v4),

@@ -118,7 +118,7 @@ def test_tokens_are_those_of_plain_weights_with_rounded_inputs(
     if name.startswith("int8 ") and "," not in name and library.lanes():
         assert "int8, inputs of int8" in served.stats().resolved.weights
     record = Recorder()
-    monkeypatch.setattr("hpu_duo.modeling.quantised.activations.round_inputs", record)
+    monkeypatch.setattr("hpu_duo.modeling.quantised.linear.round_inputs", record)
     plain = load(path, quantization_execution="dequantise", graphs="eager")
     assert tokens(plain) == got
     assert record.calls > 0

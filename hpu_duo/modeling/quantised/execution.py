@@ -10,13 +10,18 @@ import torch
 from torch import nn
 
 from hpu_duo.config.engine import ModelConfig
-from hpu_duo.modeling.quantised import hpu, panels
-from hpu_duo.modeling.quantised.activations import separate_inputs
+from hpu_duo.modeling.quantised import cuda, hpu, panels
 from hpu_duo.modeling.quantised.checkpoint import quantisation_of
 from hpu_duo.modeling.quantised.config import METHODS
 from hpu_duo.modeling.quantised.inc import METHOD as INC
 from hpu_duo.modeling.quantised.inc import IncScales, quant_config, read_inc
-from hpu_duo.modeling.quantised.linear import DEQUANTISED, Keeps, QuantisedLinear, WeightExecution
+from hpu_duo.modeling.quantised.linear import (
+    DEQUANTISED,
+    Keeps,
+    QuantisedLinear,
+    WeightExecution,
+    separate_inputs,
+)
 from hpu_duo.modeling.quantised.panels import multiplies_int8
 from hpu_duo.modeling.quantised.rounding import FORMATS
 from kernels_ref.x86.library import is_available
@@ -35,6 +40,8 @@ def kernel_for(device: torch.device, dtype: torch.dtype, may_round: bool = True)
     """
     if device.type == "hpu" and dtype == torch.bfloat16:
         return partial(hpu.fits, device=device, may_round=may_round)
+    if device.type == "cuda" and cuda.can_run(device, dtype):
+        return cuda.fits
     if device.type == "cpu" and is_available(dtype):
         return partial(panels.fits, dtype=dtype)
     return None
@@ -96,6 +103,8 @@ def separate_rounded_inputs(
         if device.type == "hpu":
             is_fp8 = layer.activations is not None and layer.activations.kind == "fp8"
             return is_fp8 and hpu.fits(layer.stored, device)
+        if device.type == "cuda":
+            return cuda.can_run(device, arithmetic) and cuda.rounds_inputs(layer.stored)
         is_packed = device.type == "cpu" and config.pack_weights is not False
         return is_packed and multiplies_int8(layer, arithmetic)
 

@@ -1,9 +1,9 @@
-"""Linear layers whose weight stays codes in memory, and the choice which weights do."""
+"""Linear layers whose weight stays codes in memory or whose inputs are rounded, and the choice which do."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -160,3 +160,54 @@ class WeightExecution:
 
 DEQUANTISED = WeightExecution()
 """Plain weights only."""
+
+
+class RoundedLinear(nn.Module):
+    """A linear layer whose inputs are rounded first.
+
+    Args:
+        activations: the rounding.
+        scale: see ``round_inputs``.
+        linear: of plain weights, or of codes.
+    """
+
+    scale: torch.Tensor | None
+
+    def __init__(self, activations: Activations, scale: float | None, linear: nn.Module) -> None:
+        super().__init__()
+        self.activations, self.linear = activations, linear
+        self.register_buffer("scale", None if scale is None else torch.tensor(scale), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(round_inputs(x, self.activations, self.scale))
+        return y
+
+    def extra_repr(self) -> str:
+        return f"inputs in {self.activations.kind}"
+
+
+def separate_inputs(
+    model: nn.Module, is_whole: Callable[[QuantisedLinear], bool], keeps: Keeps, dtype: torch.dtype
+) -> None:
+    """Replace layers whose inputs are rounded by ``RoundedLinear``, in place.
+
+    Args:
+        is_whole: whether a kernel rounds the inputs of a layer itself: it stays as it is.
+        keeps: which weights stay codes.
+        dtype: of the plain weights of all others.
+    """
+    targets = [
+        (module, name)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if isinstance(child, QuantisedLinear) and child.activations is not None and not is_whole(child)
+    ]
+    for module, name in targets:
+        child = getattr(module, name)
+        stored = replace(child.stored, activations=None, input_scale=None)
+        inner = (
+            QuantisedLinear(child.in_features, child.out_features, child.bias, stored)
+            if keeps(stored)
+            else child.plain(stored, dtype)
+        )
+        setattr(module, name, RoundedLinear(child.activations, child.stored.input_scale, inner))

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from hpu_duo.modeling.attention import AttentionLayer
+from hpu_duo.modeling.quantised.cuda import KERNEL as CUDA_KERNEL
+from hpu_duo.modeling.quantised.cuda import TritonLinear
 from hpu_duo.modeling.quantised.hpu import KERNEL as HPU_KERNEL
 from hpu_duo.modeling.quantised.hpu import HPUFp8Linear, HPUInt4Linear
 from hpu_duo.modeling.quantised.linear import QuantisedLinear
-from hpu_duo.modeling.quantised.weight import NIBBLE, QuantisedWeight, unpack_nibbles
+from hpu_duo.modeling.quantised.weight import NIBBLE, QuantisedWeight, order_of_groups, unpack_nibbles
 from hpu_duo.modeling.recurrent import RecurrentStates
 from kernels_ref.x86 import int8
 from kernels_ref.x86 import quantised as kernel
@@ -34,15 +36,9 @@ class Arena(Protocol):
 
 def fits(stored: QuantisedWeight, dtype: torch.dtype) -> bool:
     """Whether the kernel multiplies activations of a dtype with a weight on this machine."""
-    return kernel.fits(dtype, stored.scales.shape[1], stored.block[1]) and _order(stored) is not False
-
-
-def _order(stored: QuantisedWeight) -> torch.Tensor | bool | None:
-    """The order of inputs in which groups are neighbours; None if they are, False if their sizes differ."""
-    if stored.group_of is None:
-        return None
-    sizes = stored.group_of.bincount(minlength=stored.scales.shape[1])
-    return stored.group_of.argsort(stable=True) if bool((sizes == stored.block[1]).all()) else False
+    return (
+        kernel.fits(dtype, stored.scales.shape[1], stored.block[1]) and order_of_groups(stored) is not False
+    )
 
 
 class PanelQuantisedLinear(nn.Module):
@@ -66,7 +62,7 @@ class PanelQuantisedLinear(nn.Module):
         stored = layer.stored
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.label = stored.label
-        order = _order(stored)
+        order = order_of_groups(stored)
         assert order is None or isinstance(order, torch.Tensor), "the weight fits"
         num_groups = stored.scales.shape[1]
         self.group = stored.block[1] if num_groups > 1 else kernel.padded(self.in_features)
@@ -219,7 +215,14 @@ class Int8PanelLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.label}, in panels"
 
 
-LAYERS_OF_CODES = (QuantisedLinear, PanelQuantisedLinear, Int8PanelLinear, HPUInt4Linear, HPUFp8Linear)
+LAYERS_OF_CODES = (
+    QuantisedLinear,
+    PanelQuantisedLinear,
+    Int8PanelLinear,
+    HPUInt4Linear,
+    HPUFp8Linear,
+    TritonLinear,
+)
 """Classes of layers whose weights stay codes."""
 
 
@@ -235,6 +238,8 @@ def weights_of(model: nn.Module) -> tuple[str, int]:
             found[f"{module.label} ({KERNEL})"] += 1
         elif isinstance(module, HPUInt4Linear | HPUFp8Linear):
             found[f"{module.label} ({HPU_KERNEL})"] += 1
+        elif isinstance(module, TritonLinear):
+            found[f"{module.label} ({CUDA_KERNEL})"] += 1
         elif isinstance(module, QuantisedLinear):
             found[f"{module.stored.label} (dequantised at each use)"] += 1
     own = [each for each in model.modules() if not isinstance(each, AttentionLayer | RecurrentStates)]

@@ -165,6 +165,14 @@ def _are_whole(blocks: torch.Tensor, size: int) -> bool:
     return bool((blocks == first).all())
 
 
+def order_of_groups(stored: QuantisedWeight) -> torch.Tensor | bool | None:
+    """Return an order that makes inputs of a group neighbours; None if they are, False if sizes differ."""
+    if stored.group_of is None:
+        return None
+    sizes = stored.group_of.bincount(minlength=stored.scales.shape[1])
+    return stored.group_of.argsort(stable=True) if bool((sizes == stored.block[1]).all()) else False
+
+
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     """Return codes below 16, uint8 ``[..., K]``, two to a byte; the last one has 0 beside it if K is odd."""
     if codes.shape[-1] % 2:
