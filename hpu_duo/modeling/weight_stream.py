@@ -211,13 +211,19 @@ def buffer_numbers(num_layers: int, num_ahead: int) -> list[int]:
     Of ``num_ahead + 1`` layers that follow each other no two share one, the first layers behind the last ones
     included. There are ``num_ahead + 1`` buffers where that divides the layers, and else the fewest above.
     """
-    size = min(num_ahead + 1, num_layers)
+    size = max(1, min(num_ahead + 1, num_layers))
     num_groups = num_layers // size
     numbers: list[int] = []
     for group in range(num_groups):
         longer = num_layers // num_groups + (group < num_layers % num_groups)
         numbers += range(longer)
     return numbers
+
+
+def copied_layers(num_layers: int, num_ahead: int) -> list[bool]:
+    """Return whether each layer is copied in each step; one with a buffer to itself stays there."""
+    numbers = buffer_numbers(num_layers, num_ahead)
+    return [numbers.count(number) > 1 for number in numbers]
 
 
 class WeightStream(NotPicklable):

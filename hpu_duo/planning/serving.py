@@ -17,7 +17,7 @@ from hpu_duo.config.limits import (
 )
 from hpu_duo.heads import HeadPattern
 from hpu_duo.kv.plan import ring_slack
-from hpu_duo.modeling.weight_stream import buffer_numbers
+from hpu_duo.modeling.weight_stream import buffer_numbers, copied_layers
 from hpu_duo.planning.kept import KeptByHeads
 from hpu_duo.planning.model import Format, Hardware, ModelSize
 from hpu_duo.planning.work import kernels_of
@@ -31,14 +31,13 @@ class OffloadedLayers(NamedTuple):
     """Layers whose weights lie on the host or on a disk, and pass through buffers of each device.
 
     Attributes:
-        num_host, num_disk: layers.
+        homes: of each layer, in order: 1 = the host, 2 = a disk.
         num_ahead: layers that are copied ahead of the one in use; see ``buffer_numbers``.
         link: bytes a second from the host to each device.
         disk_rate: bytes a second from the disk, for all devices together.
     """
 
-    num_host: int
-    num_disk: int
+    homes: tuple[int, ...]
     num_ahead: int
     link: float
     disk_rate: float
@@ -46,7 +45,7 @@ class OffloadedLayers(NamedTuple):
     @property
     def number(self) -> int:
         """Layers that lie elsewhere."""
-        return self.num_host + self.num_disk
+        return len(self.homes)
 
     @property
     def num_buffers(self) -> int:
@@ -54,9 +53,12 @@ class OffloadedLayers(NamedTuple):
         return max(buffer_numbers(self.number, self.num_ahead)) + 1
 
     def seconds(self, layer_bytes: float, num_devices: int) -> float:
-        """Seconds in which all of them pass once, ``num_devices`` parts of each beside each other."""
-        copied = self.number * layer_bytes / num_devices / self.link
-        return max(copied, self.num_disk * layer_bytes / self.disk_rate)
+        """Seconds of the copies of a step, ``num_devices`` parts of each layer beside each other."""
+        copied = [
+            home for home, moves in zip(self.homes, copied_layers(self.number, self.num_ahead)) if moves
+        ]
+        on_link = len(copied) * layer_bytes / num_devices / self.link
+        return max(on_link, copied.count(2) * layer_bytes / self.disk_rate)
 
 
 @dataclass(frozen=True)
@@ -178,12 +180,12 @@ class Serving:
         layer = model.layer_bytes(self.weights)
         return {
             "device": device - round((away.number - away.num_buffers) * layer),
-            "host": round(away.num_host * layer),
-            "disk": round(away.num_disk * layer),
+            "host": round(away.homes.count(1) * layer),
+            "disk": round(away.homes.count(2) * layer),
         }
 
     def streaming_s(self, model: ModelSize) -> float:
-        """Seconds in which offloaded layers pass once, which no step is faster than."""
+        """Seconds of a step's copies of offloaded layers, which no step is faster than."""
         if self.offloaded is None:
             return 0.0
         return self.offloaded.seconds(model.layer_bytes(self.weights), self.num_devices)

@@ -367,6 +367,10 @@ def test_capacity_has_weights_on_the_host_and_the_disk(hpu_duo: Run) -> None:
     [slow] = reports[1]["capacities"][0]["points"]
     # All layers pass through the link in each step.
     assert 1 / slow["tokens_per_s_alone"] == pytest.approx(layers / 1e6, rel=1e-3)
+    # Of five layers, three of which lie on the host, four share two buffers, and one stays in its own.
+    few, link = "--offload-policy=84.4,9.4,100,0,100,0", f"{layers / 32 / 1e6}MB/s"
+    [point] = json.loads(hpu_duo(*words[:-1], link, few, "--json").stdout)["capacities"][0]["points"]
+    assert 1 / point["tokens_per_s_alone"] == pytest.approx(4, rel=1e-2)
     printed = hpu_duo(*words, *policy).stdout
     assert "weights on" in printed
     assert "this version does not run weights on the host or a disk on HPU" in " ".join(printed.split())

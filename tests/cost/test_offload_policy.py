@@ -248,6 +248,25 @@ def test_a_schedule_of_layers_in_one_memory_takes_the_formulas_time() -> None:
         )
 
 
+def test_a_layer_with_a_buffer_of_its_own_is_not_loaded_again() -> None:
+    """Times are those of loads: one or three layers that move have a buffer each, of five four share two."""
+    machine = replace(small_machine(4, 4, 4, 1e3, 1e2), flexgen_memory=False)
+    model = replace(SMALL, num_layers=8)
+    formula = Formula(model, OffloadWork(24, 8), machine, 1, 1, True)
+
+    def seconds(on_host: int, on_disk: int) -> float:
+        shares = (8 - on_host - on_disk) / 8, on_host / 8, on_disk / 8
+        return ZigZag(formula, Placement(*shares, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0)).run().decode_s / 7
+
+    computed, load = seconds(0, 0), model.layer_bytes / 1e3
+    assert seconds(1, 0) == seconds(0, 1) == seconds(3, 0) == computed
+    assert seconds(5, 0) == pytest.approx(4 * load, rel=0.01)
+    assert seconds(4, 0) == pytest.approx(4 * load, rel=0.01)
+    as_flexgen = Formula(model, OffloadWork(24, 8), replace(machine, flexgen_memory=True), 1, 1, True)
+    placement = Placement(7 / 8, 1 / 8, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0)
+    assert ZigZag(as_flexgen, placement).run().decode_s / 7 == pytest.approx(load, rel=0.01)
+
+
 def test_bad_percentages_say_what_was_expected() -> None:
     for text, message in (
         ("1,2,3", "six percentages"),

@@ -23,6 +23,7 @@ from hpu_duo.modeling.weight_stream import (
     WeightStream,
     buffer_numbers,
     choose_layers,
+    copied_layers,
     weight_bytes,
 )
 from hpu_duo.sampling import SamplingParams
@@ -44,6 +45,23 @@ def test_layers_that_follow_each_other_have_their_own_buffers(num_layers: int, n
     for first in range(num_layers):
         window = {numbers[(first + each) % num_layers] for each in range(size)}
         assert len(window) == size
+
+
+@pytest.mark.parametrize(("num_layers", "num_ahead"), [(1, 1), (3, 1), (4, 1), (5, 1), (5, 3), (9, 3)])
+def test_layers_that_share_a_buffer_are_copied_in_each_step(num_layers: int, num_ahead: int) -> None:
+    layers, moved = [nn.Linear(8, 8) for _ in range(num_layers)], list[int]()
+
+    class Mover:
+        def move(self, source: Any, target: torch.Tensor) -> Any:
+            moved.append(source.data_ptr())
+            return SimpleNamespace(hold=lambda: None)
+
+    stream = WeightStream(layers, torch.device("cpu"), Mover(), num_ahead)
+    for _ in range(2):
+        moved.clear()
+        for number in range(num_layers):
+            stream.arrive(number)
+    assert len(moved) == sum(copied_layers(num_layers, num_ahead))
 
 
 @pytest.fixture(scope="module")

@@ -246,7 +246,9 @@ TestTieredPrefixes.settings = settings(max_examples=60, stateful_step_count=30)
 @pytest.mark.slow
 @pytest.mark.exhaustive
 class TestManyTieredPrefixes(TieredMachine.TestCase):  # type: ignore[misc, name-defined, valid-type]
-    settings = settings(max_examples=1_000, stateful_step_count=60)
+    """100,000 operations."""
+
+    settings = settings(max_examples=1_000, stateful_step_count=100)
 
 
 LIMITS = StepLimits(

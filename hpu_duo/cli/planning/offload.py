@@ -126,15 +126,14 @@ class TierOptions:
             asked = self.cpu_offload_gb * _GIB
             layer_bytes = model.layer_bytes(serving.weights) / serving.num_devices
             check_cpu_offload(asked, num_layers * layer_bytes)
-            return OffloadedLayers(math.ceil(asked / max(1.0, layer_bytes)), 0, *rates)
+            return OffloadedLayers((1,) * math.ceil(asked / max(1.0, layer_bytes)), *rates)
         placement = Placement.parse(self.offload_policy)
         if placement.kv_device < 1 or placement.activations_device < 1:
             raise ValueError(
                 "expected an offload_policy that ends with 100,0,100,0, of weights only, got "
                 f"{self.offload_policy!r}"
             )
-        homes = spread(placement[:3], num_layers)
-        return OffloadedLayers(homes.count(1), homes.count(2), *rates)
+        return OffloadedLayers(tuple(filter(None, spread(placement[:3], num_layers))), *rates)
 
     def _rates(self) -> tuple[float, float]:
         """Bytes a second of the link of each device, and of the disk."""

@@ -19,6 +19,8 @@ from hpu_duo.modeling.weight_stream import buffer_numbers
 
 BLOCK_SIZE = 128
 """Tokens of a block, of which a row's keys and values lie whole in one memory."""
+NUM_AHEAD = 1
+"""Layers that are loaded ahead of the one in use."""
 UP, DOWN, READ, WRITE, COMPUTE = RESOURCES = (
     "host to device",
     "device to host",
@@ -505,7 +507,7 @@ class Formula:
         """Most bytes of the device, the host and the disk, where layers lie whole in one memory."""
         shares = _shares(placement)
         num_away = math.ceil((1 - placement.weights_device) * self.model.num_layers - 1e-6)
-        num_buffers = max(buffer_numbers(num_away, 1)) + 1 if num_away else 0
+        num_buffers = max(buffer_numbers(num_away, NUM_AHEAD), default=-1) + 1
         memory = self.memory(
             num_buffers,
             reads_disk=placement.weights_disk * self.model.num_layers > 1e-6,

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpu_duo.planning.offload.formula import READ, UP, Formula, Placement
+from hpu_duo.modeling.weight_stream import copied_layers
+from hpu_duo.planning.offload.formula import NUM_AHEAD, READ, UP, Formula, Placement
 
 _NUM_BUFFERS = 2
 _NUM_POSITIONS = 9
@@ -35,7 +36,8 @@ class ZigZag:
     While a layer computes for all batches, the weights of the next one are loaded, and what the batches store
     and load goes both ways; all of it ends before the next layer begins. Layers on the disk are read ahead to
     two buffers of the host, while keys, values and activations leave the disk idle; a layer that has not
-    arrived is waited for. A decode's time is that at its own context.
+    arrived is waited for. A layer that has a buffer to itself is loaded once, before all this. The time of a
+    decode is that at its own context.
 
     Args:
         placement: shares of whole layers, of blocks of each row, and of batches.
@@ -43,7 +45,10 @@ class ZigZag:
 
     def __init__(self, formula: Formula, placement: Placement) -> None:
         self._formula, self._placement = formula, placement
-        self.homes = spread(placement[:3], formula.model.num_layers)
+        self._homes = spread(placement[:3], formula.model.num_layers)
+        if not formula.machine.flexgen_memory:
+            moves = iter(copied_layers(len([home for home in self._homes if home]), NUM_AHEAD))
+            self._homes = [home and home * next(moves) for home in self._homes]
 
     def run(self) -> Result:
         """Run all output tokens."""
@@ -65,7 +70,7 @@ class ZigZag:
         resources = formula.prefill() if is_prefill else formula.decode(position)
         # Weights on the disk are read ahead: in their layer's own round they come from the host.
         homes = {
-            home: np.array([*_one_hot(min(home, 1)), *self._placement[3:], 1.0]) for home in {*self.homes}
+            home: np.array([*_one_hot(min(home, 1)), *self._placement[3:], 1.0]) for home in {*self._homes}
         }
         lasts = {
             home: max((float(form @ shares), name) for name, form in rounds.items())
@@ -80,7 +85,7 @@ class ZigZag:
         pending = [read] * _NUM_BUFFERS
         for _ in range(1 if is_prefill or 2 not in homes else 3):
             seconds = dict.fromkeys(seconds, 0.0)
-            for home in self.homes:
+            for home in self._homes:
                 lasted, name = lasts[home]
                 if home == 2:
                     seconds[READ] += pending[0]
