@@ -147,6 +147,7 @@ class Layer:
         sizes: tuple[int, int, int, int],
         seed: int = 0,
         device: str = "cpu",
+        crossing: Crossing | None = None,
     ) -> None:
         heads, group, dim, slots = sizes
         generator, total = torch.Generator().manual_seed(seed), sum(each for _, each in rows)
@@ -156,7 +157,7 @@ class Layer:
         impl = Implementation.TRITON if device == "cuda" else Implementation.SDPA
         spec = LayerSpec((HeadGroup(heads, Blocks()),), group, dim, 1.0, None, impl)
         self.spec = spec
-        self.attention = HostAttention([(units,)], [spec], total, worker, crossing_on(device))
+        self.attention = HostAttention([(units,)], [spec], total, worker, crossing or crossing_on(device))
         ids = torch.randperm(total, generator=generator).tolist()
         num_query, most = sum(num for num, _ in rows), max(num for num, _ in rows if num <= 2)
         self.q, first, found = torch.randn(num_query, heads, group, dim, generator=generator), 0, []
@@ -245,7 +246,7 @@ def test_each_step_takes_the_faster_way_of_the_clock_by_the_formula(link: float)
     heads, group, dim, slots, num_rows, host, device = 2, 4, 64, 128, 2, 20e9, 400e9
     times, rates = [], HostRates(link, host, device)
     for moves_decodes in (False, True, None):
-        worker = VirtualWorker(*rates)
+        worker = VirtualWorker(link, host, device)
         layer = Layer([(1, 16384 // slots)] * num_rows, worker, (heads, group, dim, slots))
         layer.attention.moves_decodes, layer.attention.rates = moves_decodes, rates
         layer.attend()
@@ -286,13 +287,84 @@ def test_choice_counts_tiles_of_rows_and_tokens_of_decodes(
 
 
 def test_measured_rates_are_those_of_the_clock() -> None:
-    rates = HostRates(8e9, 20e9, 12e9, 5e-5)
+    rates = 8e9, 20e9, 12e9, 5e-5
     worker = VirtualWorker(*rates)
     layer = Layer([(1, 96)], worker, (2, 4, 64, 128))
     layer.attention.measure([layer.spec], worker.clock)
-    assert tuple(layer.attention.rates or ()) == pytest.approx(tuple(rates), rel=1e-6)
+    assert layer.attention.rates is not None
+    assert layer.attention.rates[:4] == pytest.approx(rates, rel=1e-6)
     assert layer.attention.worker is worker
     assert layer.attention.traffic.contexts == 0
+
+
+class Gpu(FakeStreams):
+    """A device behind its host, on a clock: streams of copies, and computation that the host launches.
+
+    Also the worker, whose thread works at once.
+
+    Args:
+        launch: seconds in which the host launches the work of a tile.
+    """
+
+    def __init__(self, link: float, host: float, device: float, launch: float) -> None:
+        super().__init__()
+        self.now = self.link_now = self.device_now = 0.0
+        self._link, self._host, self._device, self._launch = link, host, device, launch
+
+    def clock(self) -> float:
+        return self.now
+
+    def synchronize(self) -> None:
+        self.now = max(self.now, self.link_now, self.device_now)
+
+    @contextmanager
+    def after_launched(self) -> Iterator[None]:
+        self.link_now = max(self.link_now, self.now, self.device_now)
+        with super().after_launched():
+            yield
+
+    def hold_computation(self) -> None:
+        self.device_now = max(self.device_now, self.link_now)
+
+    def begin(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        result = work()
+        return lambda: result
+
+    def move(self, num_bytes: int, copy: Callable[[], Any]) -> Any:
+        self.link_now += num_bytes / self._link
+        return copy()
+
+    def host_reads(self, num_bytes: int) -> None:
+        self.now = max(self.now, self.link_now) + num_bytes / self._host
+
+    def device_reads(self, num_bytes: int) -> None:
+        self.now += self._launch
+        self.device_now = max(self.device_now, self.now) + num_bytes / self._device
+
+    def drain(self) -> None:
+        """Nothing runs on."""
+
+
+@pytest.mark.parametrize("rates", [(50e9, 1e12), (50e9, 20e9), (1e12, 1e12)], ids=["link", "device", "host"])
+def test_moving_to_a_device_behind_its_host_takes_the_predicted_time(
+    rates: tuple[float, float],
+) -> None:
+    """Launches run beside copies and attention, whichever of the three takes longest."""
+    link, device = rates
+    gpu, heads, slots, dim, num_tile = Gpu(link, 100e9, device, 3e-4), 2, 128, 64, 32
+    layer = Layer([(1, 160)] * 2, gpu, (heads, 4, dim, slots), crossing=Streams(gpu))  # type: ignore[arg-type]
+    unit = heads * slots * dim * 2 * 4
+    for key, units in layer.attention._tiles.items():
+        layer.attention._tiles[key] = tuple(_like(each, num_tile, each.tensors[0].device) for each in units)
+    layer.attention.measure([layer.spec], gpu.clock)
+    found, sizes = layer.attention.rates, HostContextSizes(320 * unit, 0.0, 0.0, 10)
+    assert found is not None
+    gpu.synchronize()
+    layer.attention.moves_decodes, began = True, gpu.now
+    layer.attend()
+    gpu.synchronize()
+    assert sizes.moved(found) == pytest.approx(gpu.now - began, rel=0.1)
+    assert found.host == pytest.approx(100e9, rel=0.01)
 
 
 def test_neighbouring_blocks_are_one_copy() -> None:

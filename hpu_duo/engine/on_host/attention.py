@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hpu_duo.engine.on_host.choice import HostContextSizes, HostRates
+from hpu_duo.engine.on_host.choice import HostContextSizes, HostRates, TimedTiles
 from hpu_duo.engine.on_host.crossing import Crossing, Run, SameMemory, copy_runs, runs_of
 from hpu_duo.engine.on_host.plans import WholeBlocks, ints, prompt_tensors, step_tensors
 from hpu_duo.engine.on_host.worker import TimedWorker, Worker
@@ -53,8 +53,8 @@ TILE_BYTES = 4 << 20
 """Bytes of keys and values that move at a time to a CPU as device: its caches hold them."""
 FAR_TILE_BYTES = 16 << 20
 """The same for other devices, where launching the work of a tile takes longer than the work."""
-_TRIAL_BYTES = 64 << 20
-"""Bytes of keys and values by which rates are measured: more than caches of CPUs hold."""
+_TRIAL_TILES = 16
+"""Tiles of keys and values by which rates are measured: more than caches of CPUs hold."""
 _TRIAL_ROWS, _NUM_TRIALS = 64, 3
 
 
@@ -256,29 +256,41 @@ class HostAttention(NotPicklable):
         """Measure the rates, and choose by them from now on; overwrites blocks of the host.
 
         Both ways are timed as steps take them, with the group of heads that stores the most: one row with
-        many blocks for the bytes a second, many rows of one block for the fixed cost.
+        many blocks for the bytes a second, many rows of one block for the fixed cost. A device that runs
+        behind its host takes in a tile while the host launches others, so these are timed together there.
 
         Args:
             specs: attention of each layer.
             clock: seconds, in any thread.
         """
         keys = max(self._alike.values(), key=lambda keys: len(keys) * unit_bytes(self._host[keys[0]]))
-        host, size = self._host[keys[0]], unit_bytes(self._host[keys[0]])
-        num_blocks = max(1, min(self.num_blocks, _TRIAL_BYTES // size))
+        key, host, size = keys[0], self._host[keys[0]], unit_bytes(self._host[keys[0]])
+        num_tile = self._tiles[host.encoding, host.layout.num_heads][0].layout.num_units - 1
+        num_blocks = min(self.num_blocks, _TRIAL_TILES * num_tile)
         for view in host.views:
             view[:num_blocks].zero_()  # memory that was never written is one page
         long = [HostRow(0, 0, 1, tuple(range(num_blocks)), True)]
         short = [HostRow(row, row, 1, (row,), True) for row in range(min(num_blocks, _TRIAL_ROWS))]
-        timed = partial(self._timed, keys[0], specs[keys[0][0]], clock)
+        timed = partial(self._timed, key, spec := specs[key[0]], clock)
         settle = None if isinstance(self._crossing, SameMemory) else self._crossing.settle
         _, link, _, device = timed(_Attending((), long), settle)
         _, _, there, _ = timed(_Attending(long), settle)
         seconds, *_ = timed(_Attending((), short), None)
-        self._now, self.traffic = _Attending(), HostTraffic()
         rates = HostRates(*(num_blocks * size / each for each in (link, there, device)))
-        sizes = HostContextSizes(len(short) * size, 0.0, 0.0, len(short))
-        call = max(0.0, seconds - sizes.moved(rates)) / len(short)
-        self.rates, self.moves_decodes = rates._replace(call=call), None
+        if settle is None:
+            call = seconds - HostContextSizes(len(short) * size, 0.0, 0.0, len(short)).moved(rates)
+            rates = rates._replace(call=max(0.0, call) / len(short))
+        else:
+            whole, *_ = timed(_Attending((), long), None)
+            one, *_ = timed(_Attending(short[:1]), None)
+            heads = spec.groups[key[1]].num_heads * spec.group_size
+            sizes = HostContextSizes.of(1, heads, host.encoding.dim, size, 1, host.encoding.dtype.itemsize)
+            rates = rates._replace(call=max(0.0, one - sizes.attended(rates))).with_tiles(
+                TimedTiles(num_blocks * size, -(-num_blocks // num_tile), whole),
+                TimedTiles(len(short) * size, len(short), seconds),
+            )
+        self._now, self.traffic = _Attending(), HostTraffic()
+        self.rates, self.moves_decodes = rates, None
 
     def _timed(
         self,

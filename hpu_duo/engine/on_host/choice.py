@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from typing import NamedTuple
 
@@ -20,18 +21,40 @@ class HostDecodes(Enum):
 
 
 class HostRates(NamedTuple):
-    """Bytes a second, and a fixed cost.
+    """Bytes a second, and fixed costs.
 
     Attributes:
         link: either way.
         host, device: of keys and values that the host and the device attend to.
         call: seconds of work that is handed to the thread of the host, and of a call of a kernel.
+        tile: seconds of a tile whatever its size, where the copies of tiles are in ``device`` too; None =
+            ``call``, and copies take as long as ``link`` says.
     """
 
     link: float
     host: float
     device: float
     call: float = 0.0
+    tile: float | None = None
+
+    def with_tiles(self, long: TimedTiles, short: TimedTiles) -> HostRates:
+        """Return the same with the cost of tiles by two measurements.
+
+        It is that of a tile of ``long``; the part that depends on bytes is the difference to ``short``.
+        """
+        seconds, num_bytes = long.seconds / long.number, long.num_bytes / long.number
+        less, fewer = seconds - short.seconds / short.number, num_bytes - short.num_bytes / short.number
+        of_bytes = min(seconds, max(0.0, less) * num_bytes / fewer) if fewer > 0 else seconds
+        device = num_bytes / of_bytes if of_bytes else math.inf
+        return self._replace(device=device, tile=seconds - of_bytes)
+
+
+class TimedTiles(NamedTuple):
+    """Tiles that were copied and attended to one behind the other: their bytes, number and seconds."""
+
+    num_bytes: int
+    number: int
+    seconds: float
 
 
 class HostContextSizes(NamedTuple):
@@ -75,6 +98,8 @@ class HostContextSizes(NamedTuple):
         """
         if not self.contexts:
             return 0.0
+        if rates.tile is not None:
+            return self.num_tiles * rates.tile + self.contexts / rates.device
         link, device, tile = rates.link, rates.device, self.contexts / self.num_tiles
         overlapped = max(self.contexts / link + tile / device, tile / link + self.contexts / device)
         return self.num_tiles * rates.call + overlapped

@@ -58,10 +58,13 @@ class HostRunner(Runner):
         if rates is None:
             return "decodes move them to the device" if moves else "decodes attend to them there"
         link, host, device = (f"{each / 1e9:,.3g} GB/s" for each in rates[:3])
+        moved = f"copied at {link}, attended to at {host} there, {device} on the device"
+        if rates.tile is not None:
+            moved = f"attended to at {host} there, copied and attended to at {device}"
+        tile = rates.call if rates.tile is None else rates.tile
         return (
             "each step's decodes attend to them there, or move them to the device where that is predicted to "
-            f"be faster (copied at {link}, attended to at {host} there, {device} on the device, "
-            f"and {1e6 * rates.call:,.3g} us a tile)"
+            f"be faster ({moved}, and {1e6 * tile:,.3g} us a tile)"
         )
 
     def launch(
