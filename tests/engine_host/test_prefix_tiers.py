@@ -248,7 +248,7 @@ TestTieredPrefixes.settings = settings(max_examples=60, stateful_step_count=30)
 class TestManyTieredPrefixes(TieredMachine.TestCase):  # type: ignore[misc, name-defined, valid-type]
     """100,000 operations."""
 
-    settings = settings(max_examples=1_000, stateful_step_count=100)
+    settings = settings(max_examples=1_300, stateful_step_count=100)
 
 
 LIMITS = StepLimits(
@@ -347,6 +347,38 @@ def test_a_storm_of_preemptions_computes_no_token_again() -> None:
     machine, num_recomputing, num_needed = stormed(40, num_swap_slots=0)
     assert machine.tiers.counters.num_loaded > 0
     assert num_recomputing > 1.5 * num_needed
+
+
+def test_writing_through_ends_where_a_block_and_its_snapshot_do_not_fit_on_the_host() -> None:
+    machine = TieredMachine()
+    limits = replace(LIMITS, block_size=2, num_blocks=24, num_snapshots=3, uses_rows=True)
+    machine.create(limits, staged=2, num_slots=2, policy=WritePolicy.WRITE_THROUGH)
+    for number in range(2, 8):
+        machine.add_text([number] * 5)
+    for _ in range(200):
+        machine.step(1)
+    assert not machine.unfinished
+    assert not machine.tiers.has_stores
+
+
+def test_a_request_that_is_swapped_leaves_before_blocks_are_written_through() -> None:
+    machine, num_slots, num_waits = TieredMachine(), 200, 0
+    limits = replace(LIMITS, block_size=2, num_blocks=24, max_num_seqs=4, uses_rows=True)
+    machine.create(limits, staged=2, num_slots=num_slots, policy=WritePolicy.WRITE_THROUGH, num_swap_slots=80)
+    scheduler, swap = machine.scheduler, machine.tiers.swap
+    assert swap is not None
+    for number in range(2, 12):
+        scheduler.add(make_request(f"r{number}", [number] * 13, max_tokens=9, max_model_len=32, seed=number))
+    while scheduler.has_unfinished:
+        was_leaving = bool(swap.leaving)
+        plan = scheduler.plan()
+        assert plan is not None
+        if was_leaving and swap.leaving and plan.transfers is not None:
+            blocks = [each for each in plan.transfers.stores if not each.is_row]
+            num_waits += len(blocks)
+            assert all(each.slots[0] >= num_slots for each in blocks)
+        scheduler.commit(plan, machine.device.run(plan))
+    assert num_waits > 0
 
 
 def test_requests_that_a_policy_displaces_are_swapped() -> None:

@@ -219,7 +219,8 @@ class PrefixTiers:
         )
         if node.snapshot is not None:
             is_stored &= self._store(node, is_row=True, unit=node.snapshot, is_evicted=is_evicted)
-        fits = node.snapshot is None or self._num_slots[True] <= self.host.num_slots
+        needed = bool(self._record_bytes[False]) + (node.snapshot is not None) * self._num_slots[True]
+        fits = needed <= self.host.num_slots
         if not is_stored and not is_evicted and fits:
             self._unwritten[node] = None
 
@@ -232,8 +233,11 @@ class PrefixTiers:
     def _write_more(self) -> None:
         """Store what is still to be written through, and is still cached, while units are free.
 
-        Waiting loads may have to evict, so some units are left for what they evict.
+        Waiting loads may have to evict, so some units are left for what they evict. Requests that are swapped
+        have all units first, since others wait for their blocks.
         """
+        if self.swap is not None and self.swap.leaving:
+            return
         is_row = not self._record_bytes[False]
         least = self.stage.num_units(is_row=is_row) // _LEFT + 1 if self._loads else 0
         for node in tuple(self._unwritten) if self._unwritten else ():
