@@ -407,6 +407,7 @@ def main() -> None:
         help="only compare swapping with recomputing, on a model of so many layers",
     )
     parser.add_argument("--answers", choices=STORMS, default="long", help="of the requests of --storm")
+    parser.add_argument("--requests", type=int, help="of --storm; as many as --answers has by default")
     parser.add_argument("--many-chats", type=int, metavar="LAYERS", help="only 64 chats of 20 turns")
     parser.add_argument("--work", choices=range(len(WORKS)), type=int, help="only one of the workloads")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the model of the workloads")
@@ -419,9 +420,10 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         if given.storm:
-            path = make_checkpoint(Path(directory), NUM_KV_HEADS, given.storm)
+            path, kind = make_checkpoint(Path(directory), NUM_KV_HEADS, given.storm), STORMS[given.answers]
+            kind = kind._replace(num_requests=given.requests or kind.num_requests)
             (swapped, of_swap), (computed, of_recompute) = (
-                storm(path, STORMS[given.answers], swaps=each) for each in (True, False)
+                storm(path, kind, swaps=each) for each in (True, False)
             )
             print(f"swap {swapped:.2f} tokens a second ({of_swap})")
             print(f"recompute {computed:.2f} tokens a second ({of_recompute})")

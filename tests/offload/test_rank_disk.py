@@ -6,6 +6,8 @@ import errno
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -18,7 +20,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hpu_duo.cli.app import app
-from hpu_duo.kv.tiers.disk import DiskTier, Written
+from hpu_duo.kv.tiers.disk import DiskIndex, DiskTier, Written
 from hpu_duo.kv.tiers.eviction import LeastRecentlyUsed
 from hpu_duo.kv.tiers.host import HostTier, Record, RecordKey
 from hpu_duo.kv.tiers.rank_disk import LeadingDisk, OwnFolder, RankDisk
@@ -199,3 +201,31 @@ def test_a_rank_that_does_not_answer_delays_neither_the_end_nor_a_reset(tmp_path
     # The bytes of the record may still be read: nobody else gets its slot.
     assert (len(host), host.num_used_slots) == (0, 1)
     pair.give_up()
+
+
+def test_rank_0_reads_by_the_index_of_its_tier_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    indexed, add = list[DiskIndex](), DiskIndex.add
+    monkeypatch.setattr(DiskIndex, "add", lambda index, found: indexed.append(index) or add(index, found))
+    pair = Pair(tmp_path)
+    [stored] = pair.write(1).stored
+    pair.slots[0][:] = pair.slots[1][:] = 7
+    assert pair.read(pair.leader.read(stored, record(1))) >= 0
+    assert all(not each[0].any() for each in pair.slots)
+    assert {*map(id, indexed)} == {id(pair.disks[1]._index)}
+    pair.close()
+
+
+HANGS = """
+import sys, time
+from pathlib import Path
+from hpu_duo.kv.tiers.link import DiskOrders
+from hpu_duo.kv.tiers.rank_disk import OwnFolder, RankDisk
+disk = RankDisk(OwnFolder(Path(sys.argv[1]), 1, 2, 1 << 20, 5000, 4), None, lambda own: time.sleep(3600))
+disk._write = lambda wanted: (None, 0)
+disk.begin(DiskOrders(1, (), (None,)))
+time.sleep(0.2)
+"""
+
+
+def test_the_interpreter_exits_while_a_rank_does_not_answer(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", HANGS, str(tmp_path)], check=True, timeout=120)

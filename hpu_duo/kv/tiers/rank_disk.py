@@ -12,9 +12,13 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +31,7 @@ from hpu_duo.not_picklable import NotPicklable
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Exchange: TypeAlias = Callable[[Sequence[int]], list[list[int]]]
 """Gives integers of this rank, and returns those of all, rank 0 first."""
 
@@ -80,6 +85,57 @@ class _FolderStatus(NamedTuple):
         return cls(_FINE, filesystem, int(folder.is_writer), limit, folder.num_bytes, free)
 
 
+class _Worker:
+    """A thread that runs one work after the other.
+
+    The interpreter may exit while it waits for a rank, which it does with the threads of no executor.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[_Work | None] = SimpleQueue()
+        self._has_ended = False
+        Thread(target=_run, args=(self._queue,), name=name, daemon=True).start()
+        weakref.finalize(self, self._queue.put, None)
+
+    def submit(self, work: Callable[..., T], *arguments: object) -> Future[T]:
+        """Queue work; returns the future of its result."""
+        if self._has_ended:
+            raise RuntimeError("the thread of the KV tier on disk has ended")
+        future: Future[T] = Future()
+        self._queue.put((future, partial(work, *arguments)))
+        return future
+
+    def end(self, *, drops_work: bool) -> None:
+        """End the thread after what is queued, or drop that."""
+        self._has_ended = True
+        with suppress(Empty):
+            while drops_work and (queued := self._queue.get_nowait()) is not None:
+                queued[0].cancel()
+        self._queue.put(None)
+
+
+_Work: TypeAlias = tuple[Future[Any], Callable[[], Any]]
+
+
+def _run(queue: SimpleQueue[_Work | None]) -> None:
+    while (queued := queue.get()) is not None:
+        future, work = queued
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+        del queued, future, work
+
+
+class _Read(NamedTuple):
+    """A read that rank 0 orders: the record, its place on rank 0, and its seconds."""
+
+    wanted: DiskRecord
+    stored: StoredRecord
+    future: Future[float]
+
+
 class RankDisk(NotPicklable):
     """Reads and writes the records of one rank, as rank 0 orders.
 
@@ -94,8 +150,9 @@ class RankDisk(NotPicklable):
 
     def __init__(self, own: OwnFolder, slots: npt.NDArray[np.uint8], exchange: Exchange) -> None:
         self._own, self._slots, self._exchange = own, slots, exchange
-        self._index = DiskIndex(own.block_size)
-        self._worker = ThreadPoolExecutor(1, "hpu-duo-kv-disk")
+        # Rank 0 orders reads of records that its tier knows.
+        self._index = DiskIndex(own.block_size) if own.rank else None
+        self._worker = _Worker("hpu-duo-kv-disk")
         self._readers = ThreadPoolExecutor(NUM_READERS, "hpu-duo-kv-disk-read")
         self._folder: SegmentFolder | None = None
         self._last: Future[None] | None = None
@@ -164,7 +221,7 @@ class RankDisk(NotPicklable):
         began = time.perf_counter()
         if orders.reads:
             try:
-                found = self._read_all(orders.reads)
+                found = self._read_all(orders)
             except Exception as error:
                 found = [self._logged_answer(error)] * len(orders.reads)
             answers = self._exchange([orders.number, *found])
@@ -181,16 +238,22 @@ class RankDisk(NotPicklable):
         _log.warning("the KV tier on disk of rank %d: %r", self._own.rank, error)
         return _answer_to(error)
 
-    def _read_all(self, wanted: Sequence[DiskRecord]) -> list[int]:
+    def _read_all(self, orders: DiskOrders) -> list[int]:
         """Read records to their slots; returns an answer to each."""
-        if any(self._index.get(each.key) is None for each in wanted):
-            self._scan()  # another process may have written them
-        found = [self._index.get(each.key) for each in wanted]
-        answers = list(self._readers.map(self._read, wanted, found))
+        found = self._find(orders)
+        answers = list(self._readers.map(self._read, orders.reads, found))
         for stored, answer in zip(found, answers):
-            if answer and stored is not None:
+            if answer and stored is not None and self._index is not None:
                 self._index.drop(stored)
         return answers
+
+    def _find(self, orders: DiskOrders) -> Sequence[StoredRecord | None]:
+        """Return the places of records to read; None where this rank does not have one."""
+        index = self._index
+        assert index is not None, "expected a rank that finds its records"
+        if any(index.get(each.key) is None for each in orders.reads):
+            self._scan()  # another process may have written them
+        return [index.get(each.key) for each in orders.reads]
 
     def _read(self, wanted: DiskRecord, stored: StoredRecord | None) -> int:
         places = list(wanted.slots)
@@ -214,8 +277,9 @@ class RankDisk(NotPicklable):
         written = self.folder.write(
             [(each.key, each.parent, each.num_own_tokens, self._bytes(each.slots)) for each in wanted]
         )
-        self._index.drop_segments(written.dropped)
-        self._index.add(written.stored)
+        if self._index is not None:
+            self._index.drop_segments(written.dropped)
+            self._index.add(written.stored)
         return written, _FINE
 
     def _bytes(self, slots: Sequence[int]) -> bytes:
@@ -223,8 +287,9 @@ class RankDisk(NotPicklable):
 
     def _scan(self) -> Scanned:
         scanned = self.folder.scan()
-        self._index.keep_segments(scanned.names)
-        self._index.add(scanned.stored)
+        if self._index is not None:
+            self._index.keep_segments(scanned.names)
+            self._index.add(scanned.stored)
         return scanned
 
     def _on_read(self, orders: DiskOrders, answers: list[list[int]], seconds: float) -> None:
@@ -245,7 +310,7 @@ class RankDisk(NotPicklable):
         """
         done, _ = wait([] if self._last is None else [self._last], timeout_s)
         # An order that has not begun waits for the same rank.
-        self._worker.shutdown(wait=False, cancel_futures=not done)
+        self._worker.end(drops_work=not done)
 
 
 class LeadingDisk(RankDisk):
@@ -258,11 +323,11 @@ class LeadingDisk(RankDisk):
         super().__init__(own, slots, exchange)
         self.path = own.path
         self._number = 0
-        self._queued: list[tuple[DiskRecord, Future[float]]] = []
+        self._queued: list[_Read] = []
         self._written: tuple[tuple[DiskRecord, ...], Future[Written]] | None = None
-        # Futures of orders by number: of those in the message of a step, and of those that a thread runs.
-        self._sent: dict[int, tuple[list[Future[float]], Future[Written] | None]] = {}
-        self._running: dict[int, tuple[list[Future[float]], Future[Written] | None]] = {}
+        # Orders by number: those in the message of a step, and those that a thread runs.
+        self._sent: dict[int, tuple[list[_Read], Future[Written] | None]] = {}
+        self._running: dict[int, tuple[list[_Read], Future[Written] | None]] = {}
 
     @property
     def is_writer(self) -> bool:
@@ -283,8 +348,11 @@ class LeadingDisk(RankDisk):
     def read(self, stored: StoredRecord, record: Record) -> Future[float]:
         """See ``DiskAccess``."""
         future: Future[float] = Future()
-        self._queued.append((_order_of(record), future))
+        self._queued.append(_Read(_order_of(record), stored, future))
         return future
+
+    def _find(self, orders: DiskOrders) -> Sequence[StoredRecord | None]:
+        return [each.stored for each in self._running[orders.number][0]]
 
     @property
     def has_orders(self) -> bool:
@@ -298,15 +366,15 @@ class LeadingDisk(RankDisk):
         self._number += 1
         queued, self._queued = self._queued, []
         (writes, written), self._written = self._written or ((), None), None
-        self._sent[self._number] = [future for _, future in queued], written
-        return DiskOrders(self._number, tuple(wanted for wanted, _ in queued), writes)
+        self._sent[self._number] = queued, written
+        return DiskOrders(self._number, tuple(each.wanted for each in queued), writes)
 
     def forget(self) -> None:
         """See ``DiskAccess``."""
         self.take_orders()
         for reads, written in self._sent.values():
-            for future in reads:
-                future.set_result(0.0)
+            for each in reads:
+                each.future.set_result(0.0)
             if written is not None:
                 written.set_result(Written())
         self._sent.clear()
@@ -322,18 +390,19 @@ class LeadingDisk(RankDisk):
 
     def _on_failure(self, orders: DiskOrders, error: Exception) -> None:
         reads, written = self._running[orders.number]
-        for future in (*reads, *(() if written is None else (written,))):
+        futures: list[Future[Any]] = [each.future for each in reads]
+        for future in futures if written is None else (*futures, written):
             if not future.done():
                 future.set_exception(error)
 
     def _on_read(self, orders: DiskOrders, answers: list[list[int]], seconds: float) -> None:
         _check_numbers(orders, answers)
-        for place, future in enumerate(self._running[orders.number][0], 1):
+        for place, read in enumerate(self._running[orders.number][0], 1):
             error = _error_in([each[place] for each in answers])
             if error is None:
-                future.set_result(seconds / len(orders.reads))
+                read.future.set_result(seconds / len(orders.reads))
             else:
-                future.set_exception(error)
+                read.future.set_exception(error)
 
     def _on_written(self, orders: DiskOrders, answers: list[list[int]], written: Written) -> None:
         _check_numbers(orders, answers)
