@@ -9,7 +9,8 @@ from torch import nn
 from hpu_duo.modeling.recurrent import has_states, missing_functions
 
 _STATES = re.compile(
-    r"(Delta(Net|Attention)|(Linear|Lightning)Attention|Mixer|MambaLayer|ShortConv(olution)?|RecurrentBlock)$"
+    r"(Delta(Net|Attention)|(Linear|Lightning)Attention|Mixer|MambaLayer|ShortConv(olution)?|RecurrentBlock"
+    r"|LSTMLayer)$|Rwkv\w*Attention$"
 )
 _CHOICES = re.compile(r"Indexer$")
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import (
     AttentionMaskInterface,
+    AutoConfig,
     AutoModelForCausalLM,
     GptOssConfig,
     LlamaConfig,
@@ -22,11 +23,22 @@ from transformers import (
 from bias_builders import Window
 from hpu_duo import HPUDuoModel
 from hpu_duo.modeling.attention import NAME, Probe, attending
-from hpu_duo.modeling.loading import load_model, read_config
-from hpu_duo.modeling.probe import look_through, probe, read_window, try_flat_batch
+from hpu_duo.modeling.loading import build_without_weights, load_model, read_config
+from hpu_duo.modeling.probe import look_through, probe, read_layers, read_window, try_flat_batch
 from kernels_ref import Blocks, Rings
 from tests.modeling.driving import teacher_forced
-from tests.modeling.families import BASE, BLOCK, IS_5, WINDOW, is_known, make_config, prompts_of, save_random
+from tests.modeling.families import (
+    BASE,
+    BLOCK,
+    IS_5,
+    VERSION,
+    WINDOW,
+    is_known,
+    make_config,
+    prompts_of,
+    save_random,
+)
+from tests.modeling.test_value_sizes import LATENT, ROUTED
 
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
@@ -35,13 +47,6 @@ FROM_5 = pytest.mark.skipif(not IS_5, reason="refused with transformers before 5
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "state_space": ("MambaConfig", {}, "Mamba.*cannot be served"),
-    "state_space_falcon": (
-        "FalconMambaConfig",
-        {},
-        r"FalconMambaMixer \(mamba_selective_scan, mamba_selective_state_update\)"
-        if IS_5
-        else "FalconMamba.*cannot be served",
-    ),
     "states_only": (
         "Mamba2Config",
         {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8},
@@ -54,16 +59,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "recurrence_and_attention": ("RecurrentGemmaConfig", {}, "one attention call in each"),
     "recurrence": ("RwkvConfig", {}, "cannot be served"),
-    "state_space_in_shared_layers": (
-        "Zamba2Config",
-        {
-            "layer_types": ["mamba", "hybrid", "mamba", "mamba"],
-            "mamba_headdim": 8,
-            "n_mamba_heads": 8,
-            "mamba_ngroups": 1,
-        },
-        "Zamba2ForCausalLM cannot be served" if IS_5 else "states of .* are not supported: Zamba2MambaMixer",
-    ),
     "chosen_keys_beside_recurrences": (
         "Qwen4ExpTextConfig",
         {
@@ -126,11 +121,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"is_decoder": True},
         "attend by code of their own" if IS_5 else OWN_CLASSES,
     ),
-    "layers_that_run_in_rounds": (
-        "HrmTextConfig",
-        {},
-        "each attention module to be called once.*got 32 calls of 8 attention modules",
-    ),
     "masks_by_content": ("DogeConfig", {}, "a mask of its own"),
     "masks_by_content_beyond_the_trial": (
         "DogeConfig",
@@ -152,6 +142,90 @@ def test_architectures_that_cannot_be_served_are_refused(tmp_path: Path, name: s
     save_random(make_config(of_class, **{**BASE, **changes}), tmp_path)
     with pytest.raises(ValueError, match=message):
         HPUDuoModel.from_pretrained(tmp_path, max_model_len=64, max_num_seqs=2, block_size=BLOCK)
+
+
+_INDEXER = {"head_dim": 8, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
+_SHARED_BLOCKS = {"layers_block_type": ["linear_attention", "hybrid"] * 2, "n_mamba_heads": 8}
+_ASSISTANT = {
+    "text_config": {
+        **BASE,
+        **dict.fromkeys(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), 0),
+        **dict.fromkeys(("head_dim", "global_head_dim"), 8),
+    }
+}
+_LOOP = {"loop_layer_index_start": 1, "loop_layer_index_end": 3, "n_layers_per_attn_res_block": 1}
+
+FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
+    "kimi_linear": (
+        {**LATENT, **EXPERTS, "linear_head_dim": 8, "linear_num_heads": 4},
+        r"KimiLinearDeltaAttention \(chunk_kimi_delta_attention, recurrent_kimi_delta_attention\)",
+    ),
+    "bailing_hybrid": (
+        {**LATENT, **EXPERTS, "head_dim": 8, "n_group": 1, "topk_group": 1, "layer_group_size": 2},
+        r"BailingHybridDeltaAttention \(chunk_kimi_delta_attention, recurrent_kimi_delta_attention\)",
+    ),
+    "jamba": (EXPERTS, r"JambaMambaMixer \(mamba_selective_scan, mamba_selective_state_update\)"),
+    "zamba": (_SHARED_BLOCKS, r"ZambaMambaMixer \(mamba_selective_scan, mamba_selective_state_update\)"),
+    "zamba2": (
+        {**_SHARED_BLOCKS, "mamba_headdim": 8, "mamba_ngroups": 1},
+        "layers.1.shared_transformer', a part of a layer, whose weights other layers may share",
+    ),
+    "zaya": (
+        {**EXPERTS, "num_experts_per_tok": 1, "head_dim": 8, "router_hidden_size": 16},
+        "ZayaCCAProjection cannot be served.*expected one convolution",
+    ),
+    "minimax": ({**EXPERTS, "head_dim": 8}, "MiniMaxLightningAttention"),
+    "recurrent_gemma": ({}, "RecurrentGemmaRecurrentBlock"),
+    "mamba": ({}, r"MambaMixer \(mamba_selective_scan, mamba_selective_state_update\)"),
+    "falcon_mamba": ({}, r"FalconMambaMixer \(mamba_selective_scan, mamba_selective_state_update\)"),
+    "mamba2": (
+        {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8},
+        r"a layer that attends, got states only \(Mamba2Mixer\)",
+    ),
+    "rwkv": ({}, "states of recurrences .* RwkvSelfAttention"),
+    "xlstm": ({"num_heads": 4}, "states of recurrences .* xLSTMLayer"),
+    "dory": (
+        {"num_hidden_layers": 6, "n_input_layers": 2, "n_output_layers": 2, "sliding_window": WINDOW},
+        "each attention module to be called once for a token, got 8 calls of 6",
+    ),
+    "hrm_text": ({}, "each attention module to be called once for a token, got 32 calls of 8"),
+    "inkling2_loop_text": (
+        {**EXPERTS, **_LOOP, "head_dim": 8, "swa_head_dim": 8, "n_routed_experts": 4, "d_rel": 4},
+        "Inkling2LoopShortConvolution cannot be served",
+    ),
+    "deepseek_v32": ({**ROUTED, **LATENT, **_INDEXER}, "keys that a model chooses .* DeepseekV32Indexer"),
+    "glm_moe_dsa": ({**ROUTED, **LATENT, **_INDEXER}, "keys that a model chooses .* GlmMoeDsaIndexer"),
+    "hy_v4": ({**ROUTED, **LATENT, **_INDEXER}, "keys that a model chooses .* HYV4Indexer"),
+    "axk2": ({**ROUTED, **LATENT, **_INDEXER}, "keys that a model chooses .* AXK2Indexer"),
+    "deepseek_v4": (
+        {**ROUTED, **_INDEXER, "num_key_value_heads": 1, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8},
+        "keys that a model chooses .* DeepseekV4Indexer",
+    ),
+    "minimax_m3_vl_text": (
+        {**EXPERTS, **_INDEXER, "layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "rotary_dim": 4},
+        "keys that a model chooses .* MiniMaxM3VLIndexer",
+    ),
+    "gemma4_assistant": (_ASSISTANT, "shared_kv_states cannot be None"),
+    "gemma4_unified_assistant": (_ASSISTANT, "shared_kv_states cannot be None"),
+    "mistral4": ({}, "'mistral4' has no causal language model"),
+    "mistral_large4": ({}, "'mistral_large4' has no causal language model"),
+}
+"""Model types that are refused before weights are read, with the part that is missing.
+
+``REFUSED`` has qwen4_exp and dots3_note. glm5_next has no causal language model either, and no size of heads.
+"""
+
+
+@pytest.mark.skipif(VERSION < (5, 24), reason="older versions write states in other ways")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_are_refused_with_the_part_that_is_missing(tmp_path: Path, name: str) -> None:
+    changes, message = FAMILIES[name]
+    base = {} if "text_config" in changes else BASE
+    AutoConfig.for_model(name, **{**base, **changes}).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        read_layers(
+            build_without_weights(tmp_path, read_config(tmp_path, needs_weights=False), torch.float32)
+        )
 
 
 @pytest.mark.parametrize("max_model_len", [None, 64])
