@@ -3,7 +3,8 @@
     python -m benchmarks.quest_decodes --tokens 16384
 
 Engines with the same random model, one for each block size and rule, decode behind the same prompt in turn,
-step by step; times are CPU seconds of the process with one thread.
+step by step; times are CPU seconds of the process with one thread. Then what decodes read is counted, by the
+pages and the blocks that kernels get.
 """
 
 from __future__ import annotations
@@ -13,11 +14,18 @@ import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hpu_duo import HPUDuoModel, SamplingParams
+from kernels_ref.groups import quest
+from kernels_ref.sdpa import sparse
 
 CASES: list[tuple[int, str | None]] = [
     (128, None),
@@ -26,7 +34,42 @@ CASES: list[tuple[int, str | None]] = [
     *((128, f"quest:pages=16,every={every}") for every in (1, 4, 8)),
 ]
 """Tokens of a block, and the rule; times are divided by those of the first."""
-NUM_WARM_UP, NUM_DECODES, MARGIN = 4, 36, 128
+NUM_WARM_UP, NUM_DECODES, NUM_COUNTED, MARGIN = 4, 36, 8, 128
+
+
+@dataclass
+class Reads:
+    """What decodes under Quest have read, summed over layers and key/value heads.
+
+    Attributes:
+        num_pages: pages with a visible key.
+        key_bytes: bytes of keys and values that a token sees.
+        bound_bytes: bytes of minima and maxima that a token compares.
+    """
+
+    num_pages: int = 0
+    key_bytes: int = 0
+    bound_bytes: int = 0
+
+
+@contextmanager
+def counting_reads() -> Iterator[Reads]:
+    """Count them, with the kernels of ``sdpa``, by the numbers of pages and blocks that these get."""
+    found, as_rows, best_pages = Reads(), quest.as_rows, sparse.best_pages
+
+    def count_pages(*args: Any) -> Any:
+        rows, blocks = as_rows(*args)
+        visible, keys = blocks.tails.visible, rows.units.tensors[0]
+        found.num_pages += int((visible > 0).sum())
+        found.key_bytes += 2 * int(visible.sum()) * keys.shape[-1] * keys.itemsize
+        return rows, blocks
+
+    def count_bounds(q: Any, low: torch.Tensor, high: Any, table: torch.Tensor, *rest: Any) -> Any:
+        found.bound_bytes += 2 * table.numel() * low[0].numel() * low.itemsize
+        return best_pages(q, low, high, table, *rest)
+
+    with patch.object(quest, "as_rows", count_pages), patch.object(sparse, "best_pages", count_bounds):
+        yield found
 
 
 def save_model(path: str, num_kv_heads: int) -> None:
@@ -45,10 +88,16 @@ def save_model(path: str, num_kv_heads: int) -> None:
     LlamaForCausalLM(config).save_pretrained(path)
 
 
-def decode_ms(path: str, num_tokens: int) -> list[float]:
-    """Return the median milliseconds of a decode of each case behind a prompt of ``num_tokens``."""
+def decode_costs(path: str, num_tokens: int) -> list[tuple[float, Reads]]:
+    """Decode in each case behind a prompt of ``num_tokens``.
+
+    Returns:
+        Median milliseconds of a decode, and what ``NUM_COUNTED`` decodes read: nothing under full attention.
+    """
     prompt = torch.randint(3, 500, (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
-    params = SamplingParams(temperature=0, max_tokens=NUM_WARM_UP + NUM_DECODES + 2, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0, max_tokens=NUM_WARM_UP + NUM_DECODES + NUM_COUNTED + 2, ignore_eos=True
+    )
     engines = []
     for block_size, rule in CASES:
         model = HPUDuoModel.from_pretrained(
@@ -74,7 +123,13 @@ def decode_ms(path: str, num_tokens: int) -> list[float]:
             begin = time.process_time()
             engine.step()
             found.append(time.process_time() - begin)
-    return [1e3 * statistics.median(found[NUM_WARM_UP:]) for found in times]
+    reads = []
+    for engine in engines:
+        with counting_reads() as counted:
+            for _ in range(NUM_COUNTED):
+                engine.step()
+        reads.append(counted)
+    return [(1e3 * statistics.median(found[NUM_WARM_UP:]), read) for found, read in zip(times, reads)]
 
 
 def main() -> None:
@@ -85,14 +140,17 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{args.tokens} tokens, {platform.machine()}, torch {torch.__version__}\n")
-    print("| KV heads | block, rule | decode, ms | of full |\n| --- | --- | --- | --- |")
+    print("| KV heads | block, rule | decode, ms | of full | keys and values read, MiB | bounds, MiB |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for num_kv_heads in args.kv_heads:
         with tempfile.TemporaryDirectory() as path:
             save_model(path, num_kv_heads)
-            found = decode_ms(path, args.tokens)
-        for (block_size, rule), each in zip(CASES, found):
+            found = decode_costs(path, args.tokens)
+        for (block_size, rule), (ms, reads) in zip(CASES, found):
             name = f"{block_size}, `{rule or 'full'}`"
-            print(f"| {num_kv_heads} | {name} | {each:.1f} | {each / found[0]:.2f} |")
+            bytes_read = (reads.key_bytes, reads.bound_bytes) if rule else ()
+            columns = " | ".join(f"{each / NUM_COUNTED / (1 << 20):.3f}" for each in bytes_read) or "| "
+            print(f"| {num_kv_heads} | {name} | {ms:.1f} | {ms / found[0][0]:.2f} | {columns} |")
 
 
 if __name__ == "__main__":

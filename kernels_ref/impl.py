@@ -94,6 +94,10 @@ class Kernels(Protocol):
         """Blocks that decode rows read, chosen by bounds of keys; see ``kernels_ref.pages``."""
         ...
 
+    def write_bounds(self, units: KVUnits, plan: PageStep, block_size: int) -> None:
+        """Write the bounds of the keys of blocks with new tokens; see ``kernels_ref.pages``."""
+        ...
+
     def shared_rings(self, inputs: PartInputs, ring: RingStep) -> Partial:
         """Tokens of prompt rows against their rings as of before the step, by ``tensors.chunk_row``."""
         ...

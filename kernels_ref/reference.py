@@ -17,7 +17,7 @@ import torch
 from bias_builders import causal_mask, leading_slots, ring_mask, seen_mask
 from kernels_ref.groups.budget_slots import eviction_victims, unique_with_weights
 from kernels_ref.groups.column_sums import column_sums
-from kernels_ref.pages import chosen_pages
+from kernels_ref.pages import chosen_pages, write_bounds
 from kernels_ref.partial import FLOOR, Partial, Scoring, attend, empty, finish, merge, soften, widened
 from kernels_ref.sparse import (
     as_keys,
@@ -130,6 +130,7 @@ __all__ = [
     "unique_blocks",
     "unique_rings",
     "unique_with_weights",
+    "write_bounds",
     "write_kv",
 ]
 

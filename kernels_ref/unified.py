@@ -17,6 +17,7 @@ from kernels_ref.formats import LATENT
 from kernels_ref.groups import GroupKind, HeadGroup, LatentKV, Owner
 from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators
 from kernels_ref.impl import Implementation, Kernels, kernels, looped
+from kernels_ref.pages import PageStep
 from kernels_ref.partial import Partial, Scoring, Softmax, merge, normalise, placed, sink_logits
 from kernels_ref.recurrent.kind import Recurrence, prepare_recurrences
 from kernels_ref.rows import RowKind
@@ -148,10 +149,13 @@ class ReadOnlyKernels(WrappingKernels):
     """Kernels of a layer that reads the stores of an earlier one, which has written them in the same step.
 
     Args:
-        inner: all kernels but ``write_kv``.
+        inner: all kernels but those that write.
     """
 
     def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
+        """Write nothing."""
+
+    def write_bounds(self, units: KVUnits, plan: PageStep, block_size: int) -> None:
         """Write nothing."""
 
 

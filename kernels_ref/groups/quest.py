@@ -21,7 +21,6 @@ from kernels_ref.pages import (
     page_step,
     store_choices,
     stored_choices,
-    write_bounds,
 )
 from kernels_ref.partial import Partial
 from kernels_ref.step import BlockStep, DecodeRows, PartInputs, Step, StepParts, StepTensors
@@ -61,6 +60,11 @@ class QuestBlocks(ChoosingBlocks):
     def takes_any_format(self) -> bool:
         """Return False: bounds and choices lie among keys and values."""
         return False
+
+    @property
+    def shares_units(self) -> bool:
+        """Whether bounds are all that lies behind keys: choices are those of one layer."""
+        return self.choice.every == 1
 
     @property
     def needs_block_positions(self) -> bool:
@@ -116,7 +120,7 @@ class QuestBlocks(ChoosingBlocks):
         size = store.layout.num_slots - num_further_slots(self.choice)
         record = store.encode(inputs.new)
         run.write_kv(store, plan.blocks.write_index, record)
-        write_bounds(store, plan.pages, size)
+        run.write_bounds(store, plan.pages, size)
         inputs = inputs._replace(new=record.values, units=keys_only(store, size))
         of_tokens: list[Partial] = []
         if parts.causal:

@@ -51,6 +51,7 @@ class FusedKernels:
     # No operator computes these. Masks of chosen blocks differ by head.
     chosen_blocks = staticmethod(reference.chosen_blocks)
     chosen_pages = staticmethod(reference.chosen_pages)
+    write_bounds = staticmethod(reference.write_bounds)
     unique_with_weights = staticmethod(reference.unique_with_weights)
     column_sums = staticmethod(reference.column_sums)
     eviction_victims = staticmethod(reference.eviction_victims)

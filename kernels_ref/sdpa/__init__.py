@@ -21,7 +21,7 @@ from kernels_ref import reference
 from kernels_ref import units as index
 from kernels_ref.decoding import DecodingKernels
 from kernels_ref.groups.column_sums import ChunkStep
-from kernels_ref.pages import PageStep
+from kernels_ref.pages import PageStep, write_bounds
 from kernels_ref.partial import Partial, Scoring, finish
 from kernels_ref.reference import rows_in_rings
 from kernels_ref.sdpa import decode, prefill, sparse
@@ -46,6 +46,7 @@ __all__ = [
     "unique_blocks",
     "unique_rings",
     "unique_with_weights",
+    "write_bounds",
     "write_kv",
 ]
 

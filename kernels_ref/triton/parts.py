@@ -12,7 +12,7 @@ from bias_builders import Held, Window, encode_rule
 from kernels_ref import units as portable
 from kernels_ref.groups.budget_slots import eviction_victims
 from kernels_ref.groups.column_sums import ChunkStep
-from kernels_ref.pages import chosen_pages
+from kernels_ref.pages import chosen_pages, write_bounds
 from kernels_ref.partial import Partial
 from kernels_ref.reference import rows_in_rings
 from kernels_ref.sparse import chosen_blocks
@@ -47,6 +47,7 @@ __all__ = [
     "unique_blocks",
     "unique_rings",
     "unique_with_weights",
+    "write_bounds",
     "write_kv",
 ]
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.quest_decodes import counting_reads
 from graphs import BucketTable
 from hpu_duo import HPUDuoModel
 from hpu_duo.config.engine import CacheConfig, EngineConfig, GraphConfig, HeadConfig, ModelConfig
@@ -233,6 +234,28 @@ def test_stats_count_the_pages_that_decodes_read(zoo: Zoo) -> None:
     (stats,) = served.stats().attention_rules
     # Prompts see all: 1 + ... + 9 blocks. Two tokens are decoded with 10 blocks in the cache.
     assert (stats.tiles.num_tiles, stats.tiles.num_dense_tiles) == (45 + 2 * PAGES, 45 + 2 * 10)
+
+
+@pytest.mark.parametrize("every", [1, EVERY])
+def test_decodes_read_the_bytes_that_the_formula_and_the_stats_have(zoo: Zoo, every: int) -> None:
+    """Counted by the pages and bounds that kernels get."""
+    served, num_prompt = load(zoo, every=every, attention="sdpa"), 9 * BLOCK
+    config = zoo.load("llama")[0].config
+    of_a_token = served.engine.runner.store.plan.layers[0].head_dim * 4 * 2
+    with counting_reads() as reads:
+        serve(
+            served,
+            prompts_of([num_prompt]),
+            SamplingParams(temperature=0, max_tokens=NUM_NEW + 1, ignore_eos=True),
+        )
+    seen = range(num_prompt + 1, num_prompt + NUM_NEW + 1)
+    num_tokens = sum((PAGES - 1) * BLOCK + (each - 1) % BLOCK + 1 for each in seen)
+    num_bounds = sum((each - 1) // BLOCK for each in seen if (each - 1) % every == 0)
+    num_heads = config.num_hidden_layers * config.num_key_value_heads
+    assert reads.key_bytes == num_heads * num_tokens * of_a_token
+    assert reads.bound_bytes == num_heads * num_bounds * of_a_token
+    (stats,) = served.stats().attention_rules
+    assert reads.num_pages == num_heads * (stats.tiles.num_tiles - 45)
 
 
 @pytest.mark.parametrize(

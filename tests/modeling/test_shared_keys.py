@@ -16,6 +16,7 @@ from hpu_duo.lab.identify import Band, FullFrom, GatedModel
 from hpu_duo.lab.rules import HpuRuleViolation
 from hpu_duo.modeling.attention import Probe
 from hpu_duo.sampling import SamplingParams
+from kernels_ref import QuestBlocks
 from tests.modeling.families import (
     BASE,
     BLOCK,
@@ -140,6 +141,40 @@ def test_a_budget_is_kept_by_each_layer(tmp_path: Path, name: str) -> None:
     )
     layers = served.engine.runner.store.plan.layers
     assert [layer.source for layer in layers] == [None, None, 0, None]
+
+
+@pytest.mark.parametrize(("attention", "pages"), [("reference", 4), ("sdpa", 4), ("sdpa", 16)])
+def test_a_reader_chooses_pages_by_the_bounds_of_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str, pages: int
+) -> None:
+    model = shared(tmp_path, "Gemma4TextConfig")
+
+    def load(every: int) -> tuple[HPUDuoModel, list[int | None]]:
+        served = HPUDuoModel.from_pretrained(
+            tmp_path,
+            attention_rule=f"quest:pages={pages},every={every}",
+            attention=attention,
+            max_model_len=64,
+            max_num_seqs=3,
+            block_size=BLOCK,
+            max_num_batched_tokens=24,
+        )
+        return served, [layer.source for layer in served.engine.runner.store.plan.layers]
+
+    together, sources = load(1)
+    assert sources == [None, None, 0, 1]
+    assert load(2)[1] == [None, None, 0, None], "choices of several tokens are those of one layer"
+    monkeypatch.setattr(QuestBlocks, "shares_units", False)
+    alone, sources = load(1)
+    assert sources == [None, None, 0, None]
+    prompts = prompts_of([20, 1, 47, 39])
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    found, expected = (
+        [sample.token_ids for [sample] in each.engine.generate(prompts, params)] for each in (together, alone)
+    )
+    assert found == expected
+    is_full = found == [greedy(model, each, 12) for each in prompts]
+    assert is_full == (pages == 16), "pages for the whole text are full attention, and 4 are not"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
