@@ -57,6 +57,15 @@ def recording_expansions(model: nn.Module) -> Iterator[dict[int, Expansion]]:
             del vars(module)[_EXPAND]
 
 
+def latent_projections(model: nn.Module) -> frozenset[str]:
+    """Return the names of the weights that expand latents, which are split and so do not stay codes."""
+    return frozenset(
+        f"{name}.{_PROJECTION}.weight"
+        for name, module in model.named_modules()
+        if hasattr(module, _EXPAND) and hasattr(module, _PROJECTION)
+    )
+
+
 def _is_linear(module: nn.Module) -> bool:
     """Whether one matrix expands the latents of a module: other formats of weights do not split into two."""
     projection = getattr(module, _PROJECTION, None)

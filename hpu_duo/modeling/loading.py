@@ -37,6 +37,7 @@ from hpu_duo.modeling.config_checks import (
 from hpu_duo.modeling.config_file import CONFIG_FILE, FILE_ERRORS, read_config_file
 from hpu_duo.modeling.experts import register_experts
 from hpu_duo.modeling.hub import HubAccess
+from hpu_duo.modeling.latents import latent_projections
 from hpu_duo.modeling.probe import mark
 from hpu_duo.modeling.quantised.checkpoint import StoredTensor, quantisation_of, stored_tensors
 from hpu_duo.modeling.quantised.linear import DEQUANTISED, WeightExecution
@@ -215,6 +216,8 @@ def stored_codes(
         return {}
     head, text_config = whole.get_output_embeddings(), whole.config.get_text_config()
     linears = linears_of(whole, head, bool(getattr(text_config, "tie_word_embeddings", False)))
+    for name in latent_projections(whole):
+        linears.pop(name, None)
     return codes_in(tensors, linears, execution, dtype, head)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hpu_duo.config.engine import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from hpu_duo.device import run_processes
@@ -25,12 +26,15 @@ from hpu_duo.planning.read_model import read_model
 from kernels_ref.x86.library import lanes
 from tests.engine.tiny import PATTERN
 from tests.modeling.families import make_config, save_random
+from tests.modeling.test_value_sizes import LATENT, ROUTED
 from tests.quantised.test_checkpoints import LAYOUTS, PROMPTS, SIZES, load, tokens, twins
 from tests.quantised.test_encodings import stored
 from tests.quantised.test_ranks import CODES, TWINS, case_of
-from tests.quantised.writers import KINDS
+from tests.quantised.writers import KINDS, Kind, fp8
 from tests.ranks.work import serve
 from tests.tiers import further
+
+LATENT_LINEAR = r".*\.layers\..*_(proj|with_mqa)\.weight"
 
 
 @pytest.mark.parametrize(
@@ -79,6 +83,30 @@ def test_layouts_of_models(layout: str, tmp_path: Path) -> None:
     config, fields, names = LAYOUTS[layout]
     plain, path = twins(tmp_path, config, KINDS["gptq"], names, **fields)
     assert tokens(load(path, quantization_execution="stored")) == tokens(load(plain))
+
+
+@pytest.mark.skipif("deepseek_v3" not in CONFIG_MAPPING, reason="transformers has no such model yet")
+@pytest.mark.parametrize("scheme", [None, "dynamic"])
+def test_the_projection_from_latents_is_split_and_does_not_stay_codes(
+    tmp_path: Path, scheme: str | None
+) -> None:
+    fields = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": scheme}
+    kind = Kind({k: v for k, v in fields.items() if v}, fp8("block", "weight_scale_inv", block=(16, 16)))
+    plain, path = twins(
+        tmp_path,
+        "DeepseekV3Config",
+        kind,
+        LATENT_LINEAR,
+        **{**ROUTED, **LATENT, "moe_intermediate_size": 32},
+    )
+    served = load(path, quantization_execution="stored", pack_weights=False)
+    model = served.engine.runner.model
+    assert all(spec.stores_latents for spec in model.specs)
+    codes = quantised_layers(model.model)
+    assert any("q_b_proj" in name for name in codes)
+    assert not any("kv_b_proj" in name for name in codes)
+    same = load(path, quantization_execution="dequantise") if scheme else load(plain)
+    assert tokens(served) == tokens(same)
 
 
 @pytest.mark.usefixtures("forked_ranks")
