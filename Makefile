@@ -83,11 +83,15 @@ $(VENV)/installed: pyproject.toml $(PINNED) $(if $(NEWEST),FORCE)
 	$(BIN)/python -m pip install -q $(UPGRADE) -c $(PINNED) -e .
 	@touch $@
 
-# pip compiles 350 MB of sources one file at a time; here all cores do, and tests of packages are left out.
+# pip compiles 300 MB of sources one file at a time. Here all cores do, torch's while pip installs the rest; what few
+# tests import, and tests of packages, are left out.
+RARE := /(tests|transformers/models|chardet|fontTools|jieba|mypy|pip|pygments|setuptools|ray/(data|rllib|train|tune))/
+COMPILE = $(BIN)/python -m compileall -q -x '$(RARE)' >/dev/null 2>&1
 $(VENV)/installed-dev: pyproject.toml $(PINNED) $(if $(NEWEST),FORCE)
 	$(BIN)/python -m pip install -q --no-compile -c $(PINNED) "$(TORCH)"
-	$(BIN)/python -m pip install -q --no-compile $(UPGRADE) -c $(PINNED) -e '.[dev]'
-	@$(BIN)/python -m compileall -q -j 0 -x '/tests/' $(VENV)/lib >/dev/null 2>&1 || true
+	@$(COMPILE) $(VENV)/lib/*/site-packages/torch & \
+	  $(BIN)/python -m pip install -q --no-compile $(UPGRADE) -c $(PINNED) -e '.[dev]'; status=$$?; wait; exit $$status
+	@$(COMPILE) -j 0 $(VENV)/lib || true
 	@touch $@ $(VENV)/installed
 
 $(VENV)/installed-docs: pyproject.toml $(PINNED) $(if $(NEWEST),FORCE) | $(VENV)/installed
@@ -105,3 +109,5 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	@# Older ones compare versions of all packages for a minute, newer ones print notes of builds.
+	$(BIN)/python -m pip install -q 'pip>=25,<26'
