@@ -33,6 +33,7 @@ from benchmarks.gpu_suite.shapes import LLAMA_3_8B, TOY, ModelShape
 from hpu_duo.modeling.quantised.cuda import TritonLinear
 from hpu_duo.modeling.quantised.format import Activations
 from hpu_duo.modeling.quantised.linear import QuantisedLinear
+from hpu_duo.modeling.quantised.panels import weights_of
 from hpu_duo.modeling.quantised.rounding import rounded
 
 PARTS = ("linears", "decodes")
@@ -148,8 +149,7 @@ def decodes(sizes: Sizes, setup: Setup) -> Iterator[Row]:
                     engine.step()
                 times = [clock.wall(engine.step) for _ in range(sizes.steps)]
                 engine.abort(request)
-                weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-                kv = engine.runner.store.num_bytes
+                weights, kv = weights_of(model)[1], engine.runner.store.num_bytes
                 row |= {
                     "ms a token": 1e3 * statistics.median(times),
                     "GiB of weights": weights / 2**30,
@@ -212,8 +212,8 @@ def main() -> None:
         for row in runs[part]():
             rows.append(row)
             print(row, flush=True)
+            given.out.write_text("\n".join([*page, titles[part], *_table(rows), ""]))
         page += [titles[part], *_table(rows), ""]
-        given.out.write_text("\n".join(page))
 
 
 if __name__ == "__main__":
