@@ -343,6 +343,14 @@ def _tiles(num_rows: int, inputs: int, x: torch.Tensor, is_rounded: bool) -> dic
     return {"M": rows, "BN": outputs, "BK": columns, **tiles.options}
 
 
+def _ranges(num_tiles: int, num_inputs: int, columns: int, limits: launch.DeviceLimits) -> tuple[int, int]:
+    """Number of ranges of inputs, and inputs of one: four programs for each processor, if inputs suffice."""
+    most = launch.num_tiles(num_inputs, 4 * columns)
+    wanted = launch.num_splits(num_tiles // 2, most, limits)
+    size = launch.num_tiles(launch.num_tiles(num_inputs, wanted), columns) * columns
+    return launch.num_tiles(num_inputs, size), size
+
+
 def _rounded(
     x_QK: torch.Tensor, kind: int, inputs: int, given: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -400,28 +408,24 @@ def linear_of_codes(
         **weight,
         "IS_ROUNDED": rounded_inputs > 0,
         "X_INPUTS": rounded_inputs or num_inputs,
+        "HAS_BIAS": bias is not None,
     }
     group = math.gcd(inputs, rounded_inputs or inputs)
-    ends = {"HAS_BIAS": bias is not None}
     pointers = (rows, x_scales, *tables, out if bias is None else bias)
     # Half bytes are unpacked faster between products of matrix units.
     if num_rows == 1 and kind != INT4.value:
-        tile = _tile_of_one_row(group, num_inputs)
-        grid = (launch.num_tiles(num_outputs, tile["BN"]),)
-        row_of_codes_kernel[grid](*pointers, out, **constants, **ends, **tile)
+        sizes = _tile_of_one_row(group, num_inputs)
+        num_programs = launch.num_tiles(num_outputs, sizes["BN"])
+        row_of_codes_kernel[(num_programs,)](*pointers, out, **constants, **sizes)
         return out.view(*x.shape[:-1], num_outputs)
-    tiles = _tiles(num_rows, group, x_QK, rounded_inputs > 0)
-    grid = (launch.num_tiles(num_rows, tiles["M"]), launch.num_tiles(num_outputs, tiles["BN"]))
-    limits, most = launch.device_limits(x.device), launch.num_tiles(num_inputs, 4 * tiles["BK"])
-    ranges = launch.num_splits(math.prod(grid) // 2, most, limits)
-    size = launch.num_tiles(launch.num_tiles(num_inputs, ranges), tiles["BK"]) * tiles["BK"]
-    ranges = launch.num_tiles(num_inputs, size)
-    parts = out if ranges == 1 else x.new_empty(ranges, num_rows, num_outputs, dtype=torch.float32)
-    ends["HAS_BIAS"] = bias is not None and ranges == 1
-    linear_of_codes_kernel[(*grid, ranges)](
-        *pointers, parts, num_rows, **constants, **ends, **tiles, RANGE=size
-    )
-    if ranges > 1:
-        total = parts.sum(dim=0)
-        out = (total if bias is None else total + bias).to(x.dtype)
-    return out.view(*x.shape[:-1], num_outputs)
+    sizes = _tiles(num_rows, group, x_QK, rounded_inputs > 0)
+    grid = (launch.num_tiles(num_rows, sizes["M"]), launch.num_tiles(num_outputs, sizes["BN"]))
+    ranges, size = _ranges(math.prod(grid), num_inputs, sizes["BK"], launch.device_limits(x.device))
+    if ranges == 1:
+        linear_of_codes_kernel[(*grid, 1)](*pointers, out, num_rows, **constants, **sizes, RANGE=size)
+        return out.view(*x.shape[:-1], num_outputs)
+    parts = x.new_empty(ranges, num_rows, num_outputs, dtype=torch.float32)
+    constants["HAS_BIAS"] = False
+    linear_of_codes_kernel[(*grid, ranges)](*pointers, parts, num_rows, **constants, **sizes, RANGE=size)
+    total = parts.sum(dim=0) if bias is None else parts.sum(dim=0) + bias
+    return total.to(x.dtype).view(*x.shape[:-1], num_outputs)

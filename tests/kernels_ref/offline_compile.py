@@ -164,6 +164,7 @@ def launches(dtype: torch.dtype, dim: int) -> list[Callable[[], Any]]:
     zeros = torch.zeros(512, 8, dtype=torch.uint8)
     return [
         lambda: linear_of_codes(x[:4], weights[0], table, zeros, None, None, *layout, 2, 0),
+        lambda: linear_of_codes(x[:1], weights[1], table, None, None, None, *layout, 1, 0),
         lambda: linear_of_codes(x[:64], weights[1], table, None, None, None, *layout, 1, 0),
         lambda: linear_of_codes(x, weights[0], table, zeros, None, None, *layout, 2, 0),
         lambda: linear_of_codes(x, weights[1], table[:, :1], None, None, None, 512, 1, 1024, 1, 1024),

@@ -121,6 +121,13 @@ def test_an_input_that_is_not_finite_spoils_its_own_row_only() -> None:
         assert got[1].isfinite().all()
 
 
+def test_tables_keep_their_types_when_a_model_changes_its_own() -> None:
+    stored = weights()["fp8, blocks"]
+    layer = TritonLinear(QuantisedLinear(K, N, torch.nn.Parameter(torch.ones(N)), stored)).bfloat16()
+    assert torch.equal(layer.scales, stored.scales)
+    assert layer.bias is not None and layer.bias.dtype == torch.bfloat16
+
+
 def test_inputs_that_no_kernel_rounds() -> None:
     found = weights()
     assert not cuda.rounds_inputs(replace(found["int4"], activations=Activations("int8")))

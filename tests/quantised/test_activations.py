@@ -79,6 +79,9 @@ def by_numpy(x: torch.Tensor, kind: str, scale: float | None, group: int | None)
         is_even = np.arange(len(codes)) % 2 == (0 if kind == "int8" else len(codes) // 2 % 2)
         for place, choice in enumerate(nearest):
             found = np.flatnonzero(choice)
+            if not len(found):  # NaN
+                result[row, place] = values[place]
+                continue
             best = next((i for i in found if is_even[i]), found[0])
             result[row, place] = np.float32(codes[best]) * step
     return torch.from_numpy(result.reshape(x.shape)).to(x.dtype)

@@ -78,10 +78,9 @@ class TritonLinear(nn.Module):
             codes = stored.select(1, order).codes
         kind = Fp8 if codes.is_floating_point() else Int4 if stored.bits == NIBBLE else Int8
         self._kind = KINDS[kind]
-        zeros = stored.zeros
-        if isinstance(zeros, int):
-            # 4-bit codes are unsigned.
-            zeros = None if zeros == 0 else torch.full_like(stored.scales, zeros, dtype=torch.uint8)
+        zeros = stored.zeros if isinstance(stored.zeros, torch.Tensor) else None
+        if isinstance(stored.zeros, int) and stored.zeros != 0:
+            zeros = torch.full_like(stored.scales, stored.zeros, dtype=torch.uint8)
         self.block = stored.block if stored.scales.shape[1] > 1 else (stored.block[0], self.in_features)
         inputs = stored.activations or (None if stored.input_scale is None else Activations("fp8", True))
         self.rounded_inputs = 0 if inputs is None else inputs.group or self.in_features
@@ -97,10 +96,13 @@ class TritonLinear(nn.Module):
             self.register_buffer(name, None if table is None else table.contiguous(), persistent=False)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TritonLinear:
-        dtypes = {name: each.dtype for name, each in self.named_buffers(recurse=False)}
+        """Move the buffers, and leave them as they are, whatever the dtype of a model becomes."""
+        before = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
-        for name, dtype in dtypes.items():  # whatever the dtype of a model becomes
-            setattr(self, name, getattr(self, name).to(dtype))
+        for name, buffer in before.items():
+            moved = getattr(self, name)
+            if moved.dtype != buffer.dtype:
+                setattr(self, name, buffer.to(moved.device))
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
