@@ -125,7 +125,8 @@ def test_tables_keep_their_types_when_a_model_changes_its_own() -> None:
     stored = weights()["fp8, blocks"]
     layer = TritonLinear(QuantisedLinear(K, N, torch.nn.Parameter(torch.ones(N)), stored)).bfloat16()
     assert torch.equal(layer.scales, stored.scales)
-    assert layer.bias is not None and layer.bias.dtype == torch.bfloat16
+    assert layer.bias is not None
+    assert layer.bias.dtype == torch.bfloat16
 
 
 def test_inputs_that_no_kernel_rounds() -> None:
