@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.cpu_systems import make_checkpoint, now, prompt
+from benchmarks.quantised_linears import arithmetic
 from hpu_duo import HPUDuoModel
 from hpu_duo.modeling.quantised.writer import quantise_checkpoint
 from hpu_duo.sampling import SamplingParams
@@ -153,7 +154,8 @@ def main() -> None:
     if given.peak:
         peak(given.peak, given.path)
         return
-    lines = [f"{description()}; {given.threads} thread; avx512_vnni: {'avx512_vnni' in cpu_flags()}", ""]
+    has_vnni = "avx512_vnni" in cpu_flags()
+    lines = [f"{description(arithmetic())}; {given.threads} thread; avx512_vnni: {has_vnni}", ""]
     with tempfile.TemporaryDirectory() as folder:
         path = make_checkpoint(Path(folder), 12)
         make_w8a8(path)

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <vector>
+
 #include "floats.h"
 
 #if defined(HPU_DUO_VNNI)
@@ -22,6 +24,9 @@ void linear(const float *x, const FloatWeight *weights, int64_t num_weights, con
 
 void quantised_linears(const float *x, const QuantisedWeight *weights, int64_t num_weights, const int *live,
                        int64_t rows, int64_t inputs, int num_threads);
+
+void fp8_linears(const float *x, const std::vector<QuantisedWeight> &weights, int64_t rows, int64_t inputs,
+                 int num_threads);
 
 void int8_linears(const Int8Inputs &in, const Int8Weight *weights, int64_t num_weights, const int *live, int64_t rows,
                   int num_threads);

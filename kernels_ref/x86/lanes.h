@@ -59,6 +59,29 @@ struct Lanes {
     const __m512i near = _mm512_add_epi32(bits, _mm512_add_epi32(even, set(0x7FFF)));
     _mm512_mask_cvtepi32_storeu_epi16(to, first(count), _mm512_srli_epi32(near, 16));
   }
+  // Pairs of 16-bit words, one in each lane: as they lie, of bytes with their signs, of the N-th nibbles of words,
+  // and one in all lanes.
+  static I words(const int16_t *from) { return _mm512_loadu_si512(from); }
+  static I wide_bytes(const uint8_t *from) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)from)); }
+  // Bytes of two vectors plus `kAdded`, in an order for products: `in_order` restores that of their sums.
+  static constexpr int kAdded = 0;
+  static void wide_bytes(const uint8_t *from, I (&to)[2]) {
+    for (int n = 0; n < 2; ++n) to[n] = wide_bytes(from + 2 * kCount * n);
+  }
+  static void in_order(I (&)[2]) {}
+  template <int N>
+  static I nibbles(I words) {
+    const __m512i moved = N ? _mm512_srli_epi16(words, 4 * N) : words;
+    return N == 3 ? moved : _mm512_and_si512(moved, _mm512_set1_epi16(15));
+  }
+  static I pair(const int16_t *from) {
+    int both;
+    std::memcpy(&both, from, sizeof(both));
+    return _mm512_set1_epi32(both);
+  }
+  // Products of words, those of a pair summed.
+  static I dot(I a, I b) { return _mm512_madd_epi16(a, b); }
+  static I mul(I a, I b) { return _mm512_mullo_epi32(a, b); }
   static I index() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 
   static M first(int count) { return count >= 16 ? 0xFFFF : (M)((1u << (count < 0 ? 0 : count)) - 1); }
@@ -83,9 +106,8 @@ struct Lanes {
   }
   static F of_float16(const uint16_t *from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)); }
 
-  // Codes of a byte, with their signs, and words of 16 bits, without.
+  // Codes of a byte, with their signs.
   static I bytes(const uint8_t *from) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)); }
-  static I words(const uint8_t *from) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)); }
   static F whole(I x) { return _mm512_cvtepi32_ps(x); }
   static I to_whole(F x) { return _mm512_cvtps_epi32(x); }
   static F div(F a, F b) { return _mm512_div_ps(a, b); }
@@ -94,13 +116,6 @@ struct Lanes {
     const __m512i bits = _mm512_and_si512(_mm512_slli_epi32(x, 20), _mm512_set1_epi32((int)0x87F00000));
     return _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0x1p120f));
   }
-  // A nibble of each word, less 8, times a power of two: the product with `nibble_unit` is exact.
-  template <int N>
-  static F nibble(I x) {
-    const F table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-    return _mm512_permutexvar_ps(N ? _mm512_srli_epi32(x, 4 * N) : x, table);  // an index has four bits that matter
-  }
-  static constexpr float nibble_unit(int) { return 1.0f; }
   static F pair(const float *from) {
     double both;
     std::memcpy(&both, from, sizeof(both));
@@ -177,6 +192,31 @@ struct Lanes {
     store_low(whole, _mm256_srli_epi32(near, 16));
     std::memcpy(to, whole, count * sizeof(*to));
   }
+  static I words(const int16_t *from) { return _mm256_loadu_si256((const __m256i *)from); }
+  static I wide_bytes(const uint8_t *from) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from)); }
+  static constexpr int kAdded = 128;
+  static void wide_bytes(const uint8_t *from, I (&to)[2]) {
+    const __m256i bytes = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)from), _mm256_set1_epi8((char)0x80));
+    to[0] = _mm256_unpacklo_epi8(bytes, _mm256_setzero_si256());
+    to[1] = _mm256_unpackhi_epi8(bytes, _mm256_setzero_si256());
+  }
+  static void in_order(I (&sums)[2]) {
+    const __m256i low = _mm256_permute2x128_si256(sums[0], sums[1], 0x20);
+    sums[1] = _mm256_permute2x128_si256(sums[0], sums[1], 0x31);
+    sums[0] = low;
+  }
+  template <int N>
+  static I nibbles(I words) {
+    const __m256i moved = N ? _mm256_srli_epi16(words, 4 * N) : words;
+    return N == 3 ? moved : _mm256_and_si256(moved, _mm256_set1_epi16(15));
+  }
+  static I pair(const int16_t *from) {
+    int both;
+    std::memcpy(&both, from, sizeof(both));
+    return _mm256_set1_epi32(both);
+  }
+  static I dot(I a, I b) { return _mm256_madd_epi16(a, b); }
+  static I mul(I a, I b) { return _mm256_mullo_epi32(a, b); }
   static I index() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
 
   static M first(int count) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), index()); }
@@ -203,7 +243,6 @@ struct Lanes {
   static F of_float16(const uint16_t *from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)); }
 
   static I bytes(const uint8_t *from) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)); }
-  static I words(const uint8_t *from) { return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)); }
   static F whole(I x) { return _mm256_cvtepi32_ps(x); }
   static I to_whole(F x) { return _mm256_cvtps_epi32(x); }
   static F div(F a, F b) { return _mm256_div_ps(a, b); }
@@ -211,14 +250,6 @@ struct Lanes {
     const __m256i bits = _mm256_and_si256(_mm256_slli_epi32(x, 20), _mm256_set1_epi32((int)0x87F00000));
     return _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f));
   }
-  template <int N>
-  static F nibble(I x) {
-    // The nibble stays in its place, in the fraction of a number of 2^23.
-    const __m256i bits = _mm256_or_si256(_mm256_and_si256(x, _mm256_set1_epi32(15 << 4 * N)),
-                                         _mm256_castps_si256(_mm256_set1_ps(0x1p23f)));
-    return _mm256_sub_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p23f + (8 << 4 * N)));
-  }
-  static constexpr float nibble_unit(int n) { return 1.0f / (float)(1 << 4 * n); }
   static F pair(const float *from) {
     double both;
     std::memcpy(&both, from, sizeof(both));
@@ -311,6 +342,24 @@ struct Lanes {
     std::memcpy(bits, x.lane, sizeof(bits));
     for (int i = 0; i < count; ++i) to[i] = (uint16_t)((bits[i] + 0x7FFF + (bits[i] >> 16 & 1)) >> 16);
   }
+  static I words(const int16_t *from) { return map([&](int i) { return both_of(from[2 * i], from[2 * i + 1]); }); }
+  static I wide_bytes(const uint8_t *from) {
+    return map([&](int i) { return both_of((int8_t)from[2 * i], (int8_t)from[2 * i + 1]); });
+  }
+  static constexpr int kAdded = 0;
+  static void wide_bytes(const uint8_t *from, I (&to)[2]) {
+    for (int n = 0; n < 2; ++n) to[n] = wide_bytes(from + 2 * kCount * n);
+  }
+  static void in_order(I (&)[2]) {}
+  template <int N>
+  static I nibbles(I words) {
+    return map([&](int i) { return words.lane[i] >> 4 * N & 0x000F000F; });
+  }
+  static I pair(const int16_t *from) { return map([&](int) { return both_of(from[0], from[1]); }); }
+  static I dot(I a, I b) {
+    return map([&](int i) { return (int16_t)a.lane[i] * (int16_t)b.lane[i] + (a.lane[i] >> 16) * (b.lane[i] >> 16); });
+  }
+  static I mul(I a, I b) { return map([&](int i) { return a.lane[i] * b.lane[i]; }); }
   static I index() { return map([](int i) { return i; }); }
 
   static M first(int count) { return map([&](int i) { return i < count; }); }
@@ -334,7 +383,6 @@ struct Lanes {
   static F of_float16(const uint16_t *from) { return map([&](int i) { return float_of_half(from[i]); }); }
 
   static I bytes(const uint8_t *from) { return map([&](int i) { return (int)(int8_t)from[i]; }); }
-  static I words(const uint8_t *from) { return map([&](int i) { return from[2 * i] | from[2 * i + 1] << 8; }); }
   static F whole(I x) { return map([&](int i) { return (float)x.lane[i]; }); }
   static I to_whole(F x) { return map([&](int i) { return (int)x.lane[i]; }); }
   static F div(F a, F b) { return map([&](int i) { return a.lane[i] / b.lane[i]; }); }
@@ -345,9 +393,6 @@ struct Lanes {
       return x.lane[i] & 128 ? -size : size;
     });
   }
-  template <int N>
-  static F nibble(I x) { return map([&](int i) { return (float)((x.lane[i] >> 4 * N & 15) - 8); }); }
-  static constexpr float nibble_unit(int) { return 1.0f; }
   static F pair(const float *from) { return map([&](int i) { return from[i % 2]; }); }
   static F sum_of_pairs(F low, F high) {
     return map([&](int i) {
@@ -369,6 +414,7 @@ struct Lanes {
   static F sums(const F *x) { return map([&](int i) { return sum(x[i]); }); }
 
  private:
+  static int both_of(int low, int high) { return (int)((uint32_t)high << 16 | (uint16_t)low); }
   static float float_of_half(uint16_t bits) {
     const int exponent = bits >> 10 & 31, fraction = bits & 1023;
     float size = std::ldexp((float)(exponent ? fraction + 1024 : fraction), (exponent ? exponent : 1) - 25);

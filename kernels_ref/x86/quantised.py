@@ -1,8 +1,9 @@
 """Linear layers of 8-bit or 4-bit codes, read as they are stored: for one row, a batch and a prompt.
 
 Activations are bfloat16, or float32 with the results then float32 too. Products are summed in float32 for
-each group of inputs, multiplied with the scale of the group, and rounded once at the end. Shapes: N outputs,
-K inputs, G groups of inputs, P panels.
+each group of inputs, multiplied with the scale of the group, and rounded once at the end. With integer codes,
+inputs of float32 are rounded to 16 bits first, by 2^-16 of the largest of up to 256 neighbours in a group,
+and their sums are exact. Shapes: N outputs, K inputs, G groups of inputs, P panels.
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ hpu_duo::QuantisedWeight weight_of(const Tensor &codes, const Tensor &scales, co
   TORCH_CHECK_VALUE(!zeros || (zeros->scalar_type() == at::kChar && zeros->sizes() == scales.sizes() &&
                                zeros->is_contiguous()),
                     "expected zero points of int8 like the scales");
+  TORCH_CHECK_VALUE(!zeros || codes.scalar_type() != at::kFloat8_e4m3fn, "expected no zero points of e4m3");
   TORCH_CHECK_VALUE(!bias || (bias->scalar_type() == at::kFloat && bias->numel() == kPanel * panels),
                     "expected a packed bias of ", kPanel * panels);
   return {(const uint8_t *)codes.data_ptr(),
