@@ -25,7 +25,7 @@ from hpu_duo.modeling.quantised.rounding import rounded
 from kernels_ref.x86.library import cpu_flags, description, is_supported
 
 FORMATS = ("bf16", "int8", "fp8", "int4")
-SHAPES = ((4096, 4096), (4096, 14336))
+SHAPES = ("4096x4096", "4096x14336")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 512)
 CACHE_BYTES = 256 << 20
 """Bytes of the copies of a weight in bfloat16, together."""
@@ -85,7 +85,7 @@ def measure(case: Case, rows: int, inputs: int, num_rounds: int) -> dict[str, tu
     }
 
 
-def report(num_rounds: int, threads: int) -> str:
+def report(shapes: list[str], num_rounds: int, threads: int) -> str:
     """The results page."""
     flags = "".join(f", {name}" for name in ("avx512_bf16", "amx_tile") if name in cpu_flags())
     load = os.getloadavg()[0]
@@ -103,7 +103,9 @@ def report(num_rounds: int, threads: int) -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     with torch.inference_mode():
-        for shape in SHAPES:
+        for shape in (
+            (int(outputs), int(inputs)) for outputs, inputs in (each.split("x") for each in shapes)
+        ):
             case = Case(shape)
             for rows in ROWS:
                 cells = []
@@ -121,11 +123,12 @@ def main() -> None:
     """Parse arguments, measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="page to write")
+    parser.add_argument("--shapes", nargs="+", default=[*SHAPES], help="outputs x inputs, such as 4096x4096")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    page = report(arguments.rounds, arguments.threads)
+    page = report(arguments.shapes, arguments.rounds, arguments.threads)
     if arguments.out is not None:
         arguments.out.write_text(page, encoding="utf-8")
 

@@ -352,8 +352,15 @@ __attribute__((noinline)) void pass(const Job &job, const Part &part, int64_t ro
 #pragma GCC unroll 2
       for (int n = 0; n < kPassVectors; ++n) sum[m][n] = Lanes::set(0);
     const int16_t *x = job.rows.codes + row * stride + first;
-    for (int64_t input = first; input < last; input += 2, x += 2, right += kPassWords)
-      add_pair(x, stride, sum, [&](int n) { return Lanes::words(right + n * kLanes * 2); });
+    for (int64_t input = first; input < last; input += 2, x += 2, right += kPassWords) {
+      const I low = Lanes::words(right), high = Lanes::words(right + kLanes * 2);
+#pragma GCC unroll 6
+      for (int m = 0; m < MR; ++m) {
+        const I left = Lanes::pair(x + m * stride);
+        sum[m][0] = Lanes::add(sum[m][0], Lanes::dot(low, left));
+        sum[m][1] = Lanes::add(sum[m][1], Lanes::dot(high, left));
+      }
+    }
     const int64_t group = job.group_of(block);
     const Units<kPassVectors> units(job.panels, middle, [&](int n) {
       return job.panels.place(part.panel, group, (part.vector + n) * kLanes);
