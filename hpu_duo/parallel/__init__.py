@@ -13,11 +13,13 @@ from hpu_duo.parallel.head_exchange import (
     head_exchanges,
     summed_score_bytes,
 )
+from hpu_duo.parallel.latent_exchange import ContextParallelLatents
 from hpu_duo.parallel.modules import ScoreExchange, SharedPolicy, Sums, connect
 from hpu_duo.parallel.spread_logits import SpreadLogits
 
 __all__ = [
     "ContextParallelBlocks",
+    "ContextParallelLatents",
     "Exchanged",
     "ExpertShare",
     "HeadExchange",

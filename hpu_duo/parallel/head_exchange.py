@@ -141,7 +141,7 @@ def _padded(heads: torch.Tensor, num_heads: int) -> torch.Tensor:
     return torch.cat([heads, heads.new_zeros(len(heads), missing, *heads.shape[2:])], dim=1)
 
 
-_COPIES = 4
+EXCHANGE_COPIES = 4
 """Copies of what ranks exchange: as computed or padded, packed, received, and in order."""
 
 
@@ -280,7 +280,7 @@ class ContextParallelBlocks(GroupKind):
         num_merged = num_rows + (sizes.query_len if has_shared else 0)
         triples = num_merged * every.num_query_heads * (every.head_dim + 2) * FLOAT32
         met = max(causal_bytes(heads, sizes), Blocks().transient_bytes(every, own))
-        return met + _COPIES * (sent + triples)
+        return met + EXCHANGE_COPIES * (sent + triples)
 
 
 _FLOAT32 = 4
@@ -313,6 +313,8 @@ def head_exchanges(
     bucket: BatchShape,
     decode_len: int,
     num_ranks: int,
+    *,
+    of_latents: bool = False,
 ) -> HeadExchanges:
     """Return the exchanges of a layer in a step.
 
@@ -320,6 +322,7 @@ def head_exchanges(
         num_heads: retrieval heads of all ranks; those of a rank are padded to the most that one has.
         group_size: query heads of each.
         dims: elements of a key and of a value.
+        of_latents: whether these are of latents, of which every rank has all new ones.
     """
     if not num_heads or num_ranks == 1:
         return HeadExchanges()
@@ -327,7 +330,8 @@ def head_exchanges(
     num_rows = bucket.num_logits * decode_len if phase.unique else 0
     has_shared = phase.shared and bucket.num_shared_blocks > 0
     num_asked = bucket.query_len if has_shared else num_rows
-    elements = sum(dims) * bucket.query_len + group_size * num_asked * dims[0]
+    num_new = 0 if of_latents else bucket.query_len
+    elements = sum(dims) * num_new + group_size * num_asked * dims[0]
     gathered = most * elements * dtype_bytes
     triple = group_size * (dims[1] + 2) * _FLOAT32
     if has_shared:
@@ -335,7 +339,7 @@ def head_exchanges(
         return HeadExchanges(gathered, scattered, 2)
     if phase.unique:
         return HeadExchanges(gathered + num_rows * num_heads * triple, 0, 2)
-    return HeadExchanges(gathered, 0, 1)
+    return HeadExchanges(gathered, 0, 0 if of_latents else 1)
 
 
 def summed_score_bytes(kind: Budget, num_summed: int, bucket: BatchShape, decode_len: int = 1) -> int:
@@ -353,6 +357,18 @@ def summed_score_bytes(kind: Budget, num_summed: int, bucket: BatchShape, decode
         num_read = kind.num_read(bucket.num_shared_blocks) if phase.shared else 0
         num += kind.max_chunk_rows * (num_new + num_read)
     return num * num_summed * _FLOAT32
+
+
+class DealtHeads(NamedTuple):
+    """Heads of all ranks with context-parallel blocks in a layer; see ``head_exchanges``.
+
+    Attributes:
+        sizes: their number, the query heads of each, and the elements of a stored key and value.
+        of_latents: whether these are latents.
+    """
+
+    sizes: tuple[int, int, tuple[int, int]]
+    of_latents: bool
 
 
 class Exchanged(NamedTuple):
@@ -379,8 +395,7 @@ class StepExchanges:
     Attributes:
         token_bytes: bytes of a query token that ranks sum: rows of tables of tokens, the residual stream
             after attention and MLP of each layer, with a float32 number for each norm over all heads.
-        dealt: retrieval heads of all ranks, their query heads each, and the elements of a key and of a value,
-            for each layer with context-parallel blocks.
+        dealt: heads with context-parallel blocks, of each layer that has some.
         dtype_bytes: of an element.
         row_len: returns the tokens of a decode row in a step of a bucket.
         num_ranks: number of ranks.
@@ -388,7 +403,7 @@ class StepExchanges:
     """
 
     token_bytes: int
-    dealt: tuple[tuple[int, int, tuple[int, int]], ...]
+    dealt: tuple[DealtHeads, ...]
     dtype_bytes: int
     row_len: Callable[[BatchShape], int]
     num_ranks: int
@@ -414,13 +429,23 @@ class StepExchanges:
                 case RMSNormOverRanks():
                     token_bytes += _FLOAT32
         dealt = [
-            (group.kind.exchange, spec.group_size, (spec.head_dim, spec.value_dim))
+            (group.kind, spec)
             for spec in specs
             for group in spec.groups
             if isinstance(group.kind, ContextParallelBlocks)
         ]
-        num_ranks = max((exchange.num_ranks for exchange, _, _ in dealt), default=1)
-        sizes = tuple((exchange.num_heads, group_size, dims) for exchange, group_size, dims in dealt)
+        num_ranks = max((kind.exchange.num_ranks for kind, _ in dealt), default=1)
+        sizes = tuple(
+            DealtHeads(
+                (
+                    kind.exchange.num_heads,
+                    spec.group_size,
+                    kind.stored_dims(spec.head_dim, spec.value_dim),
+                ),
+                spec.stores_latents,
+            )
+            for kind, spec in dealt
+        )
         budgets = [group.kind for spec in specs for group in spec.groups if isinstance(group.kind, Budget)]
         scored = tuple(
             (kind, kind.policy.num_summed) for kind in budgets if isinstance(kind.policy, SharedPolicy)
@@ -430,8 +455,15 @@ class StepExchanges:
     def of(self, bucket: BatchShape) -> Exchanged:
         """Return the bytes of a step in a bucket."""
         layers = [
-            head_exchanges(*sizes, self.dtype_bytes, bucket, self.row_len(bucket), self.num_ranks)
-            for sizes in self.dealt
+            head_exchanges(
+                *each.sizes,
+                self.dtype_bytes,
+                bucket,
+                self.row_len(bucket),
+                self.num_ranks,
+                of_latents=each.of_latents,
+            )
+            for each in self.dealt
         ]
         row_len = self.row_len(bucket)
         scores = sum(summed_score_bytes(*each, bucket, row_len) for each in self.scored)

@@ -29,7 +29,7 @@ from hpu_duo.planning.retrieval_choice import (
 from hpu_duo.planning.roofline import StepSeconds
 from hpu_duo.planning.serving import Serving
 from hpu_duo.planning.work import Formats, kernels_of
-from kernels_ref import KVFormat
+from kernels_ref import KVFormat, Owner
 
 _GIB = 1 << 30
 
@@ -76,8 +76,9 @@ class Deployment:
 
     @property
     def num_copies(self) -> int:
-        """Devices that each store all of a request: those of a model with latents, else 1."""
-        return self.serving.num_devices if any(each.stores_latents for each in self.kv_layers) else 1
+        """Devices that each store all of a request: those of a model with latents, by heads, else 1."""
+        is_copied = not self.serving.deals_blocks and any(each.stores_latents for each in self.kv_layers)
+        return self.serving.num_devices if is_copied else 1
 
     @cached_property
     def kv_layers(self) -> tuple[LayerKV, ...]:
@@ -86,8 +87,6 @@ class Deployment:
 
     def _kv_layers_of(self, counts: Sequence[int]) -> tuple[LayerKV, ...]:
         serving, model = self.serving, self.model
-        if serving.deals_blocks:
-            model = model.expanded
         if serving.kept is not None:
             found = serving.kept.kv_layers(model, counts, self.max_len)
         else:
@@ -131,15 +130,13 @@ class Deployment:
         obstacle = obstacle_to_context(
             is_uneven=any(layer.num_kv_heads % serving.num_devices for layer in self.model.layers),
             pools_heads=serving.kept is not None and serving.kept.pools_heads,
-            has_latents=any(layer.latent is not None for layer in self.model.layers),
         )
         num_kv_heads = min(layer.num_kv_heads for layer in self.model.layers)
         return choose_retrieval(serving.num_devices, num_kv_heads, shared, costs.faster, obstacle)
 
     def promoted_bytes(self, context: int) -> int:
         """Bytes of a request of ``context`` tokens that promoted heads take beyond those of their rings."""
-        layers = (*self._kv_layers_of(self._cut), *self._states, *self._drafting)
-        unpromoted = replace(self._units, layers=layers)
+        unpromoted = replace(self._units, layers=self._stored(self._kv_layers_of(self._cut)))
         return self._units.bytes_per_request(context) - unpromoted.bytes_per_request(context)
 
     @property
@@ -211,6 +208,16 @@ class Deployment:
             for kinds in self.model.states
         )
 
+    def _stored(self, kv_layers: tuple[LayerKV, ...]) -> tuple[LayerKV, ...]:
+        """Return all that devices store, by ``num_copies``: these layers, states, and those of what drafts.
+
+        Every device has the rings of latents.
+        """
+        rings = [(each, [g for g in each.groups if g.kind.owner is Owner.ROW]) for each in kv_layers]
+        num_more = self.serving.num_devices - 1 if self.serving.deals_blocks else 0
+        copies = [replace(each, groups=tuple(of)) for each, of in rings if of and each.stores_latents]
+        return (*kv_layers, *copies * num_more, *self._states, *self._drafting)
+
     @property
     def _drafting(self) -> tuple[LayerKV, ...]:
         """Layers of what drafts, on all devices, by ``num_copies``."""
@@ -239,7 +246,7 @@ class Deployment:
         """The smallest plan, which has the sizes of a block and of a row."""
         serving = self.serving
         return MemoryPlan(
-            (*self.kv_layers, *self._states, *self._drafting),
+            self._stored(self.kv_layers),
             int(Format.BF16.num_bytes),
             serving.engine_block_size,
             max_num_seqs=1,

@@ -234,7 +234,7 @@ class EngineWork:
                 continue
             if phase.causal:
                 yield sizes, causal
-            if is_absorbed and reads:
+            if is_absorbed and reads and layer.dealt is None:
                 yield self._absorbed(sizes), stored
 
     def _sizes(self, layer: AttentionSize, kv: LayerKV) -> list[GroupSizes]:
@@ -252,7 +252,10 @@ class EngineWork:
     def _context_parallel_sizes(self, layer: AttentionSize, kv: LayerKV) -> GroupSizes | None:
         """Heads with context-parallel blocks: each device attends to its part of the context."""
         dealt = [group for group in kv.groups if group.kind.owner is Owner.BLOCK]
-        return self._of_group(layer, kv, dealt[0]) if self.deals_blocks and dealt else None
+        if not (self.deals_blocks and dealt):
+            return None
+        sizes = self._of_group(layer, kv, dealt[0])
+        return self._absorbed(sizes) if sizes.heads.format == LATENT else sizes
 
     def _of_group(self, layer: AttentionSize, kv: LayerKV, group: HeadGroup) -> GroupSizes:
         return GroupSizes(
@@ -271,11 +274,16 @@ class EngineWork:
         met = layer.dealt
         if met is None:
             return HeadExchanges()
-        sizes = met.heads.num_heads, met.group_size, (met.head_dim, met.value_dim), ACTIVATION_BYTES
+        of_latents = met.heads.format == LATENT
+        # Each head has a latent query of its own.
+        num_heads, group_size = met.heads.num_heads, met.group_size
+        if of_latents:
+            num_heads, group_size = group_size, num_heads
+        sizes = num_heads, group_size, (met.head_dim, met.value_dim), ACTIVATION_BYTES
 
         def exchanged(num_shared_blocks: int) -> HeadExchanges:
             like: Any = replace(bucket, num_shared_blocks=num_shared_blocks)
-            return head_exchanges(*sizes, like, self.decode_len, self.num_devices)
+            return head_exchanges(*sizes, like, self.decode_len, self.num_devices, of_latents=of_latents)
 
         num_shared = bucket.num_shared_blocks
         if not isinstance(num_shared, np.ndarray):

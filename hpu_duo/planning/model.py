@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -375,11 +375,6 @@ class ModelSize:
     @property
     def _structures(self) -> tuple[tuple[int, AttentionSize], ...]:
         return tuple(zip(self.structures or (0,) * len(self.layers), self.layers))
-
-    @property
-    def expanded(self) -> ModelSize:
-        """The same with keys and values of each head in place of latents, as ranks deal them by context."""
-        return replace(self, layers=tuple(replace(layer, latent=None) for layer in self.layers))
 
     def kv_layers(
         self, sparsity: float, sink: int, recent: int, max_len: int, slack: int = 0

@@ -118,7 +118,10 @@ class ChoiceCosts:
     def _count_requests(self, kv_layers: tuple[LayerKV, ...]) -> int:
         """Requests that run at a time: 1 or more, as many as fit on the devices."""
         plan = MemoryPlan(kv_layers, int(Format.BF16.num_bytes), self.block_size, 1, 1)
-        return max(1, min(self.max_num_seqs, self.kv_bytes // max(1, plan.bytes_per_request(self.context))))
+        # By heads each device has all latents.
+        copies = self.num_devices if any(each.stores_latents for each in kv_layers) else 1
+        each = copies * plan.bytes_per_request(self.context)
+        return max(1, min(self.max_num_seqs, self.kv_bytes // max(1, each)))
 
     def _decode_s(self, kv_layers: tuple[LayerKV, ...], deals_blocks: bool, num_requests: int) -> float:
         """Predicted seconds of a decode."""
@@ -140,19 +143,14 @@ class ChoiceCosts:
         return predict_seconds(work.of(bucket).fused, self.hardware, self.num_devices, FITTED).total
 
 
-def obstacle_to_context(
-    *, is_uneven: bool, pools_heads: bool, captures_exchanges: bool = True, has_latents: bool = False
-) -> str | None:
+def obstacle_to_context(*, is_uneven: bool, pools_heads: bool, captures_exchanges: bool = True) -> str | None:
     """Return why retrieval heads cannot be shared by context; None where they can.
 
     Args:
         is_uneven: a layer has a number of key/value heads that is no multiple of the ranks.
         pools_heads: a KV policy averages over the heads of a layer.
         captures_exchanges: the capture backend supports exchanges between the kernels of a layer.
-        has_latents: layers store latents.
     """
-    if has_latents:
-        return "by context keys and values of each head would be stored in place of latents"
     if is_uneven:
         return "by context each layer needs a multiple of as many KV heads as ranks"
     if pools_heads:

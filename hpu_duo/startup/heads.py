@@ -31,6 +31,7 @@ from hpu_duo.modeling.hub import has_weights, model_fingerprint, model_name
 from hpu_duo.modeling.probe import DecoderLayer, pattern_rows
 from hpu_duo.parallel import (
     ContextParallelBlocks,
+    ContextParallelLatents,
     HeadExchange,
     RankHeads,
     ScoreExchange,
@@ -49,7 +50,7 @@ from hpu_duo.startup.kv_budget import (
     resolve_max_ring_window,
     rules_by_head,
 )
-from kernels_ref import Blocks, Budget, GroupKind, HeadGroup, LayerSpec, Owner, QuestBlocks
+from kernels_ref import Blocks, Budget, GroupKind, HeadGroup, LatentBlocks, LayerSpec, Owner, QuestBlocks
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +77,6 @@ class Kinds(NamedTuple):
             that retrieve.
         max_ring_window: longest window of a layer that is stored in rings; None = any.
         planned: instead of budget and rules, the kind of each head of each layer.
-        stores_latents: whether latents are stored where a layer has them; ranks deal blocks of heads only.
     """
 
     slack: int
@@ -84,7 +84,6 @@ class Kinds(NamedTuple):
     rules: HeadRules | None = None
     max_ring_window: int | None = None
     planned: tuple[tuple[GroupKind, ...], ...] | None = None
-    stores_latents: bool = True
 
     @property
     def are_of_all_heads(self) -> bool:
@@ -190,7 +189,6 @@ def choose_heads(
         rules,
         resolve_max_ring_window(config),
         resolve_kv_plan(config, [layer.call.num_kv_heads for layer in layers], max_len, slack, device),
-        stores_latents=not parallel.deals_blocks,
     )
     assigned = tuple(assign_heads(layers, pattern, max_len, kinds))
     if kinds.planned is not None:
@@ -344,7 +342,7 @@ def assign_heads(
             window = Window(pattern.sink, pattern.recent).validate().clipped(max_len)
         sliding_window = call.sliding_window if _has_window(layer, max_len) else None
         group_of, groups = kinds.of(index, sliding_window, streams, window)
-        groups = with_latents(groups, call.latent if kinds.stores_latents else None)
+        groups = with_latents(groups, call.latent)
         assigned.append(HeadAssignment(HeadLayout.by_group(group_of, call.num_heads), groups))
     return assigned
 
@@ -485,6 +483,8 @@ class Shares:
     def _share(self, group: HeadGroup, num_own: int, num_kv_heads: int) -> HeadGroup | None:
         if self.deals_blocks and group.kind.owner is Owner.BLOCK:
             exchange = HeadExchange(group.num_heads, self.ranks.size, self.ranks.rank, self.group)
+            if isinstance(group.kind, LatentBlocks):
+                return HeadGroup(num_own, ContextParallelLatents(exchange, group.kind.latent))
             return HeadGroup(num_own, ContextParallelBlocks(exchange))
         return HeadGroup(num_own, self._kind(group.kind, num_kv_heads)) if num_own else None
 

@@ -112,7 +112,6 @@ def _chosen(config: EngineConfig) -> RetrievalChoice:
         is_uneven=any(layer.call.num_kv_heads % num_ranks for layer in layers),
         pools_heads=pools_heads(config),
         captures_exchanges=captures_exchanges(config),
-        has_latents=any(layer.call.latent is not None for layer in layers),
     )
     max_len = request_len(config, hf_config.get_text_config())
     device = torch.device("cpu" if kind in _NOT_PREDICTED else "hpu")

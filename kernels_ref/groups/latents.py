@@ -91,7 +91,7 @@ class LatentKV(NamedTuple):
         of_heads = q_NKMD[..., :size].transpose(0, 1).reshape(num_heads, num_rows * num_tokens, size)
         met = torch.matmul(of_heads, self.to_keys).unflatten(1, (num_rows, num_tokens))
         both = torch.cat([met.permute(1, 2, 0, 3), q_NKMD[..., size:].transpose(1, 2)], dim=-1)
-        return both.reshape(num_rows, 1, num_tokens * num_heads, -1)
+        return both.reshape(num_rows, 1, num_tokens * num_heads, self.latent.shape[-1])
 
     def project(self, attn_N1HL: torch.Tensor) -> torch.Tensor:
         """Averages of latents as averages of values: ``[N, 1, M * K, L]`` to ``[N, K, M, D]``."""
@@ -169,7 +169,7 @@ def latent_heads(heads: HeadSizes, latent: LatentSize) -> HeadSizes:
 _NONE = LatentSize(0, 0)
 
 
-class _StoresLatents(GroupKind):
+class StoresLatents(GroupKind):
     """Storage of latents, which all heads of a group read."""
 
     plain_format: ClassVar[KVFormat] = LATENT
@@ -190,7 +190,7 @@ class _StoresLatents(GroupKind):
 
 
 @dataclass(frozen=True)
-class LatentBlocks(_StoresLatents, Blocks):
+class LatentBlocks(StoresLatents, Blocks):
     """Heads that store the latents of all tokens, once for all heads, in blocks.
 
     Attributes:
@@ -211,7 +211,7 @@ class LatentBlocks(_StoresLatents, Blocks):
 
 
 @dataclass(frozen=True)
-class LatentRings(_StoresLatents, Rings):
+class LatentRings(StoresLatents, Rings):
     """Heads that store the latents of a window, once for all heads, in a ring of each row.
 
     Attributes:

@@ -380,10 +380,9 @@ def test_what_graphs_keep_beyond_their_share_is_said() -> None:
 
 
 def test_each_device_stores_latents_of_all_heads_and_decodes_read_them_once() -> None:
-    serving = Serving(GAUDI3, num_devices=8, retrieval_parallel="auto")
-    stored = Deployment(DEEPSEEK_V3, serving, 0.0, PLAIN, 16_384)
-    expanded = Deployment(DEEPSEEK_V3.expanded, serving.shared_by("heads"), 0.0, PLAIN, 16_384)
-    assert stored.serving.retrieval_parallel == "heads"
+    serving = Serving(GAUDI3, num_devices=8, retrieval_parallel="heads")
+    plain = replace(DEEPSEEK_V3, layers=tuple(replace(layer, latent=None) for layer in DEEPSEEK_V3.layers))
+    stored, expanded = (Deployment(size, serving, 0.0, PLAIN, 16_384) for size in (DEEPSEEK_V3, plain))
     assert capacity(DEEPSEEK_V3, serving, 0.0, PLAIN, [16_384]).latent_ratio == pytest.approx(71.1, abs=0.02)
     assert stored.plan(1, 1).bytes_per_request(16_384) == 16_384 * 61 * 576 * 2
     # One head of a Gaudi's 16 in a store of 71.1 / 8 times fewer bytes for each device.
@@ -393,3 +392,34 @@ def test_each_device_stores_latents_of_all_heads_and_decodes_read_them_once() ->
         each.engine_work.of(each.shape_of(Step(8, 16_383))).kv_bytes for each in (stored, expanded)
     )
     assert 8 < other / decode < 9
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.5])
+def test_latents_by_context_are_stored_and_read_once_and_rings_on_each_device(sparsity: float) -> None:
+    by_heads, by_context = (
+        Deployment(
+            DEEPSEEK_V3, Serving(GAUDI3, num_devices=8, retrieval_parallel=way), sparsity, PLAIN, 16_384
+        )
+        for way in ("heads", "context")
+    )
+    ring_bytes = by_heads.plan(1, 1).row_bytes
+    assert (ring_bytes > 0) == (sparsity > 0)
+    assert by_context.plan(1, 1).row_bytes == 8 * ring_bytes
+    # By heads every device has what one plan holds.
+    assert by_context.plan(1, 1).block_bytes == 8 * by_heads.plan(1, 1).block_bytes, "of 8 times the tokens"
+    assert by_context.kv_bytes // 8 == by_heads.kv_bytes
+    read = [each.engine_work.of(each.shape_of(Step(8, 16_383))).kv_bytes for each in (by_heads, by_context)]
+    if not sparsity:
+        num_requests = [each.count_requests(16_384) for each in (by_heads, by_context)]
+        assert num_requests[1] / num_requests[0] == pytest.approx(8, rel=0.02)
+        assert read[0] / read[1] == pytest.approx(8, rel=0.02)
+
+
+def test_latents_of_long_texts_are_shared_by_context() -> None:
+    """Each device reads a part of them; of short texts, exchanges take longer than reading all."""
+    serving = Serving(GAUDI3, num_devices=8, retrieval_parallel="auto")
+    chosen = [
+        Deployment(DEEPSEEK_V3, serving, 0.0, PLAIN, length).serving.retrieval_parallel
+        for length in (4_096, 131_072)
+    ]
+    assert chosen == ["heads", "context"]

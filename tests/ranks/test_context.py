@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hpu_duo.device import run_processes
 from hpu_duo.parallel import head_exchanges
 from hpu_duo.sampling import SamplingParams
-from tests.modeling.families import BLOCK, FAMILIES, VOCAB, Zoo, prompts_of, save_random
+from tests.modeling.families import BASE, BLOCK, FAMILIES, VOCAB, Zoo, prompts_of, save_random
+from tests.modeling.test_value_sizes import LATENT, ROUTED
 from tests.ranks.test_families import BY_CONTEXT as FAMILIES_BY_CONTEXT
 from tests.ranks.test_families import SERVED, cases_of, differing
 from tests.ranks.test_serving import NUM_LAYERS, captured_ahead, counted_alike, pattern
@@ -79,6 +82,72 @@ def test_the_tokens_are_those_of_one_rank(cases: dict[str, Case]) -> None:
     # Candidates are a number and a token for each row of logits; otherwise logits are exchanged whole.
     exchanged(seen[whole], retrieval=2, group_size=2, decode_len=3, logit_bytes=8)
     exchanged(seen["cached"], retrieval=3, group_size=1, decode_len=1, logit_bytes=4 * VOCAB // 2)
+
+
+@pytest.fixture(scope="module")
+def latent_cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    path = tmp_path_factory.mktemp("latents")
+    save_random(AutoConfig.for_model("deepseek_v3", **{**BASE, **ROUTED, **LATENT}), path)
+    prompts = prompts_of(LENGTHS, seed=3)
+    common = {"params": [GREEDY] * len(prompts), "parallel": BY_CONTEXT}
+    duo = {"pattern": pattern(1, UNEVEN)}
+    few = {"max_model_len": 72, "max_num_batched_tokens": 16, "max_chunk_rows": 2}
+    return {
+        "several tokens a row": Case(path, prompts, **common, scheduler={"decode_len": 3}),
+        "cached": Case(
+            path,
+            [*prompts, *prompts],
+            [GREEDY] * 2 * len(prompts),
+            heads=duo,
+            cache={"num_prefix_snapshots": 16},
+            scheduler={"max_num_seqs": 2},
+            parallel=BY_CONTEXT,
+        ),
+        "preempted, replayed": Case(
+            path,
+            prompts,
+            **common,
+            heads=duo,
+            cache={"num_blocks": 5},
+            scheduler=few,
+            graph={"backend": "replay"},
+        ),
+    }
+
+
+@pytest.mark.skipif("deepseek_v3" not in CONFIG_MAPPING, reason="transformers has no such model yet")
+def test_latents_are_dealt_by_context(latent_cases: dict[str, Case]) -> None:
+    answers = run_processes(serve, (latent_cases,), [{}] * 2, 600)[0]
+    ones = {name: serve_here(replace(case, cache={}, parallel={})) for name, case in latent_cases.items()}
+    assert {name: answer.error or answer.tokens for name, answer in answers.items()} == {
+        name: one.tokens for name, one in ones.items()
+    }
+    seen = {name: answer.seen for name, answer in answers.items()}
+    assert seen["preempted, replayed"]["preemptions"] > 0
+    assert seen["cached"]["cached"] > 0
+    for answer in answers.values():
+        counted_alike(answer.seen, is_counted=True)
+    # As many blocks hold twice the tokens, in the bytes of one rank: 16 + 8 elements of a token and layer.
+    whole = "several tokens a row"
+    for own in answers[whole].of_ranks:
+        assert own.kv_bytes == own.planned_bytes == ones[whole].seen["kv_bytes"]
+        assert own.kv_bytes == (64 + 1) * BLOCK * NUM_LAYERS * (16 + 8) * 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("deepseek_v3" not in CONFIG_MAPPING, reason="transformers has no such model yet")
+def test_simulated_hpus_capture_latents_ahead(latent_cases: dict[str, Case]) -> None:
+    case = replace(
+        latent_cases["preempted, replayed"],
+        cache={"num_blocks": 12},
+        graph={},
+        model={"device": "hpu-sim"},
+        scheduler={"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 80},
+        warms_up=True,
+    )
+    answer = run_processes(serve, ({"sim": case},), [{}] * 2, 600)[0]["sim"]
+    assert answer.tokens == serve_here(replace(case, model={}, parallel={}, warms_up=False)).tokens
+    captured_ahead(answer)
 
 
 def uneven_memory(answers: dict[str, Answer], counts: tuple[int, ...]) -> None:
