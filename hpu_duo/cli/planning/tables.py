@@ -230,9 +230,10 @@ def _sharing(found: Sequence[Capacity]) -> Iterator[str]:
     for each in found:
         name = each.describe()
         if each.latent_ratio > 1:
+            by = "once over all devices" if each.retrieval_parallel == "context" else "by each device"
             yield (
                 f"{name}: latents are stored, 1/{each.latent_ratio:.1f} of the keys and values of all heads, "
-                "by each device."
+                f"{by}."
             )
         if each.choice:
             yield f"{name}: {each.choice}"
