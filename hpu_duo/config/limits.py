@@ -126,6 +126,7 @@ class CacheConfig:
         kv_offloading_size: GiB of all ranks together, as in vLLM; see ``hpu_duo.kv.tiers``.
         kv_offloading_backend: vLLM's name; "native" is the only one.
         kv_offloading_write_policy: a ``hpu_duo.kv.tiers.policy.WritePolicy``.
+        kv_offloading_min_tokens: of a text that "write_through_cost" copies.
         kv_offloading_eviction_policy: name in ``hpu_duo.kv.tiers.eviction.ORDERS``.
         context_idle_seconds: that a ``PrefixContext`` stays pinned without a question; None = until it is
             closed.
@@ -250,10 +251,13 @@ class CacheConfig:
     kv_offloading_backend: str = option("native", "What offloads: native.", LIMITS)
     kv_offloading_write_policy: str = option(
         "write_back",
-        "When a block is copied to the host: as it is evicted (write_back), cached (write_through), or used "
-        "a second time (write_through_selective).",
+        "When a block is copied to the host: as it is evicted (write_back), cached (write_through), used a "
+        "second time (write_through_selective), or cached in a long text (write_through_cost).",
         LIMITS,
-        choices=("write_back", "write_through", "write_through_selective"),
+        choices=("write_back", "write_through", "write_through_selective", "write_through_cost"),
+    )
+    kv_offloading_min_tokens: int = option(
+        1024, "Tokens from which on write_through_cost copies a text; of shorter ones, nothing.", LIMITS
     )
     kv_offloading_eviction_policy: str = option(
         "lru",
@@ -397,6 +401,7 @@ class CacheConfig:
             default = type(self).__dataclass_fields__
             for name in (
                 "kv_offloading_write_policy",
+                "kv_offloading_min_tokens",
                 "kv_offloading_eviction_policy",
                 "context_idle_seconds",
                 "kv_offloading_blocks_per_step",
@@ -408,6 +413,7 @@ class CacheConfig:
                 if getattr(self, name) != default[name].default:
                     raise ValueError(f"{name}={getattr(self, name)!r} needs kv_offloading_size, got None")
             return
+        check_at_least("kv_offloading_min_tokens", self.kv_offloading_min_tokens, 1)
         if isinstance(self.kv_offloading_size, bool) or not 0 < self.kv_offloading_size < math.inf:
             raise ValueError(
                 f"expected kv_offloading_size to be GiB above 0 or None, got {self.kv_offloading_size!r}"

@@ -62,6 +62,7 @@ class EngineOverrides(TypedDict, total=False):
     kv_offloading_size: float | None
     kv_offloading_backend: str
     kv_offloading_write_policy: str
+    kv_offloading_min_tokens: int
     kv_offloading_eviction_policy: str
     context_idle_seconds: float | None
     preemption_mode: str

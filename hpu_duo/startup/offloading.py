@@ -480,6 +480,7 @@ def attach_tiers(
             slots.per_row,
         ),
         WritePolicy(cache.kv_offloading_write_policy),
+        min_tokens=cache.kv_offloading_min_tokens,
     )
     allocations.attach(tiers)
     if allocations.prefixes is not None:

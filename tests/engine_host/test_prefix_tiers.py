@@ -159,6 +159,7 @@ class TieredMachine(LoadMachine):
             Stage(link, allocations.staged_units, allocations.add_copy),
             sizes,
             policy,
+            min_tokens=6,
         )
         allocations.attach(self.tiers)
         if num_swap_slots:
@@ -347,6 +348,23 @@ def test_a_storm_of_preemptions_computes_no_token_again() -> None:
     machine, num_recomputing, num_needed = stormed(40, num_swap_slots=0)
     assert machine.tiers.counters.num_loaded > 0
     assert num_recomputing > 1.5 * num_needed
+
+
+def test_texts_that_are_cheap_to_compute_are_not_copied() -> None:
+    """Blocks of four tokens; a text is copied whole as it gets six tokens."""
+    machine = TieredMachine()
+    machine.create(LIMITS, staged=10, num_slots=200, policy=WritePolicy.WRITE_THROUGH_COST)
+
+    def stored(text: list[int]) -> list[int]:
+        machine.add_text(text)
+        while machine.unfinished or machine.tiers.has_stores:
+            machine.step(1)
+        return sorted(each.num_tokens for each in machine.tiers.host if not each.key.is_row)
+
+    assert stored([1, 2, 3, 4, 5]) == []
+    assert stored([1, 2, 3, 4, 5, 6, 7, 8, 9]) == [4, 8, 9]
+    for number in range(2, 12):
+        assert stored([number] * 5) == [4, 8, 9]
 
 
 def test_writing_through_ends_where_a_block_and_its_snapshot_do_not_fit_on_the_host() -> None:

@@ -94,9 +94,11 @@ def answers_of_rings(tiny: Tiny) -> list[list[list[list[int]]]]:
     return answers(tiny.load(**SMALL, **DUO))
 
 
-@pytest.mark.parametrize("policy", [*further("write_through"), "write_through_selective"])
+@pytest.mark.parametrize(
+    "policy", [*further("write_through", "write_through_cost"), "write_through_selective"]
+)
 def test_other_write_policies_give_the_same_tokens(tiny: Tiny, policy: str) -> None:
-    tiered = tiny.load(**HOST, **DUO, kv_offloading_write_policy=policy)
+    tiered = tiny.load(**HOST, **DUO, kv_offloading_write_policy=policy, kv_offloading_min_tokens=20)
     assert answers(tiered) == answers_of_rings(tiny)
     offload = tiered.stats().offload
     assert offload is not None
@@ -236,6 +238,7 @@ def test_a_rank_without_blocks_has_as_many_slots_as_the_others() -> None:
         ({**HOST, "enable_prefix_caching": False, "num_prefix_snapshots": None}, "needs enable_prefix_cach"),
         ({"kv_offloading_backend": "lmcache"}, "'native', got 'lmcache': LMCache stores no rings"),
         ({"kv_offloading_write_policy": "write_through"}, "needs kv_offloading_size, got None"),
+        ({**HOST, "kv_offloading_min_tokens": 0}, "expected kv_offloading_min_tokens"),
     ],
 )
 def test_what_cannot_be_offloaded_is_one_sentence(tiny: Tiny, options: dict[str, Any], message: str) -> None:

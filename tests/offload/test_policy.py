@@ -5,7 +5,7 @@ import pytest
 
 from hpu_duo.kv.tiers.eviction import ORDERS
 from hpu_duo.kv.tiers.host import HostTier, RecordKey
-from hpu_duo.kv.tiers.policy import RETRY_AFTER, LoadPolicy
+from hpu_duo.kv.tiers.policy import RETRY_AFTER, LoadPiece, LoadPolicy
 
 
 def test_a_prefix_is_loaded_where_the_link_is_faster_than_the_computation() -> None:
@@ -21,6 +21,26 @@ def test_a_prefix_is_loaded_where_the_link_is_faster_than_the_computation() -> N
     for _ in range(20):
         policy.loaded(num_bytes=10**6, seconds=0.1)
     assert not policy.loads(10, 200_000, 0)
+
+
+def test_the_front_of_a_prefix_is_loaded_and_its_tail_computed_where_that_is_faster() -> None:
+    policy = LoadPolicy(prefill_s=1e-3, byte_s=1e-9)
+
+    def front(*is_on_disk: bool, has_ends: bool = True) -> int:
+        """Of records of 100 tokens and 10 MB, with 10 MB ahead."""
+        last = len(is_on_disk) - 1
+        pieces = [
+            LoadPiece(100 * place + 100, 10**7, each, has_ends or place == last)
+            for place, each in enumerate(is_on_disk)
+        ]
+        return policy.front(pieces, 10**7)
+
+    assert front(False, False, True, True) == 4  # nothing is known of the disk
+    policy.read(num_bytes=10**7, seconds=1.0)
+    assert front(False, False, True, True) == 2
+    assert front(*[False] * 2, True, *[False] * 20) == 23  # what is behind makes up for it
+    assert front(True, True) == 0
+    assert front(False, False, True, True, has_ends=False) == 0
 
 
 def test_a_rate_that_was_bad_once_is_measured_again() -> None:

@@ -73,6 +73,7 @@ class ServedLimits:
     ] = None
     kv_offloading_size: Annotated[float | None, of_setting("kv_offloading_size")] = None
     kv_offloading_write_policy: Annotated[str, of_setting("kv_offloading_write_policy")] = "write_back"
+    kv_offloading_min_tokens: Annotated[int, of_setting("kv_offloading_min_tokens")] = 1024
     kv_offloading_eviction_policy: Annotated[str, of_setting("kv_offloading_eviction_policy")] = "lru"
     link: Annotated[
         str,
@@ -163,6 +164,7 @@ class ServedLimits:
         CacheConfig(
             kv_offloading_size=self.kv_offloading_size,
             kv_offloading_write_policy=self.kv_offloading_write_policy,
+            kv_offloading_min_tokens=self.kv_offloading_min_tokens,
             kv_offloading_eviction_policy=self.kv_offloading_eviction_policy,
         )
         if self.kv_offloading_size is None:
@@ -174,7 +176,8 @@ class ServedLimits:
         memory = deployment.plan(1, max(1, server.limits.num_blocks))
         host = SimulatedHost.of(num_bytes, memory, rate * deployment.serving.num_devices, server.limits)
         write, eviction = WritePolicy(self.kv_offloading_write_policy), self.kv_offloading_eviction_policy
-        return replace(server, host=replace(host, write=write, eviction=eviction))
+        host = replace(host, write=write, eviction=eviction, min_tokens=self.kv_offloading_min_tokens)
+        return replace(server, host=host)
 
     @property
     def _scheduler(self) -> SchedulerConfig:

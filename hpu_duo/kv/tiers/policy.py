@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
+from typing import NamedTuple
 
 
 class WritePolicy(Enum):
@@ -14,6 +16,8 @@ class WritePolicy(Enum):
     """As it is cached."""
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
     """As a second request uses it."""
+    WRITE_THROUGH_COST = "write_through_cost"
+    """As it is cached in a text of many tokens; what is in shorter ones only is not copied."""
 
 
 _SMOOTHING = 0.2
@@ -22,6 +26,22 @@ _SMOOTHING = 0.2
 
 RETRY_AFTER = 16
 """Prefixes of which one is loaded although computing it is predicted to be faster."""
+
+
+class LoadPiece(NamedTuple):
+    """A record of a prefix, as ``LoadPolicy`` sees it.
+
+    Attributes:
+        num_tokens: that need not be computed if it and all before it are loaded.
+        num_bytes: of the record.
+        is_on_disk: whether it is read from the disk first.
+        is_end: whether a request can begin behind it.
+    """
+
+    num_tokens: int
+    num_bytes: int
+    is_on_disk: bool
+    is_end: bool
 
 
 class LoadPolicy:
@@ -52,6 +72,29 @@ class LoadPolicy:
     def read(self, num_bytes: int, seconds: float) -> None:
         """Record a read from the disk."""
         self.disk_byte_s = _mean(self.disk_byte_s, seconds / num_bytes)
+
+    def front(self, pieces: Sequence[LoadPiece], num_bytes_ahead: int) -> int:
+        """Return how many of the first records of a prefix to load, those which save the most time.
+
+        What is behind them is computed: records on disk may lose where those before them, on the host, win.
+
+        Args:
+            num_bytes_ahead: see ``loads``.
+        """
+        whole = pieces[-1].num_tokens, sum(piece.num_bytes for piece in pieces)
+        on_disk = sum(piece.num_bytes for piece in pieces if piece.is_on_disk)
+        if self.prefill_s is None or self.byte_s is None or (on_disk and self.disk_byte_s is None):
+            return len(pieces)
+        best, number, seconds = 0.0, 0, num_bytes_ahead * self.byte_s
+        for place, piece in enumerate(pieces, 1):
+            of_disk = (self.disk_byte_s or 0.0) * piece.is_on_disk
+            seconds += piece.num_bytes * (self.byte_s + of_disk)
+            saved = piece.num_tokens * self.prefill_s - seconds
+            if piece.is_end and saved > best:
+                best, number = saved, place
+        if number:
+            return number
+        return len(pieces) if self.loads(*whole, num_bytes_ahead, on_disk) else 0
 
     def loads(self, num_tokens: int, num_bytes: int, num_bytes_ahead: int, num_on_disk: int = 0) -> bool:
         """Whether to load a prefix.

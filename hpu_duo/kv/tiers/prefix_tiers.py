@@ -16,7 +16,7 @@ from hpu_duo.kv.prefix_tree import PrefixNode, PrefixTree, digest_of
 from hpu_duo.kv.tiers.disk import MOST_READS, DiskTier
 from hpu_duo.kv.tiers.host import HostTier, Record, RecordKey
 from hpu_duo.kv.tiers.link import Landed, Transfers
-from hpu_duo.kv.tiers.policy import LoadPolicy, WritePolicy
+from hpu_duo.kv.tiers.policy import LoadPiece, LoadPolicy, WritePolicy
 from hpu_duo.kv.tiers.segments import StoredRecord
 from hpu_duo.kv.tiers.stage import Stage
 from hpu_duo.kv.tiers.swap import SwapSpace
@@ -142,6 +142,7 @@ class PrefixTiers:
         write_policy: when to store.
         load_policy: when to load.
         most_waits: steps in all that a load waits for a unit for what it evicts, which is lost then.
+        min_tokens: of texts that are stored by ``WRITE_THROUGH_COST``.
 
     Attributes:
         disk: what has landed on the host is written there too; None = nowhere.
@@ -156,13 +157,14 @@ class PrefixTiers:
         write_policy: WritePolicy = WritePolicy.WRITE_BACK,
         load_policy: LoadPolicy | None = None,
         most_waits: int = 64,
+        min_tokens: int = 1,
     ) -> None:
         self.host, self.stage, self.write_policy = host, stage, write_policy
         self.load_policy = LoadPolicy() if load_policy is None else load_policy
         self.counters, self.sizes = TierCounters(), sizes
         self.disk: DiskTier | None = None
         self.swap: SwapSpace | None = None
-        self._most_waits = most_waits
+        self._most_waits, self._min_tokens = most_waits, min_tokens
         self._record_bytes, self._num_slots = sizes[:2], (1, sizes.slots_per_row)
         self._reset()
 
@@ -214,6 +216,8 @@ class PrefixTiers:
         Args:
             is_evicted: what cannot be stored now is lost, and counted; otherwise a later step stores it.
         """
+        if is_evicted and self._is_cheap(node):
+            return
         is_stored = not self._record_bytes[False] or self._store(
             node, is_row=False, unit=node.block, is_evicted=is_evicted
         )
@@ -229,6 +233,29 @@ class PrefixTiers:
         if self.write_policy is policy:
             for node in nodes:
                 self.leave(node, is_evicted=False)
+        elif self.write_policy is WritePolicy.WRITE_THROUGH_COST and policy is WritePolicy.WRITE_THROUGH:
+            for node in nodes:
+                if node.num_tokens >= self._min_tokens:
+                    for each in self._unknown(node):
+                        self.leave(each, is_evicted=False)
+
+    def _unknown(self, node: PrefixNode) -> list[PrefixNode]:
+        """A prefix and those that it begins with, the shortest first, from the last known one on."""
+        found: list[PrefixNode] = []
+        for each in node.path:
+            if found and (
+                not self._record_bytes[False]
+                or each in self._unwritten
+                or self.host.knows(RecordKey(each.digest, is_row=False))
+            ):
+                break
+            found.append(each)
+        return found[::-1]
+
+    def _is_cheap(self, node: PrefixNode) -> bool:
+        """Whether the policy stores no text like this prefix, which no longer one has needed."""
+        is_short = node.num_tokens < self._min_tokens and node not in self._unwritten
+        return self.write_policy is WritePolicy.WRITE_THROUGH_COST and is_short
 
     def _write_more(self) -> None:
         """Store what is still to be written through, and is still cached, while units are free.
@@ -249,6 +276,8 @@ class PrefixTiers:
 
     def leave_row(self, node: PrefixNode, row: int) -> None:
         """Store the snapshot of a prefix, before its row is filled with another one."""
+        if self._is_cheap(node):
+            return
         self._store(node, is_row=True, unit=row, is_evicted=True)
 
     def _store(self, node: PrefixNode, *, is_row: bool, unit: int, is_evicted: bool) -> bool:
@@ -304,11 +333,13 @@ class PrefixTiers:
             load.pieces.append(Piece(source, end, load, source if isinstance(source, Record) else None))
         if not load.pieces or load.pieces[-1].end <= start:
             return False
-        num_bytes = sum(self._record_bytes[piece.is_row] for piece in load.pieces)
-        on_disk = sum(self._record_bytes[piece.is_row] for piece in load.pieces if piece.record is None)
-        if not self.load_policy.loads(load.pieces[-1].end - start, num_bytes, self._bytes_ahead, on_disk):
+        number = self.load_policy.front(self._priced(load), self._bytes_ahead)
+        if not number:
             self.counters.num_computed += 1
             return False
+        while len(load.pieces) > number:
+            load.pieces.pop()
+        num_bytes = sum(self._record_bytes[piece.is_row] for piece in load.pieces)
         for piece in load.pieces:
             if piece.record is not None:
                 piece.record.num_readers += 1
@@ -316,6 +347,19 @@ class PrefixTiers:
         self._bytes_ahead += num_bytes
         self._loads[request] = load
         return True
+
+    def _priced(self, load: Load) -> list[LoadPiece]:
+        """Records of a load; with rows a request begins behind the last one only, a snapshot."""
+        last = load.pieces[-1]
+        return [
+            LoadPiece(
+                piece.end - load.start,
+                self._record_bytes[piece.is_row],
+                piece.record is None,
+                piece is last or not self._record_bytes[True],
+            )
+            for piece in load.pieces
+        ]
 
     def admitted(self, request: Request) -> None:
         """Consider the request again when it waits the next time; also for one that has ended."""

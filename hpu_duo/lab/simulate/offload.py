@@ -30,6 +30,7 @@ class SimulatedHost:
         link: bytes a second of all devices together, each way.
         eviction: name of the order in which records are evicted.
         write: the moment at which records are stored.
+        min_tokens: of texts that are stored by ``WRITE_THROUGH_COST``.
     """
 
     num_slots: int
@@ -38,6 +39,7 @@ class SimulatedHost:
     link: float
     eviction: str = "lru"
     write: WritePolicy = WritePolicy.WRITE_BACK
+    min_tokens: int = 1
 
     @classmethod
     def of(cls, num_bytes: int, memory: MemoryPlan, link: float, limits: StepLimits) -> SimulatedHost:
@@ -86,6 +88,7 @@ class SimulatedHost:
                 RecordSizes(*sizes, slot, per_row),
                 self.write,
                 load_policy=LoadPolicy(byte_s=1.0 / self.link),
+                min_tokens=self.min_tokens,
             )
         )
         return link
