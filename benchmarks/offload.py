@@ -422,10 +422,9 @@ def main() -> None:
         if given.storm:
             path, kind = make_checkpoint(Path(directory), NUM_KV_HEADS, given.storm), STORMS[given.answers]
             kind = kind._replace(num_requests=given.requests or kind.num_requests)
-            (swapped, of_swap), (computed, of_recompute) = (
-                storm(path, kind, swaps=each) for each in (True, False)
-            )
-            print(f"swap {swapped:.2f} tokens a second ({of_swap})")
+            swapped, of_swap = storm(path, kind, swaps=True)
+            print(f"swap {swapped:.2f} tokens a second ({of_swap})", flush=True)
+            computed, of_recompute = storm(path, kind, swaps=False)
             print(f"recompute {computed:.2f} tokens a second ({of_recompute})")
             print(f"swap : recompute {swapped / computed:.2f}")
             return
