@@ -148,8 +148,10 @@ def main() -> None:
             found = decode_costs(path, args.tokens)
         for (block_size, rule), (ms, reads) in zip(CASES, found):
             name = f"{block_size}, `{rule or 'full'}`"
-            bytes_read = (reads.key_bytes, reads.bound_bytes) if rule else ()
-            columns = " | ".join(f"{each / NUM_COUNTED / (1 << 20):.3f}" for each in bytes_read) or "| "
+            bytes_read = reads.key_bytes, reads.bound_bytes
+            columns = " | ".join(
+                f"{each / NUM_COUNTED / (1 << 20):.3f}" if rule else "" for each in bytes_read
+            )
             print(f"| {num_kv_heads} | {name} | {ms:.1f} | {ms / found[0][0]:.2f} | {columns} |")
 
 

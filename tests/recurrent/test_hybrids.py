@@ -15,7 +15,7 @@ from hpu_duo.heads import HeadPattern
 from hpu_duo.planning import GAUDI3, Deployment, Serving
 from hpu_duo.planning.read_model import read_model
 from hpu_duo.sampling import SamplingParams
-from kernels_ref import PLAIN
+from kernels_ref import PLAIN, Budget
 from tests.modeling.driving import greedy_logits
 from tests.modeling.families import BASE, BLOCK, greedy, make_config, prompts_of, save_random
 from tests.recurrent.hybrids import HYBRIDS, load, saved
@@ -265,6 +265,18 @@ def test_settings_and_scales_name_layers_by_their_numbers_among_all(tmp_path: Pa
     assert any("'fp8' is not used" in note for note in served.stats().notes)
     with pytest.raises(ValueError, match="skip_layers of 1, the layers of this model that attend, got 0"):
         load(tmp_path, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=[0])
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_heads_with_a_budget_attend_beside_states(tmp_path: Path, name: str) -> None:
+    """The budget holds every text, so that tokens stay what they are."""
+    model = saved(tmp_path, name)
+    served = load(tmp_path, kv_policy="h2o", kv_budget=60, kv_chunk=8)
+    (kind,) = {group.kind for layer in served.engine.runner.store.plan.layers for group in layer.groups}
+    assert isinstance(kind, Budget)
+    prompts = prompts_of([20, 33, 9])
+    done = served.engine.generate(prompts, GREEDY)
+    assert [sample.token_ids for [sample] in done] == [greedy(model, each, 8) for each in prompts]
 
 
 @STATES
