@@ -39,7 +39,7 @@ NUM_WARM_UP, NUM_DECODES, NUM_COUNTED, MARGIN = 4, 36, 8, 128
 
 @dataclass
 class Reads:
-    """What decodes under Quest have read, summed over layers and key/value heads.
+    """Bytes and pages that decodes under Quest have read, of all layers and key/value heads.
 
     Attributes:
         num_pages: pages with a visible key.
