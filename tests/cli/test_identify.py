@@ -237,7 +237,10 @@ def test_published_patterns_are_shown_with_the_counts_of_each_layer(hpu_duo: Run
         assert cut["num_retrieval"] == round(mask.size * (1 - sparsity))
     rows = hpu_duo("pattern", "show", directory).stdout.splitlines()
     assert len(rows) >= 1 + 1 + 32 + 1
-    assert f"{told['cuts'][1]['num_retrieval']}/{pattern.scores.size}" in rows[-1]
+    assert f"{told['cuts'][1]['num_retrieval']}/{pattern.scores.size}" in rows[-2]
+    streaming = [kept for kept in told["cuts"][2]["retrieval_per_layer"] if kept == 0]
+    assert told["cuts"][2]["num_streaming_layers"] == len(streaming)
+    assert rows[-1].split()[-1] == f"{len(streaming)}/{pattern.num_layers}"
 
 
 def test_the_published_rule_can_be_asked_for_by_its_seed(hpu_duo: Run) -> None:

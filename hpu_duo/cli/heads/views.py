@@ -79,7 +79,14 @@ def heads_table(pattern: HeadPattern, cuts: dict[str, HeadPattern], console: Con
     table.add_section()
     totals = [f"{int(cut.mask.sum())}/{cut.mask.size}" for cut in cuts.values()]
     table.add_row("all", "", *totals)
+    # Heads that share a latent save memory in such layers only, and reads everywhere.
+    layers = [f"{_num_streaming_layers(cut)}/{cut.num_layers}" for cut in cuts.values()]
+    table.add_row("layers", "without retrieval heads", *layers)
     return table
+
+
+def _num_streaming_layers(cut: HeadPattern) -> int:
+    return int((~cut.mask.any(axis=1)).sum())
 
 
 def pattern_fields(pattern: HeadPattern, cuts: dict[str, HeadPattern]) -> dict[str, Any]:
@@ -95,6 +102,7 @@ def pattern_fields(pattern: HeadPattern, cuts: dict[str, HeadPattern]) -> dict[s
                 "name": name,
                 "sparsity": cut.sparsity,
                 "num_retrieval": int(cut.mask.sum()),
+                "num_streaming_layers": _num_streaming_layers(cut),
                 "retrieval_per_layer": [kept for kept, _ in cut.head_counts],
                 "retrieval_heads": {
                     str(layer): [int(head) for head in row.nonzero()[0]]
