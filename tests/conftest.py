@@ -90,7 +90,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none, and refuse slow tests that their tier would not find."""
+    """Begin with long tests, skip what lacks a GPU, refuse slow tests that their tier would not find."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     if lost := [str(path) for path in slow if not may_have_slow_tests(path)]:
         raise pytest.UsageError(f"expected files with slow tests to name pytest.mark.slow, got {lost}")

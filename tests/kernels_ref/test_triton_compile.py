@@ -17,7 +17,7 @@ from kernels_ref.triton.stream_k_choice import WORKERS_PER_PROCESSOR
 from tests.kernels_ref.offline_compile import OF_CODES, QUICK, Compiled
 
 pytest.importorskip("triton.backends.nvidia")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
 fits = pytest.mark.skipif(

@@ -68,6 +68,7 @@ def texts(output: str) -> list[object]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_ranks_of_two_launches_give_the_tokens_of_one() -> None:
     alone = CliRunner().invoke(app, [*GENERATE, *PROMPTS])
     assert alone.exit_code == 0, alone.stderr

@@ -27,6 +27,7 @@ SHAPES = ["--u/q4/s0/u48/l4", "c--/q16/s0/u0/l4"]
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(cpu_compile_problem() is not None, reason="needs a C++ compiler")
 def test_what_another_process_compiles_is_found_in_the_cache(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

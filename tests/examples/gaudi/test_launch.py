@@ -174,6 +174,7 @@ def profiles_steps(server: Server, directory: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_bare_machine_serves_its_first_token_stops_at_sigterm_and_is_profiled(
     server: Server, tmp_path: Path
 ) -> None:
