@@ -93,7 +93,7 @@ def check(stored: QuantisedWeight, dtype: torch.dtype) -> None:
 
 
 def rounding(packed: PanelQuantisedLinear, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """What a product may be off by if each input is, by 2^-16 of the largest one beside it."""
+    """Return the error of products whose inputs are off by 2^-16 of the largest one beside them."""
     if packed.order is not None:
         x, weight = x[..., packed.order], weight[:, packed.order]
     block = math.gcd(BLOCK, packed.group) if packed.scales.shape[1] > 1 else BLOCK
