@@ -108,10 +108,7 @@ def linears(sizes: Sizes, setup: Setup, rounds: int) -> Iterator[Row]:
     for num_outputs, num_inputs in sizes.layers:
         with torch.device(setup.device):
             plain = nn.Linear(num_inputs, num_outputs, bias=False, dtype=setup.dtype).requires_grad_(False)
-        layers = {
-            name: TritonLinear(quantised(plain, name))
-            for name in ("int8", "int4", "fp8", "w8a8", "fp8 inputs")
-        }
+        layers = {name: TritonLinear(quantised(plain, name)) for name in FORMATS}
         for num_rows in ROWS:
             x = torch.randn(num_rows, num_inputs, dtype=setup.dtype, device=setup.device)
             seconds = clock.time(partial(plain, x)).median_s

@@ -146,7 +146,7 @@ EXCHANGE_COPIES = 4
 
 
 class ContextParallelStep(NamedTuple):
-    """Tensors that a step derives once for all stores of dealt blocks of one layout.
+    """Tensors that a step derives once for all stores of context-parallel blocks of one layout.
 
     Attributes:
         own: step tensors of blocks, for this rank's slots: new tokens of other ranks are written to the null
@@ -171,7 +171,7 @@ class ContextParallelBlocks(GroupKind):
     """
 
     exchange: HeadExchange
-    name: ClassVar[str] = "dealt blocks"
+    name: ClassVar[str] = "context-parallel blocks"
     owner: ClassVar[Owner] = Owner.BLOCK
 
     @property
@@ -359,7 +359,7 @@ def summed_score_bytes(kind: Budget, num_summed: int, bucket: BatchShape, decode
     return num * num_summed * _FLOAT32
 
 
-class DealtHeads(NamedTuple):
+class ContextParallelHeads(NamedTuple):
     """Heads of all ranks with context-parallel blocks in a layer; see ``head_exchanges``.
 
     Attributes:
@@ -403,7 +403,7 @@ class StepExchanges:
     """
 
     token_bytes: int
-    dealt: tuple[DealtHeads, ...]
+    dealt: tuple[ContextParallelHeads, ...]
     dtype_bytes: int
     row_len: Callable[[BatchShape], int]
     num_ranks: int
@@ -436,7 +436,7 @@ class StepExchanges:
         ]
         num_ranks = max((kind.exchange.num_ranks for kind, _ in dealt), default=1)
         sizes = tuple(
-            DealtHeads(
+            ContextParallelHeads(
                 (
                     kind.exchange.num_heads,
                     spec.group_size,

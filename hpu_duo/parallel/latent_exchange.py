@@ -1,4 +1,4 @@
-"""Latents whose blocks ranks deal: every rank has the new ones, and stores and reads its part of the tokens.
+"""Context-parallel latents: every rank has the new ones, and stores and reads its part of the tokens.
 
 Shapes: as in ``kernels_ref.groups.latents``; O heads of this rank among K.
 """
@@ -35,7 +35,7 @@ class ContextParallelLatents(StoresLatents, ContextParallelBlocks):
     """
 
     latent: LatentSize
-    name: ClassVar[str] = "dealt latents"
+    name: ClassVar[str] = "context-parallel latents"
 
     def attend(self, run: Kernels, inputs: PartInputs, step: Step) -> torch.Tensor:
         """Writes first; see ``ContextParallelBlocks``."""
@@ -48,8 +48,8 @@ class ContextParallelLatents(StoresLatents, ContextParallelBlocks):
         of_tokens: list[Partial] = []
         decoded = None
         if has_shared or parts.unique:
-            (asked,) = self._asked(q_QO1D, step, has_shared=has_shared)
-            (q_AKC,) = self.exchange.gather([new.absorb(asked)[:, 0]])
+            (queries,) = self._asked(q_QO1D, step, has_shared=has_shared)
+            (q_AKC,) = self.exchange.gather([new.absorb(queries)[:, 0]])
             met = inputs._replace(q=q_AKC[:, None], new=new.stored)
             if parts.unique:
                 of_rows = gather(met.q, step.row_token) if has_shared else met.q
@@ -77,9 +77,9 @@ class ContextParallelLatents(StoresLatents, ContextParallelBlocks):
         own = sizes._replace(block_size=self.num_slots(sizes.block_size), parts=context)
         num_rows = sizes.num_rows * sizes.decode_len if sizes.parts.unique else 0
         has_shared = sizes.parts.shared and sizes.num_shared_blocks > 0
-        num_asked = sizes.query_len if has_shared else num_rows
+        num_queries = sizes.query_len if has_shared else num_rows
         num_merged = num_rows + (sizes.query_len if has_shared else 0)
-        sent = num_asked * every.num_query_heads * self.latent.size * heads.dtype_bytes
+        sent = num_queries * every.num_query_heads * self.latent.size * heads.dtype_bytes
         triples = num_merged * every.num_query_heads * (self.latent.rank + 2) * FLOAT32
         met = max(causal_bytes(heads, sizes), Blocks().transient_bytes(every, own))
         return met + EXCHANGE_COPIES * (sent + triples)

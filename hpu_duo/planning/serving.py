@@ -50,7 +50,7 @@ class OffloadedLayers(NamedTuple):
     @property
     def num_buffers(self) -> int:
         """Layers that each device has room for."""
-        return max(buffer_numbers(self.number, self.num_ahead)) + 1
+        return max(buffer_numbers(self.number, self.num_ahead), default=-1) + 1
 
     def seconds(self, layer_bytes: float, num_devices: int) -> float:
         """Seconds of the copies of a step, ``num_devices`` parts of each layer beside each other."""

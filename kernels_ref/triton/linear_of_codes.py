@@ -300,17 +300,18 @@ def round_rows_kernel(
     LEAST: tl.constexpr = -448.0 if IS_FP8 else -128.0
     base = tl.program_id(0).to(tl.int64) * INPUTS
     column = tl.arange(0, B)
+    most = tl.full([B], LEAST_SIZE, dtype=tl.float32)
+    nothing = tl.zeros([B], dtype=tl.float32)
+    for start in range(0, INPUTS, B):
+        x = tl.load(x_ptr + base + start + column, mask=start + column < INPUTS, other=0).to(tl.float32)
+        most = tl.maximum(most, tl.abs(x))
+        # A constant scale clips infinities.
+        nothing += tl.where(x != x, x, 0.0) if IS_GIVEN else x * 0.0
     if IS_GIVEN:
         scale = tl.load(given_ptr).to(tl.float32)
     else:
-        most = tl.full([B], LEAST_SIZE, dtype=tl.float32)
-        nothing = tl.zeros([B], dtype=tl.float32)
-        for start in range(0, INPUTS, B):
-            x = tl.load(x_ptr + base + start + column, mask=start + column < INPUTS, other=0).to(tl.float32)
-            most = tl.maximum(most, tl.abs(x))
-            nothing += x * 0.0
-        scale = tl.math.div_rn(tl.max(most, 0), tl.sum(nothing, 0) + MOST)
-    tl.store(scale_ptr + tl.program_id(0), scale)
+        scale = tl.math.div_rn(tl.max(most, 0), tl.full([], MOST, dtype=tl.float32))
+    tl.store(scale_ptr + tl.program_id(0), scale + tl.sum(nothing, 0))
     for start in range(0, INPUTS, B):
         inside = start + column < INPUTS
         x = tl.load(x_ptr + base + start + column, mask=inside, other=0).to(tl.float32)

@@ -48,6 +48,15 @@ PATTERN = HeadPattern(
     np.zeros((2, 2), np.float32), sink=2, recent=6, retrieval=np.array([[True, False], [False, True]])
 )
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+def are_measured(rates: HostRates | None) -> bool:
+    """Whether all rates are there; attention on the device may be too fast to measure."""
+    if rates is None or rates.tile is None:
+        return rates is not None and all(0 < rate < math.inf for rate in rates[:3]) and rates.call >= 0
+    return all(0 < rate < math.inf for rate in rates[:2]) and rates.device > 0 and min(rates[3:]) >= 0
+
+
 DRAWN = SamplingParams(temperature=1, max_tokens=12, seed=3)
 PROMPTS = prompts_of((76, 5, 81, 9, 70, 33))
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2}
@@ -102,7 +111,7 @@ def test_tokens_are_those_of_a_larger_device(
     assert streams.num_pinned == (0 if mode == "attend" else runner.host.num_bytes)
     chosen = set[bool]()
     if mode == "auto":
-        assert all(rate > 0 for rate in (runner.host.rates or [0])[:4])
+        assert are_measured(runner.host.rates)
         # Short contexts are faster to move behind this link, long ones to attend to there.
         runner.host.rates, choose = HostRates(1.0, 1.5, math.inf), runner.host._moving_is_faster
         runner.host._moving_is_faster = lambda step: chosen.add(found := choose(step)) or found
@@ -145,7 +154,7 @@ def test_tokens_on_cuda_are_those_of_a_cpu(tiny: Tiny, mode: str, options: dict[
     if mode != "auto":
         assert (traffic.triples > 0) is (mode == "attend")
     else:
-        assert all(rate > 0 for rate in (host_of(model).host.rates or [0])[:4])
+        assert are_measured(host_of(model).host.rates)
 
 
 @pytest.mark.gpu

@@ -112,13 +112,14 @@ def test_rounded_inputs_are_multiplied_as_codes(name: str, num_rows: int) -> Non
 
 
 def test_an_input_that_is_not_finite_spoils_its_own_row_only() -> None:
-    for of in ("int8", "fp8"):
-        stored = replace(weights()[of], activations=Activations(of))
-        x = normal(2, K, seed=1)
-        x[0, 5] = torch.nan
+    for of, activations, scale in ROUNDED.values():
+        stored = replace(weights()[of], activations=activations, input_scale=scale)
+        x = normal(3, K, seed=1)
+        x[0], x[2, 7] = torch.nan, torch.inf
         got = run(stored, x)
         assert got[0].isnan().all()
         assert got[1].isfinite().all()
+        assert got[2].isfinite().all() if scale is not None else got[2].isnan().all()
 
 
 def test_tables_keep_their_types_when_a_model_changes_its_own() -> None:

@@ -47,6 +47,13 @@ FROM_5 = pytest.mark.skipif(not IS_5, reason="refused with transformers before 5
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "state_space": ("MambaConfig", {}, "Mamba.*cannot be served"),
+    "state_space_falcon": (
+        "FalconMambaConfig",
+        {},
+        r"FalconMambaMixer \(mamba_selective_scan, mamba_selective_state_update\)"
+        if IS_5
+        else "FalconMamba.*cannot be served",
+    ),
     "states_only": (
         "Mamba2Config",
         {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8},
@@ -120,6 +127,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "BigBirdConfig",
         {"is_decoder": True},
         "attend by code of their own" if IS_5 else OWN_CLASSES,
+    ),
+    "layers_that_run_in_rounds": (
+        "HrmTextConfig",
+        {},
+        "each attention module to be called once.*got 32 calls of 8 attention modules",
     ),
     "masks_by_content": ("DogeConfig", {}, "a mask of its own"),
     "masks_by_content_beyond_the_trial": (

@@ -54,6 +54,15 @@ def test_a_rate_that_was_bad_once_is_measured_again() -> None:
     assert policy.loads(10**4, 10**6, 0, 10**6)
 
 
+def test_a_bad_rate_of_the_disk_is_measured_again_behind_a_front_on_the_host() -> None:
+    policy = LoadPolicy(prefill_s=1e-3, byte_s=1e-9)
+    policy.read(num_bytes=10**6, seconds=10.0)
+    pieces = [LoadPiece(100 * (n + 1), 10**6, is_on_disk=n >= 2, is_end=True) for n in range(4)]
+    tries = [policy.front(pieces, 0) for _ in range(2 * RETRY_AFTER)]
+    assert sorted(set(tries)) == [2, 4]
+    assert tries.count(4) == 2
+
+
 def ask(host: HostTier, number: int, *, num_tokens: int = 4, num_slots: int = 1) -> bool:
     """Use a record, or add it; whether it was there. A record of several slots is a snapshot."""
     key = RecordKey(number.to_bytes(32, "big"), is_row=num_slots > 1)

@@ -81,9 +81,8 @@ class LoadPolicy:
         Args:
             num_bytes_ahead: see ``loads``.
         """
-        whole = pieces[-1].num_tokens, sum(piece.num_bytes for piece in pieces)
-        on_disk = sum(piece.num_bytes for piece in pieces if piece.is_on_disk)
-        if self.prefill_s is None or self.byte_s is None or (on_disk and self.disk_byte_s is None):
+        has_unknown = self.disk_byte_s is None and any(piece.is_on_disk for piece in pieces)
+        if self.prefill_s is None or self.byte_s is None or has_unknown:
             return len(pieces)
         best, number, seconds = 0.0, 0, num_bytes_ahead * self.byte_s
         for place, piece in enumerate(pieces, 1):
@@ -92,9 +91,9 @@ class LoadPolicy:
             saved = piece.num_tokens * self.prefill_s - seconds
             if piece.is_end and saved > best:
                 best, number = saved, place
-        if number:
-            return number
-        return len(pieces) if self.loads(*whole, num_bytes_ahead, on_disk) else 0
+        if number == len(pieces) or self._is_tried_anyway():
+            return len(pieces)
+        return number
 
     def loads(self, num_tokens: int, num_bytes: int, num_bytes_ahead: int, num_on_disk: int = 0) -> bool:
         """Whether to load a prefix.
@@ -110,6 +109,10 @@ class LoadPolicy:
         seconds = (num_bytes + num_bytes_ahead) * self.byte_s + num_on_disk * (self.disk_byte_s or 0.0)
         if seconds < num_tokens * self.prefill_s:
             return True
+        return self._is_tried_anyway()
+
+    def _is_tried_anyway(self) -> bool:
+        """Count a prefix of which not all is predicted to win; whether it is the one in ``RETRY_AFTER``."""
         self._num_declined += 1
         return self._num_declined % RETRY_AFTER == 0
 

@@ -53,6 +53,10 @@ def rounds_inputs(stored: QuantisedWeight) -> bool:
     )
 
 
+def _is_rounded(stored: QuantisedWeight) -> bool:
+    return stored.activations is not None or stored.input_scale is not None
+
+
 class TritonLinear(nn.Module):
     """A ``QuantisedLinear`` whose codes our kernels read.
 
@@ -125,7 +129,7 @@ def use_kernels(model: nn.Module) -> int:
         for module in model.modules()
         for name, child in module.named_children()
         if isinstance(child, QuantisedLinear)
-        and (fits(child.stored) if child.activations is None else rounds_inputs(child.stored))
+        and (rounds_inputs(child.stored) if _is_rounded(child.stored) else fits(child.stored))
     ]
     for module, name in targets:
         setattr(module, name, TritonLinear(getattr(module, name)))
