@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hpu_duo.kv.allocations import KVAllocations
 from hpu_duo.kv.tiers.policy import LoadPolicy
 from hpu_duo.kv.tiers.swap import PreemptionMode, SwapSpace
-from hpu_duo.request import NO_REGION, Request, RequestStatus
+from hpu_duo.request import Request, RequestStatus
 
 
 class Swapping:
@@ -52,8 +52,7 @@ class Swapping:
         is room, where copies of the context's might never fit beside it.
         """
         self._allocations.shrink(victim)
-        is_whole = victim.region == NO_REGION and victim.context is None
-        may_leave = is_whole and victim.num_computed_tokens and self._pays(victim)
+        may_leave = victim.context is None and victim.num_computed_tokens and self._pays(victim)
         if may_leave and self.space.begin(victim):
             victim.status = RequestStatus.MOVING
             self._allocations.release_prefix(victim)
