@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from bias_builders import Window
 from hpu_duo import HPUDuoModel, SamplingParams, request
 from hpu_duo.context import PrefixContext
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
+from hpu_duo.kv.tiers.eviction import ORDERS
 from hpu_duo.kv.tiers.host_link import HostLink
 from hpu_duo.kv.tiers.link import SimulatedLink, Transfer, Transfers
 from hpu_duo.kv.tiers.policy import LoadPolicy
@@ -109,14 +111,32 @@ def test_other_write_policies_give_the_same_tokens(tiny: Tiny, policy: str) -> N
     assert tiered.stats().total_blocks == 24 - 4
 
 
+@cache
+def slot_gib(tiny: Tiny) -> float:
+    tiers = tiny.load(**HOST, **DUO).engine.scheduler.allocations.tiers
+    assert tiers is not None
+    return tiers.sizes.slot_bytes / 2**30
+
+
 def test_a_tier_of_one_record_gives_the_same_tokens(tiny: Tiny) -> None:
-    sizes = tiny.load(**HOST, **DUO).engine.scheduler.allocations.tiers.sizes  # type: ignore[union-attr]
-    one = tiny.load(**{**HOST, "kv_offloading_size": sizes.slot_bytes / 2**30}, **DUO)
+    one = tiny.load(**{**HOST, "kv_offloading_size": slot_gib(tiny)}, **DUO)
     tiers = one.engine.scheduler.allocations.tiers
     assert tiers is not None
     assert tiers.host.num_slots == 1
     assert answers(one) == answers_of_rings(tiny)
     assert tiers.counters.num_stored > 0
+
+
+@pytest.mark.parametrize("policy", ["arc", "value"])
+def test_other_eviction_policies_give_the_same_tokens(tiny: Tiny, policy: str) -> None:
+    few = {**HOST, "kv_offloading_size": 24 * slot_gib(tiny), "kv_offloading_eviction_policy": policy}
+    tiered = in_steps(tiny.load(**few, **DUO))
+    assert answers(tiered) == answers_of_rings(tiny)
+    tiers = tiered.engine.scheduler.allocations.tiers
+    assert tiers is not None
+    assert type(tiers.host._order) is type(ORDERS[policy](1))
+    assert tiers.counters.num_loaded > 0
+    assert tiers.host.num_evicted > 0
 
 
 def test_records_of_another_salt_are_not_found(tiny: Tiny) -> None:
@@ -244,6 +264,13 @@ def test_a_rank_without_blocks_has_as_many_slots_as_the_others() -> None:
 def test_what_cannot_be_offloaded_is_one_sentence(tiny: Tiny, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tiny.load(**options)
+
+
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_steps_are_not_recorded_with_a_tier(tiny: Tiny, tmp_path: Path, has_disk: bool) -> None:
+    disk = {"kv_offloading_disk": tmp_path / "kv", "kv_offloading_disk_size": 0.02}
+    with pytest.raises(ValueError, match="steps are recorded without kv_offloading_size"):
+        tiny.load(**HOST, **(disk if has_disk else {}), record_steps=tmp_path / "steps")
 
 
 def test_a_server_rests_where_snapshots_are_larger_than_the_tier(tiny: Tiny) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hpu_duo import HPUDuoModel, SamplingParams
-from hpu_duo.kv.tiers.swap import SwapCounters
+from hpu_duo.kv.tiers.policy import LoadPolicy
+from hpu_duo.kv.tiers.swap import PreemptionMode, SwapCounters, SwapSpace
+from hpu_duo.kv.tiers.swapping import Swapping
+from hpu_duo.request import Request, TokenLimits
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import BLOCK, prompts_of
 from tests.offload.test_offloading import KINDS, in_steps
@@ -82,6 +86,18 @@ def test_states_of_layers_and_of_drafts_are_swapped(tmp_path: Path, name: str, d
     assert tokens_of(serve(swapped, PROMPTS, PARAMS)) == tokens_of(serve(plain, PROMPTS, PARAMS))
     assert counters(swapped).num_out == counters(swapped).num_in > 0
     assert counters(swapped).num_lost == 0
+
+
+@pytest.mark.parametrize(("num_tokens", "is_swapped"), [(8, False), (9, True)])
+def test_auto_swaps_where_both_copies_are_faster_than_computing(num_tokens: int, is_swapped: bool) -> None:
+    allocations: Any = SimpleNamespace(shrink=lambda _: None, release_prefix=lambda _: None)
+    stage: Any = None
+    space, policy = SwapSpace(stage, range(9), 1, slot_bytes=1000), LoadPolicy(prefill_s=1e-3, byte_s=1e-6)
+    victim = Request("r", [1] * 12, PARAMS, TokenLimits(80))
+    # Three blocks and a row, out and in: 8 ms, and 1 ms a token.
+    victim.num_blocks, victim.num_computed_tokens = 3, num_tokens
+    assert Swapping(allocations, space, PreemptionMode.AUTO, policy).begin(victim) is is_swapped
+    assert (space.has(victim), space.counters.num_recomputed) == (is_swapped, not is_swapped)
 
 
 def test_without_room_a_request_is_computed_again(tiny: Tiny) -> None:

@@ -43,6 +43,16 @@ def test_usage_says_how_many_tokens_of_a_prompt_were_cached(
         assert _cached(server, prompt="!" + TEXT) == 0
 
 
+def test_tokens_from_host_memory_are_cached_tokens(tiny: TinyChat) -> None:
+    few = {"num_blocks": 16, "max_model_len": 64, "kv_offloading_size": 0.05}
+    with live(tiny.load(**few, kv_offloading_write_policy="write_through")) as server:
+        found = [_cached(server, prompt=prompt) for prompt in (TEXT, "!" + TEXT, "?" + TEXT, TEXT)]
+        offload = server.model.stats().offload
+    assert found == [0, 0, 0, HIT]
+    assert offload is not None
+    assert offload.num_hit_tokens > 0
+
+
 def test_streams_and_chats_tell_it_too(tiny: TinyChat) -> None:
     with live(tiny.load()) as server:
         create = server.client().completions.create

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
+import torch
 
 from graphs import BucketTable
+from hpu_duo.kv.tiers.host_link import HostLink
+from hpu_duo.kv.tiers.link import Transfer
 from hpu_duo.kv.tiers.policy import LoadPolicy
 from hpu_duo.lab import sim
 from hpu_duo.sampling import SamplingParams
@@ -26,6 +31,14 @@ def test_transfers_need_nothing_new_after_warm_up(tiny: Tiny, monkeypatch: pytes
     cache = {"num_blocks": 10, "num_prefix_snapshots": 3, "kv_offloading_size": 0.01}
     served = tiny.load(device="hpu-sim", buckets=table, **cache, **options)
     served.warmup()
+    shapes, units_of = set[tuple[bool, int]](), HostLink._units
+
+    def units(link: HostLink, batch: Sequence[Transfer]) -> torch.Tensor:
+        found = units_of(link, batch)
+        shapes.add((batch[0].is_row, len(found)))
+        return found
+
+    monkeypatch.setattr(HostLink, "_units", units)
     with sim.watch() as seen:
         assert tokens_of(serve(served, TEXTS * 3, GREEDY)) == expected
     offload = served.stats().offload
@@ -34,3 +47,6 @@ def test_transfers_need_nothing_new_after_warm_up(tiny: Tiny, monkeypatch: pytes
     report = seen.report()
     assert (report.new_graphs, report.new_recipes) == (0, 0)
     assert not report.excused
+    # Blocks and rows, each padded to one number in both directions; a step reads its results only.
+    assert sorted(is_row for is_row, _ in shapes) == [False, True]
+    assert report.max_reads == 1
