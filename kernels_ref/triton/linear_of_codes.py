@@ -1,8 +1,8 @@
 """Linear layers of 8-bit and 4-bit codes, which stay codes in memory.
 
 Codes become numbers in registers and meet inputs; sums in float32 of each group of inputs are multiplied by
-its scale. Inputs may be codes too, whose products with codes of the same kind are of integers or of 8-bit
-floats. Many plain rows are multiplied with a weight that is decoded once, by torch.
+its scale. Inputs may be codes too: codes of the same kind are multiplied as integers or as 8-bit
+floats. For many plain rows the weight is decoded first, and torch multiplies.
 
 Shapes: Q rows, N outputs, K inputs, G groups of inputs.
 """
