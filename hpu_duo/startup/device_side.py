@@ -46,10 +46,8 @@ from hpu_duo.modeling.packed_linear import (
 )
 from hpu_duo.modeling.precision import Precision, name_of, widen
 from hpu_duo.modeling.probe import DecoderLayer
-from hpu_duo.modeling.quantised import cuda
 from hpu_duo.modeling.quantised.checkpoint import quantisation_of
-from hpu_duo.modeling.quantised.execution import PUBLISHED, separate_rounded_inputs
-from hpu_duo.modeling.quantised.hpu import use_operators
+from hpu_duo.modeling.quantised.execution import PUBLISHED, separate_rounded_inputs, use_kernels
 from hpu_duo.modeling.quantised.state import quantised_layers
 from hpu_duo.modeling.recurrent import layers_besides
 from hpu_duo.modeling.row_fusion import arrange
@@ -424,10 +422,7 @@ def _pack(
     packs_floats = bool(wanted) and is_cpu and dtype == torch.float32 and x86.is_available(dtype)
     arithmetic = precision.arithmetic if precision.is_mixed or packs_floats else None
     separate_rounded_inputs(model, config.model, dtype, precision.arithmetic, device)
-    if device.type == "hpu":
-        use_operators(model, device, config.model.activations == PUBLISHED)
-    elif device.type == "cuda" and cuda.can_run(device, precision.arithmetic):
-        cuda.use_kernels(model)
+    use_kernels(model, device, precision.arithmetic, config.model.activations == PUBLISHED)
     possible = is_cpu and can_pack(dtype, arithmetic)
     if wanted and not possible:
         raise ValueError(

@@ -112,6 +112,21 @@ def separate_rounded_inputs(
         separate_inputs(model, is_whole, execution.keeps, weights)
 
 
+def use_kernels(model: nn.Module, device: torch.device, dtype: torch.dtype, may_round: bool) -> None:
+    """Replace the layers of codes that kernels of an accelerator read, in place.
+
+    Args:
+        model: on the host still.
+        device: where it will run.
+        dtype: of activations.
+        may_round: whether kernels may round them to a smaller format.
+    """
+    if device.type == "hpu":
+        hpu.use_operators(model, device, may_round)
+    elif device.type == "cuda" and cuda.can_run(device, dtype):
+        cuda.use_kernels(model)
+
+
 def inc_scales(setting: str, device: torch.device) -> IncScales:
     """Read the scales that the environment's ``QUANT_CONFIG`` names.
 
