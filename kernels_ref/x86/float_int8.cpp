@@ -100,18 +100,6 @@ struct Rows {
   float *scales;
 };
 
-// The largest size of some numbers; NaN if one of them is.
-float largest_of(const float *x, int64_t count) {
-  F most = Lanes::set(0.0f);
-  M has_nan = Lanes::is_nan(most);
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const F each = Lanes::load(x + i);
-    most = Lanes::max(most, Lanes::max(each, Lanes::sub(Lanes::set(0.0f), each)));
-    has_nan = Lanes::either(has_nan, Lanes::is_nan(each));
-  }
-  return Lanes::any(has_nan) ? NAN : Lanes::most(most);
-}
-
 void round_row(const float *x, int64_t count, float scale, Item *codes) {
   const F divisor = Lanes::set(scale), least = Lanes::set(-128.0f), most = Lanes::set(-127.0f);
   for (int64_t i = 0; i < count; i += kLanes) {

@@ -48,14 +48,7 @@ struct Rows {
 
 // Some inputs as codes, and their scale and sum.
 void round_block(const float *x, int64_t count, int16_t *codes, float &scale, int &sum) {
-  F most = Lanes::set(0.0f);
-  M has_nan = Lanes::is_nan(most);
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const F each = Lanes::load(x + i);
-    most = Lanes::max(most, Lanes::max(each, Lanes::sub(Lanes::set(0.0f), each)));
-    has_nan = Lanes::either(has_nan, Lanes::is_nan(each));
-  }
-  const float largest = Lanes::any(has_nan) ? NAN : Lanes::most(most);
+  const float largest = largest_of(x, count);
   if (std::isfinite(largest)) {
     const float bounded = std::max(largest, kLeastLargest);
     const F factor = Lanes::set(kMostWord / bounded);

@@ -479,5 +479,17 @@ inline void with_stored(Store store, const Function &function) {
   }
 }
 
+// The largest size of some numbers; NaN if one of them is.
+inline float largest_of(const float *x, int64_t count) {
+  F most = Lanes::set(0.0f);
+  M has_nan = Lanes::is_nan(most);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const F each = Lanes::load(x + i);
+    most = Lanes::max(most, Lanes::max(each, Lanes::sub(Lanes::set(0.0f), each)));
+    has_nan = Lanes::either(has_nan, Lanes::is_nan(each));
+  }
+  return Lanes::any(has_nan) ? NAN : Lanes::most(most);
+}
+
 }  // namespace
 }  // namespace hpu_duo

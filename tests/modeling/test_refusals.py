@@ -228,7 +228,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
 """
 
 
-@pytest.mark.skipif(VERSION < (5, 24), reason="older versions write states in other ways")
+@pytest.mark.skipif(VERSION < (5, 24), reason="families and names of their parts are those of 5.24")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_are_refused_with_the_part_that_is_missing(tmp_path: Path, name: str) -> None:
     changes, message = FAMILIES[name]

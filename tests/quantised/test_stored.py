@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hpu_duo.config.engine import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from hpu_duo.device import run_processes
@@ -85,7 +84,6 @@ def test_layouts_of_models(layout: str, tmp_path: Path) -> None:
     assert tokens(load(path, quantization_execution="stored")) == tokens(load(plain))
 
 
-@pytest.mark.skipif("deepseek_v3" not in CONFIG_MAPPING, reason="transformers has no such model yet")
 @pytest.mark.parametrize("scheme", [None, "dynamic"])
 def test_the_projection_from_latents_is_split_and_does_not_stay_codes(
     tmp_path: Path, scheme: str | None

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from transformers import AutoConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hpu_duo.device import run_processes
 from hpu_duo.parallel import head_exchanges
@@ -115,8 +114,7 @@ def latent_cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     }
 
 
-@pytest.mark.skipif("deepseek_v3" not in CONFIG_MAPPING, reason="transformers has no such model yet")
-def test_latents_are_dealt_by_context(latent_cases: dict[str, Case]) -> None:
+def test_latents_are_sharded_by_context(latent_cases: dict[str, Case]) -> None:
     answers = run_processes(serve, (latent_cases,), [{}] * 2, 600)[0]
     ones = {name: serve_here(replace(case, cache={}, parallel={})) for name, case in latent_cases.items()}
     assert {name: answer.error or answer.tokens for name, answer in answers.items()} == {
@@ -135,7 +133,6 @@ def test_latents_are_dealt_by_context(latent_cases: dict[str, Case]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("deepseek_v3" not in CONFIG_MAPPING, reason="transformers has no such model yet")
 def test_simulated_hpus_capture_latents_ahead(latent_cases: dict[str, Case]) -> None:
     case = replace(
         latent_cases["preempted, replayed"],
