@@ -10,7 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from graphs.shape import BatchShape
+from graphs.shape import BatchShape, Phase
 from graphs.table import BucketTable, Miss, PlannedPadding
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class GraphCache:
         self._run_before: set[BatchShape] = set()
         self._captured_late: Counter[BatchShape] = Counter()
         self._runs: Counter[BatchShape] = Counter()
-        self._steps: Counter[str] = Counter()
+        self._steps: Counter[Phase] = Counter()
 
     @property
     def table(self) -> BucketTable:
@@ -147,7 +147,7 @@ class GraphCache:
             self._eager_runs,
             self._bypasses,
             MappingProxyType(dict(self._runs)),
-            MappingProxyType(dict(self._steps)),
+            MappingProxyType({str(phase): count for phase, count in self._steps.items()}),
         )
 
     @property
@@ -228,7 +228,7 @@ class GraphCache:
             self._eager_runs += 1
         else:
             raise GraphMissError(Miss(bucket, self._table.nearest(bucket)))
-        self._steps[str(bucket.phase)] += 1
+        self._steps[bucket.phase] += 1
         return outputs
 
     def run_uncounted(self, bucket: BatchShape, fn: Callable[[Inputs], Outputs], inputs: Inputs) -> Outputs:

@@ -99,10 +99,8 @@ class ShapeReservoir:
     def add(self, shape: BatchShape) -> None:
         """Add a step."""
         self.num_steps += 1
-        if self.num_steps == self._next:
-            self._take(shape)
-
-    def _take(self, shape: BatchShape) -> None:
+        if self.num_steps < self._next:
+            return
         self._next += 1
         if len(self._kept) < self._capacity:
             self._kept.append(shape)

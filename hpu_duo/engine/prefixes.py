@@ -60,7 +60,8 @@ class PrefixHolding:
             left = self._cache.holds.left
             for _ in range(len(left)):
                 self._cache.let_go(left.popleft())
-            self._cache.release_idle()
+            if self._cache.holds.idle_s is not None:
+                self._cache.release_idle()
 
     def open(self, request: Request) -> None:
         """Pin the computed prompt of a running request, if it opens a context."""

@@ -166,13 +166,15 @@ class Scheduler:
                 self._schedule(request, step)
             else:
                 prompts.append(request)
-        self._schedule_all(prompts, step)
+        for request in prompts:
+            self._schedule(request, step)
         if alone is None:
             self._admit(step)
         if self.drafting is not None or self.limits.draft_lens:
             self._add_drafts(step)
         if step.is_empty:  # those with a share were preempted for one that did not fit after all
-            self._schedule_all([r for r in self._running if r.num_uncomputed_tokens != 1], step)
+            for request in [each for each in self._running if each.num_uncomputed_tokens != 1]:
+                self._schedule(request, step)
             if step.is_empty and (tiers is None or not (tiers.has_loads or tiers.has_stores)):
                 assert not self._unfinished, f"nothing scheduled for {self._unfinished}"
                 return None
@@ -258,10 +260,6 @@ class Scheduler:
         if self._unfinished.get(request.request_id) is not request:
             raise ValueError(f"{request} is not an unfinished request of this scheduler")
         self._end(request, reason)
-
-    def _schedule_all(self, requests: Sequence[Request], step: StepDraft) -> None:
-        for request in requests:
-            self._schedule(request, step)
 
     def _schedule(self, request: Request, step: StepDraft) -> None:
         """Schedule a running request in the step, preempting later arrivals for their blocks."""

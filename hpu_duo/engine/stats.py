@@ -473,7 +473,7 @@ class EngineStats:
         drafts = stepper.speculation.stats()
         allocations, memory, graphs = scheduler.allocations, runner.store.plan, runner.graphs.counters
         return cls(
-            steps=dict(counters.steps),
+            steps={str(phase): count for phase, count in counters.steps.items()},
             num_prompt_tokens=counters.num_prompt_tokens,
             num_output_tokens=counters.num_output_tokens,
             num_drafted_tokens=drafts.num_draft_tokens,

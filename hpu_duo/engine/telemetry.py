@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bias_builders import Quest, Rule, Tile, TopBlocks
-from graphs import BatchShape, BucketTable, StepLimits
+from graphs import BatchShape, BucketTable, Phase, StepLimits
 from graphs.bucket_file import write_shapes
 from graphs.planner.cells import price, to_levels
 from graphs.table import ShapeReservoir
@@ -222,7 +222,7 @@ _log = logging.getLogger(__name__)
 class StepCounters:
     """Running totals; the engine is their only writer."""
 
-    steps: Counter[str] = field(default_factory=Counter)
+    steps: Counter[Phase] = field(default_factory=Counter)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_padded_tokens: int = 0
@@ -242,7 +242,7 @@ class StepCounters:
     ) -> None:
         """Count a completed step, before anything of it is released."""
         shape, bucket = result.message.shape, result.message.bucket
-        self.steps[str(shape.phase)] += 1
+        self.steps[shape.phase] += 1
         cached = num_blocks = 0
         for row in plan.rows:
             end = row.end

@@ -247,11 +247,6 @@ class RowPool(Generic[Owner]):
         """Number of rows with an owner."""
         return self.num_rows - len(self._free)
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether the used rows are exactly the first ``num_used`` ones."""
-        return not self._free or self._free[0] == self.num_used
-
     def owner(self, row: int) -> Owner | None:
         """The owner of ``row``; None when it is free."""
         return self._owners[row]
@@ -286,9 +281,9 @@ class RowPool(Generic[Owner]):
             The moves in order of execution; sources are at or above ``num_used``, destinations below it, so
             no move reads what another one wrote.
         """
-        if self.is_dense:
-            return []
         used = self.num_used
+        if not self._free or self._free[0] == used:
+            return []
         holes = (row for row in range(used) if self._owners[row] is None)
         moves = []
         for src in range(self.num_rows - 1, used - 1, -1):

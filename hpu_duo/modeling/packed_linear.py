@@ -445,3 +445,25 @@ _EACH = {
     int8.NAME: int8.each_operator,
 }
 """Functions that return the operator for several weights."""
+
+
+class StoredEmbedding(nn.Module):
+    """An embedding table in the dtype of the checkpoint, for activations of another one.
+
+    Args:
+        table: its weight is not copied.
+        arithmetic: dtype of the results.
+    """
+
+    weight: torch.Tensor
+
+    def __init__(self, table: nn.Embedding, arithmetic: torch.dtype) -> None:
+        super().__init__()
+        # No parameter: transformers takes the dtype of the first one for that of the model.
+        self.register_buffer("weight", table.weight.detach())
+        self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
+        self._arithmetic = arithmetic
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Look up token ids ``[...]``: ``[..., hidden]``."""
+        return nn.functional.embedding(input_ids, self.weight).to(self._arithmetic)

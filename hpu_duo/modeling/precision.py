@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hpu_duo.modeling.experts import PanelExperts
 from hpu_duo.modeling.loading import resolve_dtype
-from hpu_duo.modeling.packed_linear import PanelLinear, can_pack, is_native
+from hpu_duo.modeling.packed_linear import PanelLinear, StoredEmbedding, can_pack, is_native
 from hpu_duo.modeling.quantised.panels import Int8PanelLinear, PanelQuantisedLinear
 from kernels_ref.x86 import library
 
@@ -93,28 +93,6 @@ def _is_multiplied(dtype: torch.dtype) -> bool:
         return True
     is_restricted = library.switch() not in ("0", "1")
     return is_native(dtype) and not is_restricted
-
-
-class StoredEmbedding(nn.Module):
-    """An embedding table in the dtype of the checkpoint, for activations of another one.
-
-    Args:
-        table: its weight is not copied.
-        arithmetic: dtype of the results.
-    """
-
-    weight: torch.Tensor
-
-    def __init__(self, table: nn.Embedding, arithmetic: torch.dtype) -> None:
-        super().__init__()
-        # No parameter: transformers takes the dtype of the first one for that of the model.
-        self.register_buffer("weight", table.weight.detach())
-        self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
-        self._arithmetic = arithmetic
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Look up token ids ``[...]``: ``[..., hidden]``."""
-        return nn.functional.embedding(input_ids, self.weight).to(self._arithmetic)
 
 
 _PACKED = (PanelLinear, PanelQuantisedLinear, Int8PanelLinear, PanelExperts)

@@ -103,8 +103,13 @@ class Rings(GroupKind):
         seen: Seen = Leading(rows.end[:0, None])
         chunk_position = t.row_start.new_empty(0, ring.size)
         is_kept = t.row < no_row
-        if parts.unique:
-            seen = _seen(rows, ring)
+        if parts.unique and rows.end.shape[1] == 1 and not ring.slack:
+            # A ring then has exactly the tokens that its new token sees.
+            seen = Leading(torch.clamp(rows.end, max=ring.size)[:, None])
+        elif parts.unique:
+            stored = torch.clamp(rows.end.amax(dim=1), min=0)
+            begin = torch.clamp(rows.end - ring.window.recent, min=0)
+            seen = Held(slot_position(stored, ring)[:, None], begin, rows.end, ring.window.sink)
         if parts.causal:
             # One more entry, for the row index of padding.
             start, num_new = (torch.cat([x, x.new_zeros(1)]) for x in (t.row_start, t.row_num_new))
@@ -162,13 +167,3 @@ class Rings(GroupKind):
         num_keys = num_parts(num_queries, size) * band_keys(size, self.window.size)
         # Keys and values of a slice are gathered, and turned for the operator.
         return dense_bytes(heads, sizes, size * num_keys) + 4 * heads.unit_bytes(num_keys)
-
-
-def _seen(rows: DecodeRows, ring: Ring) -> Seen:
-    """Return the visibility of rings to decode rows after their tokens are written."""
-    if rows.end.shape[1] == 1 and not ring.slack:
-        # A ring then has exactly the tokens that its new token sees.
-        return Leading(torch.clamp(rows.end, max=ring.size)[:, None])
-    stored = torch.clamp(rows.end.amax(dim=1), min=0)
-    begin = torch.clamp(rows.end - ring.window.recent, min=0)
-    return Held(slot_position(stored, ring)[:, None], begin, rows.end, ring.window.sink)

@@ -29,7 +29,6 @@ def test_compact_of_dense_rows_moves_nothing() -> None:
     for name in "abc":
         pool.acquire(name)
     pool.release(2)
-    assert pool.is_dense
     assert pool.compact() == []
 
 
@@ -68,7 +67,6 @@ def test_moves_carry_the_content_of_every_owner_to_the_row_it_is_said_to_have(ch
             for move in pool.compact():
                 content[move.dst] = content[move.src]
                 row_of[move.owner] = move.dst
-            assert pool.is_dense
             assert sorted(row_of.values()) == list(range(len(row_of)))
         assert all(content[row] == pool.owner(row) == owner for owner, row in row_of.items())
         assert pool.num_used == len(row_of)
