@@ -22,7 +22,7 @@ from kernels_ref.partial import Partial, Scoring, Softmax, merge, normalise, pla
 from kernels_ref.recurrent.kind import Recurrence, prepare_recurrences
 from kernels_ref.rows import RowKind
 from kernels_ref.step import DecodeRows, PartInputs, PlanKey, Step, StepParts, StepTensors
-from kernels_ref.units import KVUnits, NewKV, UnitLayout
+from kernels_ref.units import KVUnits, NewKV, StoreTurn, UnitLayout
 
 LayerCache: TypeAlias = tuple[KVUnits, ...]
 """Stores of one layer: the units of each of its groups."""
@@ -45,7 +45,7 @@ class LayerSpec:
         chunks: bounds of chunks of context, from which their sizes follow.
         rows: kinds of state that rows have besides what heads store.
         value_head_dim: size of values; None = that of keys.
-        writes: False for a layer that reads the stores of an earlier one, with the same keys and values.
+        turn: its place among layers that read the same stores, with the same keys and values.
         needs_decoding: whether some of the stores have a format that ``impl`` does not read.
     """
 
@@ -60,13 +60,18 @@ class LayerSpec:
     slices: Slices = DEFAULT_SLICES
     chunks: ChunkBounds = DEFAULT_BOUNDS
     rows: tuple[RowKind, ...] = ()
-    writes: bool = True
+    turn: StoreTurn = StoreTurn.ONLY
     value_head_dim: int | None = None
     needs_decoding: bool = field(init=False)
 
     def __post_init__(self) -> None:
         is_read = all(self.impl.serves(group.format) for group in self.groups)
         object.__setattr__(self, "needs_decoding", not is_read)
+
+    @property
+    def writes(self) -> bool:
+        """Whether its stores are its own: False for a layer that reads those of an earlier one."""
+        return self.turn.is_first
 
     @property
     def value_dim(self) -> int:
@@ -246,7 +251,7 @@ def layer_kernels(spec: LayerSpec, parts: StepParts) -> Kernels:
     run = looped(kernels(spec.impl, spec.operators), spec.scoring, spec.operators, parts)
     if spec.needs_decoding:
         run = cast("Kernels", DecodingKernels(run, spec.impl))
-    return run if spec.writes else cast("Kernels", ReadOnlyKernels(run))
+    return run
 
 
 def unified_attention(
@@ -284,10 +289,14 @@ def unified_attention(
         else:
             new = NewKV(k_QKD[:, begin:end], v_QKD[:, begin:end])
         sinks = None if sinks_KG is None else sinks_KG[begin:end]
+        if spec.turn is not StoreTurn.ONLY:
+            units = units._replace(turn=spec.turn)
         inputs = PartInputs(q_QKGD[:, begin:end], new, units, step.tensors, scoring, sinks=sinks)
         of_group = run
-        if elsewhere is not None and (join := elsewhere.begin(place, run, inputs, step)) is not None:
-            of_group = cast("Kernels", JoiningKernels(run, join))
+        if not (spec.writes or group.kind.chooses_last):
+            of_group = cast("Kernels", ReadOnlyKernels(run))
+        if elsewhere is not None and (join := elsewhere.begin(place, of_group, inputs, step)) is not None:
+            of_group = cast("Kernels", JoiningKernels(of_group, join))
         output = group.kind.attend(of_group, inputs, step)
         # A group that only stores heads of other ranks has no result.
         if group.num_heads or len(spec.groups) == 1:

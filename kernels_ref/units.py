@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -104,6 +105,30 @@ class KVRecord(NamedTuple):
         return KVRecord(NewKV(*[torch.cat(pair) for pair in zip(self.values, other.values)]), tensors)
 
 
+class StoreTurn(Enum):
+    """Place of a layer among those that read one store in a step.
+
+    ``ONLY``: no other layer does, or the others do not change what is stored. ``FIRST``: the layer that
+    stores the new tokens of decode rows. ``NEXT``: a reader. ``LAST``: the last reader, after which tokens
+    are scored, and those of prompts stored, by what all these layers have observed.
+    """
+
+    ONLY = "only"
+    FIRST = "first"
+    NEXT = "next"
+    LAST = "last"
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no layer before reads the store."""
+        return self in (StoreTurn.ONLY, StoreTurn.FIRST)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no layer behind adds to what is observed."""
+        return self in (StoreTurn.ONLY, StoreTurn.LAST)
+
+
 class KVUnits(NamedTuple):
     """Units of a store of keys and values: the one place that knows how they are stored.
 
@@ -118,6 +143,8 @@ class KVUnits(NamedTuple):
         state: position and score of each slot, for kinds that evict by them; else None.
         regions: whole texts of partially computed prompts, for kinds that choose at the end of a prompt; else
             None.
+        sums: where several layers read the units, and what they observe counts; else None.
+        turn: of the layer that reads the units.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -127,6 +154,8 @@ class KVUnits(NamedTuple):
     scratch: tuple[torch.Tensor, ...] | None = None
     state: SlotState | None = None
     regions: PromptRegions | None = None
+    sums: ReaderSums | None = None
+    turn: StoreTurn = StoreTurn.ONLY
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -136,7 +165,7 @@ class KVUnits(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors, those beside the store included."""
-        beside = (*(self.scratch or ()), *(self.state or ()))
+        beside = (*(self.scratch or ()), *(self.state or ()), *(self.sums or ()))
         regions = self.regions.tensors if self.regions is not None else ()
         return sum(each.nbytes for each in (*self.tensors, *beside, *regions))
 
@@ -200,6 +229,50 @@ class SlotState(NamedTuple):
 
     position: torch.Tensor
     score: torch.Tensor
+
+
+class ReaderSums(NamedTuple):
+    """Sums over the layers that read one store, within a step: of weights, or of expected scores.
+
+    Attributes:
+        decode: of the slots of decode rows, float32 ``[N + 1, K * S]``; the last one is for rows without a
+            token.
+        chunk: of the candidates of prompt rows, float32 ``[P, K * n]``.
+    """
+
+    decode: torch.Tensor
+    chunk: torch.Tensor
+
+    def add_decode(self, turn: StoreTurn, row: torch.Tensor, own: torch.Tensor) -> torch.Tensor | None:
+        """Add numbers of decode rows ``[N, K, S]``; see ``add_chunk``.
+
+        Args:
+            row: of each, any large number for rows without a token, int32 ``[N]``.
+        """
+        place = torch.clamp(row, max=len(self.decode) - 1).to(index_dtype(row.device))
+        if not turn.is_first:
+            own = own + gather(self.decode, place).view(own.shape)
+        if turn.is_last:
+            return own
+        self.decode.index_copy_(0, place, own.flatten(1))
+        return None
+
+    def add_chunk(self, turn: StoreTurn, own: torch.Tensor) -> torch.Tensor | None:
+        """Add numbers of candidates ``[P, K, S]``.
+
+        Returns:
+            The sums after the last layer; None before.
+        """
+        num_rows, num_heads, num = own.shape
+        before = self.chunk.view(num_rows, num_heads, -1)
+        if not turn.is_first:
+            own = own + before[..., :num]
+        if turn.is_last:
+            return own
+        rows = torch.arange(num_rows, dtype=index_dtype(own.device), device=own.device)
+        whole = torch.nn.functional.pad(own, (0, before.shape[-1] - num))
+        self.chunk.index_copy_(0, rows, whole.flatten(1))
+        return None
 
 
 class PromptRegions(NamedTuple):

@@ -107,7 +107,7 @@ class BudgetStats:
 def budgets_of(memory: MemoryPlan) -> Iterator[tuple[LayerKV, HeadGroup, Budget]]:
     """Yield the groups of heads with a budget, of all ranks, with their layer and kind."""
     for layer in memory.layers_of_ranks:
-        for group in layer.groups:
+        for group in layer.own_groups:
             if isinstance(group.kind, Budget):
                 yield layer, group, group.kind
 

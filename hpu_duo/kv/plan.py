@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,11 +26,13 @@ from kernels_ref import (
     QuestBlocks,
     Rings,
     RowKind,
+    StoreTurn,
     WholePrompts,
 )
 from kernels_ref.formats import LATENT
 
 _GIB = 1 << 30
+_FLOAT32 = 4
 
 SparseKind: TypeAlias = Blocks | ChosenBlocks | QuestBlocks
 """Kinds of heads that may skip stored tokens."""
@@ -238,6 +241,45 @@ class LayerKV:
         return replace(self, groups=groups)
 
 
+def shared_source(
+    source: int | None, groups: tuple[HeadGroup, ...], of_layers: Sequence[tuple[HeadGroup, ...]]
+) -> int | None:
+    """Return the layer whose stores a layer reads; None if it has stores of its own.
+
+    Layers share stores of equal groups, with units that can be shared.
+
+    Args:
+        source: number of the layer with the same keys and values, None if there is none.
+        groups: of the layer.
+        of_layers: groups of all earlier layers at least.
+
+    Raises:
+        ValueError: the groups cannot be shared, and would be scored otherwise with stores of their own.
+    """
+    if source is None or groups != of_layers[source]:
+        return None
+    if not all(group.kind.shares_units for group in groups):
+        return None
+    for group in groups:
+        if (problem := group.kind.problem_of_sharing) is not None:
+            raise ValueError(problem)
+    return source
+
+
+def store_turns(layers: Sequence[LayerKV]) -> list[StoreTurn]:
+    """Return the place of each layer among those that read one store."""
+    last = {kv.source: number for number, kv in enumerate(layers) if kv.source is not None}
+    found = []
+    for number, kv in enumerate(layers):
+        chooses_last = any(group.kind.chooses_last for group in kv.groups)
+        if kv.source is None:
+            found.append(StoreTurn.FIRST if chooses_last and number in last else StoreTurn.ONLY)
+        else:
+            is_last = chooses_last and last[kv.source] == number
+            found.append(StoreTurn.LAST if is_last else StoreTurn.NEXT)
+    return found
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """The number and shape of all KV tensors, and their sizes.
@@ -246,7 +288,9 @@ class MemoryPlan:
     ``num_blocks + 1`` units for units of blocks, and ``max_num_seqs + num_snapshots + 1`` for units of rows;
     the additional one is the null unit of padding. Kinds with a scratch have one of ``max_chunk_rows`` units
     as well, those that read whole prompts as many regions, and those with a state its bytes for each slot of
-    a unit. Further states of a row have as many rows as units of rows. All sizes are exact, in bytes.
+    a unit. Where several layers read one store, kinds that observe queries have sums of ``max_num_seqs + 1``
+    units of slots and ``max_chunk_rows`` of candidates. Further states of a row have as many rows as units of
+    rows. All sizes are exact, in bytes.
 
     Attributes:
         layers: one entry per decoder layer that attends, then one per layer with states only.
@@ -431,14 +475,34 @@ class MemoryPlan:
 
     @cached_property
     def scratch_bytes(self) -> int:
-        """Bytes of buffers for prompts, of all layers: scratches of rows, and regions of whole prompts."""
+        """Bytes of buffers within a step, of all layers.
+
+        Scratches of rows, regions of whole prompts, and sums over layers that read one store.
+        """
         scratches = sum(
             layer.unit_bytes(group, self.dtype_bytes, self.block_size, with_state=False)
             for layer in self.layers
             for group in layer.own_groups
             if group.kind.owner is Owner.ROW and group.kind.keeps_scratch
         )
-        return self.max_chunk_rows * (scratches + self._region_bytes)
+        sums = sum(
+            _FLOAT32 * sum(map(math.prod, self.sum_shapes(group)))
+            for number in self.read_layers
+            for group in self.layers[number].own_groups
+            if group.kind.num_summed
+        )
+        return self.max_chunk_rows * (scratches + self._region_bytes) + sums
+
+    @cached_property
+    def read_layers(self) -> frozenset[int]:
+        """Numbers of layers whose stores other layers read."""
+        return frozenset(layer.source for layer in self.layers if layer.source is not None)
+
+    def sum_shapes(self, group: HeadGroup) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Shapes of the tensors of ``ReaderSums`` for a group of heads that observes queries."""
+        slots = group.num_heads * group.kind.num_slots(self.block_size)
+        of_chunk = self.max_chunk_rows, group.num_heads * group.kind.num_summed
+        return (self.max_num_seqs + 1, slots), of_chunk
 
     @property
     def num_regions(self) -> int:

@@ -21,6 +21,7 @@ from kernels_ref import (
     LayerCache,
     Owner,
     PromptRegions,
+    ReaderSums,
     RowKind,
     SlotState,
     UnitLayout,
@@ -73,8 +74,13 @@ class KVStore(NotPicklable):
         assert dtype.itemsize == plan.dtype_bytes, f"plan is for {plan.dtype_bytes} bytes, not {dtype}"
         self.plan = plan
         caches: list[LayerCache] = []
-        for layer in plan.layers:
+        for number, layer in enumerate(plan.layers):
             own = tuple(self._allocate(layer, group, dtype, device) for group in layer.own_groups)
+            if number in plan.read_layers:
+                own = tuple(
+                    units._replace(sums=self._sums(group, device))
+                    for group, units in zip(layer.own_groups, own)
+                )
             caches.append(own if layer.source is None else caches[layer.source])
         self.layers = tuple(caches)
         self.row_tensors = tuple(
@@ -153,6 +159,14 @@ class KVStore(NotPicklable):
         for each in state:
             mark_null(each, null, null + 1, is_state=True)
         return state
+
+    def _sums(self, group: HeadGroup, device: torch.device) -> ReaderSums | None:
+        if not group.kind.num_summed:
+            return None
+        shapes = self.plan.sum_shapes(group)
+        sums = ReaderSums(*(reserved_zeros(shape, torch.float32, device) for shape in shapes))
+        mark_null(sums.decode, self.plan.max_num_seqs, self.plan.max_num_seqs + 1, is_state=True)
+        return sums
 
     @property
     def device(self) -> torch.device:

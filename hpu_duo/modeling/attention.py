@@ -27,6 +27,7 @@ from kernels_ref import (
     LayerCache,
     LayerSpec,
     PromptRegions,
+    ReaderSums,
     SlotState,
     Step,
     UnitLayout,
@@ -186,7 +187,7 @@ class _StoreNames(NamedTuple):
 
     Attributes:
         layout, encoding: of the units.
-        store, scratch, state, regions: names; empty where there is no such tensor.
+        store, scratch, state, regions, sums: names; empty where there is no such tensor.
         region_layout: of the regions, if there are any.
     """
 
@@ -196,6 +197,7 @@ class _StoreNames(NamedTuple):
     scratch: tuple[str, ...]
     state: tuple[str, ...]
     regions: tuple[str, ...]
+    sums: tuple[str, ...]
     region_layout: UnitLayout | None
 
 
@@ -275,6 +277,7 @@ class AttentionLayer(nn.Module):
             self._make_buffers(f"scratch_{group}", units.scratch or ()),
             self._make_buffers(f"slot_{group}", units.state or ()),
             self._make_buffers(f"region_{group}", () if regions is None else regions.tensors),
+            self._make_buffers(f"sum_{group}", units.sums or ()),
             None if regions is None else regions.layout,
         )
 
@@ -321,9 +324,9 @@ class AttentionLayer(nn.Module):
         self.clipped.add_(torch.stack(counts))
 
     def _units(self, part: _StoreNames) -> KVUnits:
-        store, scratch, state, regions = (
+        store, scratch, state, regions, sums = (
             tuple([getattr(self, name) for name in names])
-            for names in (part.store, part.scratch, part.state, part.regions)
+            for names in (part.store, part.scratch, part.state, part.regions, part.sums)
         )
         return KVUnits(
             store,
@@ -333,6 +336,7 @@ class AttentionLayer(nn.Module):
             scratch or None,
             SlotState(*state) if state else None,
             PromptRegions(regions[:2], regions[2], part.region_layout) if part.region_layout else None,
+            ReaderSums(*sums) if sums else None,
         )
 
 

@@ -168,8 +168,12 @@ class StepModel(NotPicklable):
             each.attach(states, tensors, self.running)
             served[each.module] = (*served.get(each.module, ()), *states)
         besides = layers_besides(model, served)
-        # Layers that write nothing, behind all that do.
-        writing = [number for number, spec in enumerate(specs) if spec.writes or spec.rows]
+        # Layers that write nothing, and whose queries decide on nothing, behind all that do.
+        writing = [
+            number
+            for number, spec in enumerate(specs)
+            if spec.writes or spec.rows or any(group.kind.num_summed for group in spec.groups)
+        ]
         num_writing = len(specs) if recurrent or besides else 1 + max(writing)
         trailing = {layer.module for layer in layers[num_writing:]}
         self._has_trailing = bool(trailing)

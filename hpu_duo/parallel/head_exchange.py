@@ -446,9 +446,17 @@ class StepExchanges:
             )
             for kind, spec in dealt
         )
-        budgets = [group.kind for spec in specs for group in spec.groups if isinstance(group.kind, Budget)]
+        budgets = [
+            (group.kind, spec.turn)
+            for spec in specs
+            for group in spec.groups
+            if isinstance(group.kind, Budget)
+        ]
+        # Layers that share a store score tokens once, but average what each of them expects.
         scored = tuple(
-            (kind, kind.policy.num_summed) for kind in budgets if isinstance(kind.policy, SharedPolicy)
+            (kind, kind.policy.num_summed)
+            for kind, turn in budgets
+            if isinstance(kind.policy, SharedPolicy) and (turn.is_last or kind.policy.num_ahead)
         )
         return cls(token_bytes, sizes, dtype_bytes, row_len, num_ranks, scored)
 

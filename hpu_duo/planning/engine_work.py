@@ -341,7 +341,7 @@ class EngineWork:
 
     def _score_bytes(self, kv: LayerKV, bucket: Bucket) -> Any:
         """Scores that devices sum, of policies that average over all heads of a layer."""
-        budgets = [group.kind for group in kv.groups if isinstance(group.kind, Budget)]
+        budgets = [group.kind for group in kv.own_groups if isinstance(group.kind, Budget)]
         pooled = [kind for kind in budgets if kind.policy.pools_heads]
         if not pooled:
             return 0.0

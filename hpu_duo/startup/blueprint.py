@@ -15,7 +15,7 @@ from hpu_duo.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from hpu_duo.config.limits import DeviceBudget
 from hpu_duo.heads import HeadPattern
 from hpu_duo.heads.eviction import make_kv_policy
-from hpu_duo.kv.plan import LayerKV, MemoryPlan, ring_slack
+from hpu_duo.kv.plan import LayerKV, MemoryPlan, ring_slack, store_turns
 from hpu_duo.kv.snapshots import default_snapshots, default_snapshots_within
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.attention import LiveRows
@@ -38,6 +38,7 @@ from kernels_ref import (
     LayerSpec,
     Recurrence,
     Softmax,
+    StoreTurn,
 )
 from kernels_ref.chunks import MOST_INLINE, ChunkBounds
 from kernels_ref.hpu.attention import LINE_BYTES, NO_OPERATORS
@@ -427,8 +428,9 @@ class Blueprint:
         cache = stored_cache(config.cache, precision, heads, layers, kernels.impl)
         heads = with_formats(heads, layers, cache, precision.arithmetic, device)
         chunks = chunk_bounds(config.model.score_bytes, device, kernels.impl, memory_bytes)
+        stored = kv_layers(layers, heads)
         specs = tuple(
-            _layer_spec(layer, kv, kernels, chunks) for layer, kv in zip(layers, kv_layers(layers, heads))
+            _layer_spec(*each, kernels, chunks) for each in zip(layers, stored, store_turns(stored))
         )
         return cls(
             *(config, text_config, layers, device, precision.arithmetic, max_len),
@@ -528,7 +530,9 @@ def fix_served_len(model: PreTrainedModel, config: EngineConfig) -> None:
     fix_frequencies(model, request_len(config, model.config.get_text_config()))
 
 
-def _layer_spec(layer: DecoderLayer, kv: LayerKV, kernels: ChosenKernels, chunks: ChunkBounds) -> LayerSpec:
+def _layer_spec(
+    layer: DecoderLayer, kv: LayerKV, turn: StoreTurn, kernels: ChosenKernels, chunks: ChunkBounds
+) -> LayerSpec:
     """Return the kernels' description of a layer of grouped heads."""
     return LayerSpec(
         groups=kv.groups,
@@ -541,6 +545,6 @@ def _layer_spec(layer: DecoderLayer, kv: LayerKV, kernels: ChosenKernels, chunks
         operators=kernels.operators,
         chunks=chunks,
         rows=kv.rows,
-        writes=kv.source is None,
+        turn=turn,
         value_head_dim=layer.call.value_head_dim,
     )

@@ -23,6 +23,7 @@ from hpu_duo.kv.plan import (
     budget_groups,
     head_groups,
     ring_slack,
+    shared_source,
     sparse_groups,
     with_latents,
 )
@@ -371,28 +372,24 @@ def latent_note(
 def kv_layers(layers: Sequence[DecoderLayer], heads: Sequence[HeadAssignment]) -> tuple[LayerKV, ...]:
     """Return the keys and values, and further states, of each layer.
 
-    A layer that attends to the keys and values of an earlier one reads its stores, where both have the same
-    kinds of heads, with units that can be shared.
+    A layer that attends to the keys and values of an earlier one reads its stores; see ``shared_source``.
 
     Args:
         heads: of each layer.
+
+    Raises:
+        ValueError: they cannot share stores.
     """
-
-    def source_of(number: int) -> int | None:
-        source, groups = layers[number].call.source, heads[number].groups
-        if source is None or groups != heads[source].groups:
-            return None
-        return source if all(group.kind.shares_units for group in groups) else None
-
+    of_layers = [each.groups for each in heads]
     return tuple(
         LayerKV(
             each.groups,
             layer.call.head_dim,
             layer.call.value_head_dim,
             rows=layer.rows,
-            source=source_of(number),
+            source=shared_source(layer.call.source, each.groups, of_layers),
         )
-        for number, (layer, each) in enumerate(zip(layers, heads))
+        for layer, each in zip(layers, heads)
     )
 
 
@@ -558,12 +555,7 @@ class SizedHeads:
             sliding_window = layer.window if layer.has_window(max_len) else None
             streams = np.arange(layer.num_kv_heads) >= (0 if rules else count)
             groups = with_latents(kinds.of(index, sliding_window, streams, None)[1], layer.latent)
-            source = layer.source
-            # As in ``kv_layers``: layers share stores of equal groups, with units that can be shared.
-            if source is not None and not (
-                groups == kept[source].groups and all(group.kind.shares_units for group in groups)
-            ):
-                source = None
+            source = shared_source(layer.source, groups, [each.groups for each in kept])
             kept.append(LayerKV(groups, layer.head_dim, layer.value_head_dim, source=source))
         if planned is not None:
             check_shared(config.parallel, [each.groups for each in kept])

@@ -31,6 +31,7 @@ from kernels_ref.groups.budget_versions import (
     behind_chunk,
     decode_in_turn,
     decode_turns,
+    read_in_turn,
     read_versions,
     write_versions,
 )
@@ -53,6 +54,7 @@ from kernels_ref.units import (
     NewKV,
     Scratch,
     SlotState,
+    StoreTurn,
     UnitLayout,
     gather,
     index_dtype,
@@ -68,11 +70,11 @@ class DecodeSlots(NamedTuple):
 
     Attributes:
         slots: of all rows; positions and scores are those of the store.
-        written: slot of the new token in each head, int32 ``[N, K, 1]``.
+        written: slot of the new token in each head, int32 ``[N, K, 1]``; None where another layer wrote it.
     """
 
     slots: SlotView
-    written: torch.Tensor
+    written: torch.Tensor | None
 
 
 def take_in(
@@ -106,8 +108,14 @@ def take_in(
     if policy.has_scores:
         first = policy.first_score(token_class).repeat_interleave(num_heads)
         state.score.view(-1).index_copy_(0, place, first)
+    return taken_in(state, layout, end)._replace(written=written[..., None])
+
+
+def taken_in(state: SlotState, layout: UnitLayout, end: torch.Tensor) -> DecodeSlots:
+    """Return the slots of decode rows after an earlier layer has run ``take_in``."""
+    num_slots = layout.num_slots
     valid = leading_slots(torch.clamp(end, max=num_slots), num_slots)[:, None]
-    return DecodeSlots(_view(state, shape, valid, end), written[..., None])
+    return DecodeSlots(_view(state, (layout.num_heads, num_slots), valid, end), None)
 
 
 def _view(state: SlotState, shape: tuple[int, int], valid: torch.Tensor, end: torch.Tensor) -> SlotView:
@@ -155,6 +163,10 @@ class Budget(GroupKind):
     them on a grid of ``chunk`` positions and at the end of the prompt. Occupied slots come first, since none
     is evicted while one is free. With several versions of the state that holds for prompts only, see
     ``kernels_ref.groups.budget_versions``.
+
+    Layers that share a store observe together. The first one evicts for the new tokens of decode rows, and
+    writes them; all attend to the same slots; the last one adds up the weights of all, scores the tokens, and
+    stores what remains of prompts, which are read from the scratch until then.
 
     Attributes:
         policy: chooses the tokens to evict.
@@ -212,6 +224,37 @@ class Budget(GroupKind):
     def keeps_scratch(self) -> bool:
         """Return True: the new tokens of a prompt overwrite what it still has to read."""
         return True
+
+    @property
+    def shares_units(self) -> bool:
+        """Return True: layers with the same keys and values observe together."""
+        return True
+
+    @property
+    def chooses_last(self) -> bool:
+        """Return True: a token is scored by the weights of all layers."""
+        return True
+
+    @property
+    def num_summed(self) -> int:
+        """Slots and new tokens, if a policy observes queries."""
+        observes = self.policy.num_observed != 0 or self.policy.num_ahead > 0
+        return (self._most_read + self.chunk) * observes
+
+    @property
+    def _most_read(self) -> int:
+        """Most tokens of its row that a prompt reads."""
+        return self.budget
+
+    @property
+    def problem_of_sharing(self) -> str | None:
+        """A token of a step would evict by weights that later layers have not observed yet."""
+        if self.versions == 1 or not self.policy.weighs_decodes:
+            return None
+        return (
+            f"kv_policy={self.policy.name!r} scores keys by the weights of all layers that share them: "
+            f"expected decode_len=1 and no speculative_config, got {self.versions} tokens of a decode"
+        )
 
     @property
     def reads_text(self) -> bool:
@@ -318,12 +361,13 @@ class Budget(GroupKind):
         if parts.causal:
             prompts = inputs if self.reads_text else seen
             of_tokens, kept = self._read_prompts(run, prompts, step)
-        if parts.unique:
+        if parts.unique and units.turn.is_first:
             taken = self._take_in(run, units, plan)
-        run.write_kv(units, *self._written(units, plan, kept, taken, stored))
+        if units.turn is StoreTurn.ONLY or not (kept is None and taken is None):
+            run.write_kv(units, *self._written(units, plan, kept, taken, stored))
         # New views: older ones would be further inputs of this graph if it was cut in between.
         units = units.seen_anew()
-        if taken is not None:
+        if parts.unique:
             decoded = self._decode(run, seen._replace(units=units), step, taken)
         if kept is not None:
             self._write_kept(units, plan, kept)
@@ -364,8 +408,10 @@ class Budget(GroupKind):
             return new
         return NewKV(turned_as(new.k, plan.turns.back), new.v)
 
-    def _read_prompts(self, run: Kernels, inputs: PartInputs, step: Step) -> tuple[list[Partial], Kept]:
-        """Attention of prompt rows, and the tokens that remain of them."""
+    def _read_prompts(
+        self, run: Kernels, inputs: PartInputs, step: Step
+    ) -> tuple[list[Partial], Kept | None]:
+        """Attention of prompt rows, and the tokens that remain of them, which the last layer knows."""
         units = inputs.units
         plan: BudgetStep = step.plans[self.key, units.layout]
         chunk, scratch = plan.chunk, None
@@ -384,7 +430,7 @@ class Budget(GroupKind):
             of_tokens.append(run.shared_rings(inputs, plan.ring))
         held = Held(state, scratch)
         slots = scored_tokens(run, self.policy, self.budget, held, chunk, inputs, of_tokens, plan.turns)
-        return of_tokens, keep_chunk(self.policy, held, slots, chunk)
+        return of_tokens, None if slots is None else keep_chunk(self.policy, held, slots, chunk)
 
     def _before_chunk(self, units: KVUnits, plan: BudgetStep) -> SlotState:
         """Positions and scores of prompt rows, ``[P, K, C]``."""
@@ -397,39 +443,50 @@ class Budget(GroupKind):
         return SlotState(*(each[..., : self.budget] for each in state))
 
     def _decode(
-        self, run: Kernels, inputs: PartInputs, step: Step, taken: DecodeSlots | DecodeTurns
+        self, run: Kernels, inputs: PartInputs, step: Step, taken: DecodeSlots | DecodeTurns | None
     ) -> Partial:
         """Attention of decode rows, after which their new scores are written."""
         inputs, units = inputs.of_rows(step), inputs.units
-        plan: BudgetStep = step.plans[self.key, units.layout]
+        layout = units.layout
+        plan: BudgetStep = step.plans[self.key, layout]
         assert units.state is not None, "expected units with positions and scores"
-        if isinstance(taken, DecodeTurns):
+        if taken is None and plan.versions is None:
+            taken = taken_in(units.state, layout, plan.end)
+        if not isinstance(taken, DecodeSlots):
             assert plan.versions is not None, "expected places of versions"
+            if taken is None:
+                after = read_versions(units.state, plan.versions.after, layout.num_heads, layout.num_slots)
+                rest = plan.versions.turns, inputs, plan.turns.ranks
+                return unfold(read_in_turn(self.policy, after.position, *rest), step.decode_len)
             decoded = decode_in_turn(
                 self.policy, taken, plan.versions.turns, inputs, plan.turns.ranks, run.eviction_victims
             )
             write_versions(units.state, plan.versions.after, decoded.state)
             return unfold(decoded.partial, step.decode_len)
         partial, score = self._decode_one(run, inputs, plan, taken.slots)
-        if self.policy.num_observed != 0:
+        if score is not None:
             row = plan.decode_row.to(index_dtype(plan.end.device))
             units.state.score.index_copy_(0, row, score.flatten(1))
         return partial
 
     def _decode_one(
         self, run: Kernels, inputs: PartInputs, plan: BudgetStep, slots: SlotView
-    ) -> tuple[Partial, torch.Tensor]:
-        """Attention of decode rows of one token, and their new scores."""
+    ) -> tuple[Partial, torch.Tensor | None]:
+        """Attention of decode rows of one token, and their new scores; None where a later layer scores."""
+        units = inputs.units
         if self.policy.positions_in_cache:
             k, v = inputs.units.tile(slice(0, len(plan.end)))
             k = turned_by_rank(k, slots.position, slots.valid, plan.turns.ranks)
             inputs = inputs._replace(units=of_stores(k, v.contiguous()))
         if self.policy.weighs_decodes:
             partial, mass = run.unique_with_weights(inputs, plan.ring)
-            return partial, self.policy.observe(slots, mass)
+            if units.sums is None:
+                return partial, self.policy.observe(slots, mass)
+            total = units.sums.add_decode(units.turn, plan.decode_row, mass)
+            return partial, None if total is None else self.policy.observe(slots, total)
         partial = run.unique_rings(inputs, plan.ring)
-        if self.policy.num_observed == 0:
-            return partial, slots.score
+        if self.policy.num_observed == 0 or not units.turn.is_first:
+            return partial, None
         return partial, self.policy.observe(slots, torch.zeros_like(slots.score))
 
     def _written(
@@ -445,18 +502,21 @@ class Budget(GroupKind):
         tables = self._decode_places(layout, plan, taken)
         if kept is not None:
             tables.insert(0, self._kept_places(layout, plan.chunk.row, kept.slot))
+        elif plan.chunk.token.numel() and not self.region_len:
+            tables.insert(0, _nowhere(layout, plan.chunk.token.numel(), plan.end.device))
         return gather(torch.cat(tables), plan.place).view(-1), stored
 
     def _decode_places(
         self, layout: UnitLayout, plan: BudgetStep, taken: DecodeSlots | DecodeTurns | None
     ) -> list[torch.Tensor]:
         """Return places of the new tokens of the N rows, if any, followed by one in the null unit."""
-        nowhere = torch.zeros((1, layout.num_heads, 1), dtype=torch.int32, device=plan.end.device)
-        tables = [_places(layout, layout.num_units - 1 - nowhere, nowhere)]
-        if taken is not None:
-            row = torch.arange(len(plan.end), dtype=torch.int32, device=plan.end.device)
-            tables.insert(0, _places(layout, row[:, None, None], taken.written))
-        return tables
+        if taken is None:
+            num_turns = 1 if plan.versions is None else len(plan.versions.turns)
+            return [_nowhere(layout, len(plan.end) * num_turns + 1, plan.end.device)]
+        assert taken.written is not None, "expected slots of new tokens"
+        row = torch.arange(len(plan.end), dtype=torch.int32, device=plan.end.device)
+        places = _places(layout, row[:, None, None], taken.written)
+        return [places, _nowhere(layout, 1, plan.end.device)]
 
     def _kept_places(self, layout: UnitLayout, row: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         """Places of slots ``[P, K, n]``, ``[P * n, K]``; the null unit for slots beyond the budget."""
@@ -496,6 +556,12 @@ class Budget(GroupKind):
             return 0
         per_head = 3 * num_tokens + 4 * num_rows * heads.head_dim * (self.policy.num_ahead > 0)
         return per_head * heads.num_query_heads * heads.head_dim * FLOAT32
+
+
+def _nowhere(layout: UnitLayout, count: int, device: torch.device) -> torch.Tensor:
+    """Places in the null unit of this many tokens, ``[count, K]``."""
+    slot = torch.zeros((count, layout.num_heads, 1), dtype=torch.int32, device=device)
+    return _places(layout, layout.num_units - 1 - slot, slot)
 
 
 def _places(layout: UnitLayout, unit: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:

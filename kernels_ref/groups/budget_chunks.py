@@ -239,8 +239,10 @@ def scored_tokens(
     inputs: PartInputs,
     partials: list[Partial],
     turns: BudgetTurns,
-) -> SlotView:
+) -> SlotView | None:
     """Return the stored tokens followed by the new ones, with their scores after the chunk.
+
+    Layers that read one store score them together, in the last one; None in those before.
 
     Args:
         run: the kernels of the parts.
@@ -266,14 +268,19 @@ def scored_tokens(
     if policy.num_ahead:
         queries = future_queries(inputs.q, chunk, policy.first_query, turns.back, turns.ahead)
         both = zip(inputs.new, held.kv or (None, None))
-        score = policy.expect(slots, queries, *(candidates(*each, chunk) for each in both))
+        own = policy.expect(slots, queries, *(candidates(*each, chunk) for each in both))
     elif policy.num_observed != 0:
         lse, stored = log_sum_exp(partials, inputs.sinks), None if held.kv is None else held.kv.k
-        mass = run.column_sums(inputs, lse, stored, chunk, policy.num_observed)
-        score = policy.observe(slots, mass)
+        own = run.column_sums(inputs, lse, stored, chunk, policy.num_observed)
     else:
-        return slots
-    return slots._replace(score=score)
+        return slots if inputs.units.turn.is_last else None
+    units, total = inputs.units, own
+    if units.sums is not None:
+        summed = units.sums.add_chunk(units.turn, own)
+        if summed is None:
+            return None
+        total = summed
+    return slots._replace(score=total if policy.num_ahead else policy.observe(slots, total))
 
 
 def chosen(policy: KVPolicy, slots: SlotView) -> torch.Tensor:

@@ -229,10 +229,7 @@ def decode_in_turn(
     position, score = taken.state
     k_NKSD, v_NKSD = inputs.units.tile(slice(0, len(position)))
     number, queries = _numbers(position), inputs.q.chunk(len(turns), dim=2)
-    scores = []
-    if not policy.positions_in_cache:
-        products = soften(scores_of(inputs.q, k_NKSD), inputs.scoring).float()
-        scores = list(products.chunk(len(turns), dim=2))
+    scores = [] if policy.positions_in_cache else _scores_of_turns(inputs, k_NKSD, len(turns))
     states, weights = [], []
     for place, (turn, slot) in enumerate(zip(turns, taken.slots)):
         if place:
@@ -254,12 +251,46 @@ def decode_in_turn(
             score = policy.observe(slots, torch.zeros_like(score))
         states.append(SlotState(position, score))
     state = SlotState(*(torch.stack(each, dim=1) for each in zip(*states)))
-    together = _together(weights, scores, state.position)
-    # Free slots have undefined content.
-    seen = (state.position.amax(dim=1) >= 0)[..., None]
-    attn = torch.matmul(together.weights.to(v_NKSD.dtype), torch.where(seen, v_NKSD, 0)).float()
-    partial = Partial(attn, together.largest[..., 0], together.total[..., 0])
+    partial = _attended(_together(weights, scores, state.position), v_NKSD, state.position)
     return Decoded(partial, SlotState(*(each.flatten(0, 1) for each in state)))
+
+
+def read_in_turn(
+    policy: KVPolicy,
+    position: torch.Tensor,
+    turns: tuple[Turn, ...],
+    inputs: PartInputs,
+    ranks: Rotation,
+) -> Partial:
+    """Attend as ``decode_in_turn`` after another layer has decoded, for policies that weigh no decodes.
+
+    Args:
+        position: of the slots after each token, ``[N * M, K, S]``; anything for missing tokens.
+    """
+    exists = torch.stack([turn.end > 0 for turn in turns], dim=1)
+    position_NMKS = torch.where(exists, position.unflatten(0, (-1, len(turns))), FREE)
+    k_NKSD, v_NKSD = inputs.units.tile(slice(0, len(position_NMKS)))
+    if policy.positions_in_cache:
+        scores = []
+        for q, own in zip(inputs.q.chunk(len(turns), dim=2), position_NMKS.unbind(1)):
+            k = turned_by_rank(k_NKSD, own, own >= 0, ranks)
+            scores.append(soften(scores_of(q, k), inputs.scoring).float())
+    else:
+        scores = _scores_of_turns(inputs, k_NKSD, len(turns))
+    return _attended(_together([], scores, position_NMKS), v_NKSD, position_NMKS)
+
+
+def _scores_of_turns(inputs: PartInputs, k_NKSD: torch.Tensor, num_turns: int) -> list[torch.Tensor]:
+    """Scores of the slots for each turn, ``[N, K, G, S]``."""
+    products = soften(scores_of(inputs.q, k_NKSD), inputs.scoring).float()
+    return list(products.chunk(num_turns, dim=2))
+
+
+def _attended(together: _Weights, v_NKSD: torch.Tensor, position_NMKS: torch.Tensor) -> Partial:
+    # Free slots have undefined content.
+    seen = (position_NMKS.amax(dim=1) >= 0)[..., None]
+    attn = torch.matmul(together.weights.to(v_NKSD.dtype), torch.where(seen, v_NKSD, 0)).float()
+    return Partial(attn, together.largest[..., 0], together.total[..., 0])
 
 
 class _Weights(NamedTuple):

@@ -101,6 +101,27 @@ class GroupKind(ABC):
         return False
 
     @property
+    def chooses_last(self) -> bool:
+        """Whether the last layer that reads a store scores its tokens and stores those of prompts.
+
+        Other kinds store all new tokens in the first layer.
+        """
+        return False
+
+    @property
+    def num_summed(self) -> int:
+        """Most candidates of a prompt row whose weights are summed over layers that share a store; 0 = none.
+
+        If not 0, such layers sum the weights of slots of decode rows too; see ``ReaderSums``.
+        """
+        return 0
+
+    @property
+    def problem_of_sharing(self) -> str | None:
+        """Why layers with the same keys and values cannot be served with these heads; None if they can."""
+        return None
+
+    @property
     def needs_block_positions(self) -> bool:
         """Whether the unique part needs the positions of whole blocks: ``StepTensors.owner_start``."""
         return False

@@ -95,12 +95,15 @@ class WholePrompts(Budget):
         """The prompt rows. The table of places has the null unit for their tokens, which regions store."""
         return super()._chunk(t, place)[0], place
 
-    def _read_prompts(self, run: Kernels, inputs: PartInputs, step: Step) -> tuple[list[Partial], Kept]:
+    def _read_prompts(
+        self, run: Kernels, inputs: PartInputs, step: Step
+    ) -> tuple[list[Partial], Kept | None]:
         plan: BudgetStep = step.plans[self.key, inputs.units.layout]
         regions = inputs.units.regions
         assert regions is not None, "expected units with regions"
-        places = _region_places(regions.layout, plan.chunk, step.tensors)
-        run.write_kv(regions.units, places, regions.units.encode(inputs.new))
+        if inputs.units.turn.is_first:
+            places = _region_places(regions.layout, plan.chunk, step.tensors)
+            run.write_kv(regions.units, places, regions.units.encode(inputs.new))
         text_units = regions.units
         num_read = self.num_read(step.tensors.shared_block.shape[0]) if step.parts.shared else 0
         of_tokens = [run.causal(inputs)]
@@ -108,6 +111,8 @@ class WholePrompts(Budget):
             of_tokens.append(self._of_text(run, inputs, text_units, plan))
         held = self._held(regions, num_read)
         slots = scored_tokens(run, self.policy, self.budget, held, plan.chunk, inputs, of_tokens, plan.turns)
+        if slots is None:
+            return of_tokens, None
         if self._keeps_scores:
             score = self._summed(regions, plan.chunk, slots.score, num_read)
             rows = torch.arange(len(score), dtype=index_dtype(score.device), device=score.device)
@@ -186,6 +191,10 @@ class WholePrompts(Budget):
             return index, text
         decoded, of_rows = super()._written(units, plan, None, taken, stored)
         return torch.cat([decoded, index]), of_rows.followed_by(text)
+
+    @property
+    def _most_read(self) -> int:
+        return self.prompt_len
 
     def region_bytes(self, num_heads: int, token_bytes: int) -> int:
         """A region, with the vectors that padding writes, and its scores."""

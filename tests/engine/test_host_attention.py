@@ -35,6 +35,7 @@ from kernels_ref import (
     LatentSize,
     LayerSpec,
     Rings,
+    StoreTurn,
 )
 from tests.engine.test_host_attention_layer import FakeStreams
 from tests.engine.test_random_workload import random_params, run_all
@@ -356,7 +357,8 @@ def test_what_is_not_served_is_refused(tiny: Tiny, options: dict[str, Any], mess
     ],
 )
 def test_heads_that_are_not_served_are_named(kind: GroupKind, writes: bool, message: str) -> None:
-    spec = LayerSpec((HeadGroup(1, kind),), 1, 8, 1.0, None, Implementation.SDPA, writes=writes)
+    turn = StoreTurn.ONLY if writes else StoreTurn.NEXT
+    spec = LayerSpec((HeadGroup(1, kind),), 1, 8, 1.0, None, Implementation.SDPA, turn=turn)
     with pytest.raises(ValueError, match=message):
         check_specs([spec])
 

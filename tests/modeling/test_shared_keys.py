@@ -127,22 +127,6 @@ def test_one_token_of_each_row_passes_the_layers_behind_the_last_store(tmp_path:
     assert max(reading) <= 3
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_budget_is_kept_by_each_layer(tmp_path: Path, name: str) -> None:
-    shared(tmp_path, name)
-    served = HPUDuoModel.from_pretrained(
-        tmp_path,
-        max_model_len=64,
-        max_num_seqs=2,
-        block_size=BLOCK,
-        kv_policy="streaming-llm:sink=2",
-        kv_budget=8,
-        kv_chunk=8,
-    )
-    layers = served.engine.runner.store.plan.layers
-    assert [layer.source for layer in layers] == [None, None, 0, None]
-
-
 @pytest.mark.parametrize(("attention", "pages"), [("reference", 4), ("sdpa", 4), ("sdpa", 16)])
 def test_a_reader_chooses_pages_by_the_bounds_of_its_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str, pages: int

@@ -17,6 +17,7 @@ from hpu_duo.device import run_processes
 from hpu_duo.heads import HeadPattern
 from hpu_duo.sampling import SamplingParams
 from tests.modeling.families import BLOCK, Zoo, prompts_of
+from tests.modeling.test_shared_budgets import shared
 from tests.ranks.test_serving import captured_ahead, counted_alike
 from tests.ranks.work import Answer, Case, serve, serve_here
 from tests.tiers import every
@@ -98,8 +99,10 @@ def twice(case: Case) -> Case:
 
 
 @pytest.fixture(scope="module")
-def cases(zoo: Zoo) -> dict[str, Case]:
+def cases(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     """Policies whose scores are summed over ranks or not, by each way to share heads."""
+    path = tmp_path_factory.mktemp("shared_keys")
+    shared(path)
     duo = {"heads": {"pattern": PATTERN}}
     return {
         "h2o": case_of(zoo, "llama", "h2o"),
@@ -116,6 +119,7 @@ def cases(zoo: Zoo) -> dict[str, Case]:
             scheduler={"max_model_len": 46},
         ),
         "prefixes": twice(case_of(zoo, "llama_mqa", "h2o")),
+        "layers share keys": replace(case_of(zoo, "llama", "tova:protect=2"), path=path),
     }
 
 
