@@ -39,7 +39,6 @@ from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.on_host.attention import HostAttention
 from hpu_duo.engine.on_host.choice import HostContextSizes
 from hpu_duo.engine.on_host.runner import HostRunner
-from hpu_duo.lab.selftest.rates import offload_machine
 from hpu_duo.modeling.weight_stream import WeightStream
 from hpu_duo.planning import Format
 from hpu_duo.planning.offload import (
@@ -53,6 +52,7 @@ from hpu_duo.planning.offload import (
 )
 from hpu_duo.planning.read_model import read_model
 from hpu_duo.sampling import SamplingParams
+from hpu_duo.startup.placement import offload_machine
 from kernels_ref import PLAIN
 
 NUM_DECODES, NUM_ROUNDS, NUM_NEW = 6, 2, 32

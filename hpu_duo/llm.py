@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from hpu_duo.context import ContextModel
 from hpu_duo.engine.outputs import ContinuationScore
 from hpu_duo.engine.stats import EngineStats
 from hpu_duo.generation import as_eos_ids
+from hpu_duo.generation.offline import OfflineBatch, OfflinePrompt, OfflineResult
 from hpu_duo.modeling.hub import find_checkpoint
 from hpu_duo.modeling.loading import (
     LoadingArguments,
@@ -29,7 +30,9 @@ from hpu_duo.modeling.loading import (
     read_generation_config,
 )
 from hpu_duo.not_picklable import NotPicklable
+from hpu_duo.sampling import SamplingParams
 from hpu_duo.startup.assembly import assemble
+from hpu_duo.startup.placement import placed
 from hpu_duo.startup.recorded_steps import StepRecorder, origin_of
 from hpu_duo.startup.sharding import settle
 from hpu_duo.startup.warm_up import GivenBuckets, Progress, WarmUp, WarmUpReport, parse_phases
@@ -73,12 +76,13 @@ class HPUDuoModel(ContextModel, NotPicklable):
         given = GivenBuckets.read(config.graph.table, config.cache.block_size)
         path = find_checkpoint(path, loading.revision, access=loading.access)
         config = given.with_length(replace(config, model=replace(config.model, path=path)))
+        config, chosen = placed(config)
         config, notes = settle(config)
         config = given.complete(config)
         generation_config = read_generation_config(path, read_config(path))
         eos = as_eos_ids(generation_config.eos_token_id)
         tokenizer = load_tokenizer(path)
-        engine = assemble(config, frozenset(eos), tokenizer, config.run.seed, notes)
+        engine = assemble(config, frozenset(eos), tokenizer, config.run.seed, chosen + notes)
         given.check(engine)
         if config.run.record_shapes is not None:
             engine.recorder = ShapeRecorder(config.run.record_shapes)
@@ -178,6 +182,33 @@ class HPUDuoModel(ContextModel, NotPicklable):
         if differing:
             prepared.note(f"{manifest} is {differing}; it is replaced, and nothing of it is used")
         return prepared
+
+    def generate_offline(
+        self,
+        prompts: Sequence[OfflinePrompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_result: Callable[[OfflineResult], None] | None = None,
+    ) -> list[OfflineResult]:
+        """Generate from many prompts, by the same steps as ``generate``, and with the same tokens.
+
+        With ``from_pretrained(..., offload_policy="auto")``, the policy search has chosen where weights lie
+        and in how many groups rows pass through a layer, if the model does not fit the device.
+
+        Args:
+            prompts: texts or token ids.
+            params: one for all prompts, or one each; None = the defaults of ``SamplingParams``.
+            on_result: called with each result as soon as it is there, in any order; what has been computed
+                stays known if the call is interrupted.
+
+        Returns:
+            A result for each prompt, in order. One that cannot be served has its error, which names its
+            index, and an error of one request ends no other.
+
+        Raises:
+            ValueError: the numbers of prompts and params differ, or there is no prompt.
+        """
+        return OfflineBatch(self.engine, self.tokenizer, prompts, params or SamplingParams()).run(on_result)
 
     def score(
         self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[Sequence[int]]]

@@ -138,7 +138,7 @@ def read_prompts(texts: Sequence[str], files: Sequence[str]) -> list[str]:
     named = [
         (decoded(text, f"prompt {number}"), f"prompt {number}") for number, text in enumerate(texts, start=1)
     ]
-    named += [(_read(name), f"the prompt file {name!r}") for name in files]
+    named += [(read_text(name), f"the prompt file {name!r}") for name in files]
     if not named:
         raise ValueError("expected a prompt: --prompt TEXT, --file PATH, or --file - for standard input")
     for text, name in named:
@@ -171,7 +171,12 @@ def _utf8(data: bytes, name: str) -> str:
         raise ValueError(f"expected UTF-8 text in {name}, got byte {data[error.start]:#04x}") from None
 
 
-def _read(name: str) -> str:
+def read_text(name: str) -> str:
+    """Return the text of a file, ``-`` is standard input.
+
+    Raises:
+        ValueError: it cannot be read, or is not UTF-8.
+    """
     try:
         data = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
     except OSError as error:

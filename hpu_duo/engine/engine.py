@@ -350,6 +350,9 @@ class Engine(NotPicklable):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_output: Callable[[RequestOutput], None] | None = None,
         context: PrefixHold | None = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+        raises: bool = True,
     ) -> list[list[Completion]]:
         """Generate from prompts until all end; returns the ``n`` samples of each, in order of the prompts.
 
@@ -362,6 +365,8 @@ class Engine(NotPicklable):
             on_output: called with each output of this call, between steps; it may call any method. Outputs of
                 other requests are returned by the next ``step``.
             context: of all prompts, see ``add_request``.
+            request_ids: names of the requests in outputs; default new ones.
+            raises: False = serve the other requests when an error ends one, which its last output has.
         """
         prompts = list(prompts)
         each = (
@@ -369,11 +374,12 @@ class Engine(NotPicklable):
         )
         if len(each) != len(prompts):
             raise ValueError(f"expected one SamplingParams per prompt, got {len(each)} for {len(prompts)}")
+        names = [None] * len(prompts) if request_ids is None else list(request_ids)
         waiting: deque[Add] = deque(
-            partial(self._entry.add, prompt, _samples_of(one), name=f"prompt {number}", context=context)
-            for number, (prompt, one) in enumerate(zip(prompts, each))
+            partial(self._entry.add, prompt, _samples_of(one), own, name=f"prompt {number}", context=context)
+            for number, (prompt, one, own) in enumerate(zip(prompts, each, names, strict=True))
         )
-        done = self._calls.serve(waiting, on_output)
+        done = self._calls.serve(waiting, on_output, raises=raises)
         warn_of_cuts(done, each, self.limits.max_model_len)
         return done
 

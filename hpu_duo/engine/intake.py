@@ -265,6 +265,8 @@ class Calls:
         waiting: deque[Add],
         on_output: Callable[[RequestOutput], None] | None,
         widths: Sequence[int] | None = None,
+        *,
+        raises: bool = True,
     ) -> list[list[Completion]]:
         """Add requests and step until they have ended; returns the samples of each.
 
@@ -273,8 +275,9 @@ class Calls:
             on_output: called with each output, between steps.
             widths: samples of each request. A request is added only when all of its samples find a row, so
                 that they can fork; None adds all at once.
+            raises: the error that ended a request, and end the others; False = serve them.
         """
-        call = Completions(on_output)
+        call = Completions(on_output, raises=raises)
         try:
             while (outputs := self._outputs_of(call, waiting, widths)) is not None:
                 call.add(outputs)

@@ -124,11 +124,12 @@ class Completions:
 
     Args:
         on_output: called with each of their outputs.
+        raises: whether ``add`` raises the error that ended one of them.
     """
 
-    def __init__(self, on_output: Callable[[RequestOutput], None] | None) -> None:
+    def __init__(self, on_output: Callable[[RequestOutput], None] | None, *, raises: bool = True) -> None:
         self.mail: list[RequestOutput] = []
-        self._on_output = on_output
+        self._on_output, self._raises = on_output, raises
         self._samples: dict[str, dict[int, Completion]] = {}
 
     def expect(self, request_id: str) -> None:
@@ -153,7 +154,7 @@ class Completions:
             samples[output.sample_index].add(output)
             if self._on_output is not None:
                 self._on_output(output)
-            if output.error is not None:
+            if output.error is not None and self._raises:
                 raise output.error
 
     def in_order(self) -> list[list[Completion]]:

@@ -212,3 +212,56 @@ def test_ctrl_c_keeps_the_text_and_the_table_and_leaves_no_traceback(model_dir: 
     assert rest.endswith(b"\n")
     assert b"decode" in errors
     assert b"Traceback" not in errors
+
+
+def test_offline_writes_a_line_for_each_prompt_and_goes_on_behind_bad_ones(
+    hpu_duo: Run, model_dir: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    lines = [
+        json.dumps({"id": "a", "prompt": "Once upon", "max_tokens": 5}),
+        "{no json",
+        json.dumps({"prompt": [9, 8, 7]}),
+        json.dumps({"prompt": "x", "temperature": -1}),
+        json.dumps({"prompt": [10**6]}),
+        json.dumps({"prompt": "x", "top": 1}),
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    (tmp_path / "in.txt").write_text("first\n\nsecond\n", encoding="utf-8")
+    result = hpu_duo(
+        *("generate", "--offline", "--model", model_dir, "--max-new-tokens", "6", "--prompt", "told"),
+        *("--prompts", tmp_path / "in.jsonl", "--prompts", tmp_path / "in.txt"),
+        *("--output", tmp_path / "out.jsonl"),
+    )
+    assert result.exit_code == 1
+    assert "5 of 9 prompts" not in result.stdout == ""
+    assert "5 of 9 prompts" in result.stderr
+    told = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text("utf-8").splitlines()]
+    assert [one["index"] for one in told] == list(range(9))
+    assert [one["id"] for one in told][:3] == [None, "a", None]
+    texts = {0: ("told", 6), 1: ("Once upon", 5), 7: ("first", 6), 8: ("second", 6)}
+    for place, (prompt, length) in texts.items():
+        assert told[place]["text"] == transformers_text(model_dir, tokenizer, prompt, length)
+        assert told[place]["finish_reason"] == "length"
+    assert len(told[3]["token_ids"]) == 6
+    for place, message in (
+        (2, "line 2"),
+        (4, "temperature"),
+        (5, "prompts[5] has prompt tokens"),
+        (6, "got 'top'"),
+    ):
+        assert message in told[place]["error"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--output", "x", "--prompt", "a"), "expected --output with --offline"),
+        (("--offline", "--json", "--prompt", "a"), "expected --json without --offline"),
+        (("--offline", "--context", "x", "--prompt", "a"), "expected --context without --offline"),
+        (("--offline", "--prompts", os.devnull), "expected a prompt"),
+    ],
+)
+def test_offline_refuses_what_it_does_not_do(hpu_duo: Run, options: tuple[str, ...], message: str) -> None:
+    result = hpu_duo("generate", *options)
+    assert result.exit_code == 2
+    assert message in result.stderr

@@ -89,7 +89,7 @@ class MachineOptions:
             for size in (self.device_memory, self.host_memory, self.disk_size)
         )
         if self.measure is not None:
-            from hpu_duo.lab.selftest.rates import offload_machine
+            from hpu_duo.startup.placement import offload_machine
 
             if device is None:
                 raise ValueError("expected --device-memory with --measure, got none")

@@ -25,6 +25,7 @@ from hpu_duo.cli.options import (
     tokenizer_of,
 )
 from hpu_duo.cli.terminal import INTERRUPTED, user_errors
+from hpu_duo.cli.text.offline import Item, read_items, run_offline
 from hpu_duo.cli.text.run import LiveView, Run, RunReport, run_fields, run_table
 from hpu_duo.writable import check_file
 
@@ -153,6 +154,29 @@ def generate(
         Path | None,
         typer.Option(metavar="PATH", help="Write what was read of the document, to be loaded next time."),
     ] = None,
+    offline: Annotated[
+        bool,
+        typer.Option(
+            "--offline",
+            help=(
+                "For throughput: serve all prompts, write a line of JSON for each, and place weights by the "
+                "search of plan-offload if the model does not fit."
+            ),
+        ),
+    ] = False,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH",
+            help=(
+                "With --offline, file with a prompt on each line, or .jsonl with objects of prompt, id and "
+                "sampling parameters; repeat for several."
+            ),
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="With --offline, file to write results to.")
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap prompts in the model's chat template.")] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate for each prompt.")] = 128,
     as_json: opt.Json = False,
@@ -178,7 +202,9 @@ def generate(
         if max_new_tokens < 1:
             raise ValueError(f"expected --max-new-tokens of 1 or more, got {max_new_tokens}")
         check_context_options(context, save_context, file or [])
-        prompts = read_prompts(prompt or [], file or []) if prompt or file or save_context is None else []
+        _check_offline(offline, prompts, output, others={"--context": context, "--json": as_json or None})
+        needs_text = prompt or file or (save_context is None and not prompts)
+        texts = read_prompts(prompt or [], file or []) if needs_text else []
         sampling = {
             "temperature": temperature,
             **_drawn(temperature, top_k=top_k, top_p=top_p, min_p=min_p),
@@ -187,19 +213,24 @@ def generate(
             "ignore_eos": ignore_eos,
             "max_tokens": max_new_tokens,
         }
-        loaded = load_model(model, engine, max(1, len(prompts)), seed)
+        items = [*map(Item, texts), *read_items(prompts or [])] if offline else []
+    if offline:
+        run_offline(model, engine, items, sampling, output, is_chat=chat, seed=seed)
+        return
+    with user_errors():
+        loaded = load_model(model, engine, max(1, len(texts)), seed)
         tokenizer, opened = tokenizer_of(loaded), None
         if context is None:
-            ids = [encode(tokenizer, text, chat) for text in prompts]
+            ids = [encode(tokenizer, text, chat) for text in texts]
         else:
             opened = open_context(loaded, context, save_context, is_chat=chat)
             sampling["cache_salt"] = opened.context.cache_salt
-            ids = [opened.prompt(text) for text in prompts]
+            ids = [opened.prompt(text) for text in texts]
         hold = None if opened is None else opened.context.hold()
         run = Run(loaded.engine, ids, [_params(sampling)] * len(ids), hold)
     typer.echo(f"hpu-duo: {loaded.stats().resolved.computation}", err=True)
     console = Console(stderr=True)
-    is_streamed = len(prompts) == 1 and not as_json
+    is_streamed = len(texts) == 1 and not as_json
     from graphs import GraphMissError, RecompileError
 
     with user_errors((RecompileError, GraphMissError)):
@@ -209,7 +240,7 @@ def generate(
         typer.echo(json.dumps(fields if opened is None else fields | {"context": opened.fields()}, indent=2))
     else:
         if not is_streamed:
-            _print_labelled(prompts, report.completions)
+            _print_labelled(texts, report.completions)
         console.print()
         table = run_table(report)
         if opened is not None:
@@ -217,6 +248,16 @@ def generate(
         console.print(table)
     if report.is_interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+def _check_offline(
+    offline: bool, prompts: Sequence[str] | None, output: Path | None, others: dict[str, object]
+) -> None:
+    """Raise ValueError for options that need --offline, and for those that do not go with it."""
+    named = {"--prompts": prompts or None, "--output": output}
+    for name, value in (others if offline else named).items():
+        if value is not None:
+            raise ValueError(f"expected {name} {'without' if offline else 'with'} --offline, got {value!r}")
 
 
 def _drawn(temperature: float, **filters: float | None) -> dict[str, float]:

@@ -57,6 +57,8 @@ class PolicySearch:
     Args:
         host_attention: whether decodes attend on the host to what lies there; None = whichever is faster.
         max_batch: most rows of a batch.
+        is_served: find only what an engine executes in groups of rows: keys and values, and activations, on
+            the device.
 
     Raises:
         ValueError: scipy is not installed.
@@ -69,10 +71,12 @@ class PolicySearch:
         machine: OffloadMachine,
         host_attention: bool | None = None,
         max_batch: int = 1024,
+        *,
+        is_served: bool = False,
     ) -> None:
         self.model, self.work, self.machine = model, work, machine
         self._ways = (False, True) if host_attention is None else (host_attention,)
-        self._max_batch = max_batch
+        self._max_batch, self._is_served = max_batch, is_served
         self._solve = _solver()
         self._solved = lru_cache(maxsize=None)(self._place)
 
@@ -140,6 +144,7 @@ class PolicySearch:
                 self.machine.with_memory(attribute, more),
                 found.policy.host_attention,
                 self._max_batch,
+                is_served=self._is_served,
             )
             best, _ = other._best_number(found.policy.batch_size, found.policy.host_attention)
             gained[name] = max(0.0, best - found.bound)
@@ -225,7 +230,8 @@ class PolicySearch:
             for form in formula.rounds(is_prefill=not phase).values():
                 rows.append(np.concatenate([form[:9], -np.eye(2)[phase]]))
                 bounds.append(-float(form[9]))
-        limits, fixed = formula.limits(), np.array([not streams, 0, 0, not has_tiles, *[0] * 5, 1])
+        limits, served = formula.limits(), self._is_served
+        fixed = np.array([not streams, 0, 0, not has_tiles or served, 0, 0, served, 0, 0, 1])
         memory = formula.memory(2 * streams, reads_disk=reads_disk, has_tiles=has_tiles)
         for name, each in memory.items():
             for form in each:
@@ -255,6 +261,8 @@ class PolicySearch:
     def _whole(self, formula: Formula, near: Sequence[Placement], bound: float) -> Found | None:
         """The policy with shares of whole layers, blocks and batches, judged by the simulated schedule."""
         every = dict.fromkeys(each for placement in near for each in _whole_placements(formula, placement))
+        if self._is_served:
+            every = {each: None for each in every if each.kv_device == each.activations_device == 1}
         fitting = sorted(filter(formula.fits, every), key=formula.throughput, reverse=True)
         tried = [(ZigZag(formula, placement).run(), placement) for placement in fitting[:_NUM_SIMULATED]]
         if not tried:
