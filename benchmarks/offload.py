@@ -469,10 +469,12 @@ def measure(path: Path, rounds: int, sparsity: float, works: dict[str, Work]) ->
     for name, work in works.items():
         ratios: list[float] = []
         for number in range(rounds + 1):
-            with_tier = work(tiered, Tokens(name, number))
-            without = work(plain, Tokens(name, number))
+            # Which engine is first changes from round to round.
+            engines = (tiered, plain) if number % 2 else (plain, tiered)
+            times = {engine is tiered: work(engine, Tokens(name, number)) for engine in engines}
+            print(f"round {number}", {tier: round(sum(each), 2) for tier, each in times.items()}, flush=True)
             if number:
-                ratios += [one / other for one, other in zip(without, with_tier)]
+                ratios += [one / other for one, other in zip(times[False], times[True])]
         middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
         lines.append(f"| {name} | {middle:.2f} | {low:.2f}-{high:.2f} |")
         print(lines[-1], tiered.stats().offload, flush=True)

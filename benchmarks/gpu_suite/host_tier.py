@@ -83,7 +83,7 @@ def _context(
     if isinstance(runtime, CopiesAside):
         link = StreamLink(units, (), num_blocks, record, runtime, PER_STEP)
     else:
-        link = HostLink(units, (), num_blocks, record)
+        link = HostLink(units, (), num_blocks, record, PER_STEP)
     blocks = [Transfer(is_row=False, unit=number, slots=(number,)) for number in range(num_blocks)]
     found: dict[str, list[_Moved]] = {UP: [], DOWN: []}
     expected = [store[: layout.unit_stride].clone() for store in stores]

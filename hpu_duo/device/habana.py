@@ -6,15 +6,18 @@ Tested with a fake ``habana_frameworks``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
+import torch
 from torch import nn
 
 from hpu_duo.device.habana_environment import is_lazy, prepare_environment
 from hpu_duo.device.runtime import DeviceMetrics
+from hpu_duo.device.streams import Mark
 
 _PACKAGE = "habana-torch-plugin"
 
@@ -46,6 +49,58 @@ def num_devices() -> int:
     import habana_frameworks.torch.hpu as hpu
 
     return int(hpu.device_count())
+
+
+class HpuMark:
+    """An event of the vendor's package."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether the event has been recorded."""
+        return bool(self._event.query())
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Seconds between two events."""
+        assert isinstance(earlier, HpuMark), "marks of one device"
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+    def hold_computation(self) -> None:
+        """Let the current stream wait for the event."""
+        self._event.wait()
+
+    def wait(self) -> None:
+        """Wait for the event."""
+        self._event.synchronize()
+
+
+class HpuCopyStream:
+    """A stream of the vendor's package; see ``CopyQueue``.
+
+    Args:
+        launch: launches what lazy mode has collected.
+    """
+
+    def __init__(self, hpu: Any, launch: Callable[[], object]) -> None:
+        self._hpu, self._launch, self._stream = hpu, launch, hpu.Stream()
+
+    @contextmanager
+    def after_launched(self) -> Iterator[None]:
+        """Make the stream current, once it waits for the one that is current now."""
+        self._launch()
+        self._stream.wait_stream(self._hpu.current_stream())
+        with self._hpu.stream(self._stream):
+            yield
+            self._launch()
+
+    def mark(self) -> HpuMark:
+        """Record an event."""
+        self._launch()
+        event = self._hpu.Event(enable_timing=True)
+        event.record(self._stream)
+        return HpuMark(event)
 
 
 class HabanaRuntime:
@@ -99,6 +154,14 @@ class HabanaRuntime:
     def results(self) -> AbstractContextManager[None]:
         """Return a context that does nothing: reads wait for what has been launched."""
         return nullcontext()
+
+    def copy_stream(self) -> HpuCopyStream:
+        """Return a new stream."""
+        return HpuCopyStream(self._hpu, self._core.mark_step if self.is_lazy else lambda: None)
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Return zeros that the bridge has pinned."""
+        return torch.zeros(num_bytes, dtype=torch.uint8).pin_memory("hpu")
 
     def synchronize(self) -> None:
         """Wait for all streams."""

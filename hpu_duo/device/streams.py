@@ -30,12 +30,20 @@ class Mark(Protocol):
         ...
 
 
-class CopyStream(Protocol):
+class CopyQueue(Protocol):
     """A queue of copies."""
 
     def after_launched(self) -> AbstractContextManager[None]:
-        """Context in which operators are queued here, behind what the computation has launched so far."""
+        """Context in which copies are queued here, behind what the computation has launched so far."""
         ...
+
+    def mark(self) -> Mark:
+        """Put a mark behind what is queued; to be called in the context."""
+        ...
+
+
+class CopyStream(CopyQueue, Protocol):
+    """A queue of copies and other operators."""
 
     def send(self, values: torch.Tensor) -> torch.Tensor:
         """Copy a few numbers from the host to the device; to be called in the context."""
@@ -43,10 +51,6 @@ class CopyStream(Protocol):
 
     def fetch(self, values: torch.Tensor) -> torch.Tensor:
         """Copy to pinned memory of the host, to be read behind a later mark; to be called in the context."""
-        ...
-
-    def mark(self) -> Mark:
-        """Put a mark behind what is queued; to be called in the context."""
         ...
 
 
@@ -64,6 +68,19 @@ class CopiesAside(Protocol):
         Raises:
             MemoryError: the system refuses.
         """
+        ...
+
+
+@runtime_checkable
+class CopiesStaged(Protocol):
+    """A runtime of a device that copies to and from pinned buffers of its own while it computes."""
+
+    def copy_stream(self) -> CopyQueue:
+        """Return a new queue of copies."""
+        ...
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Return new memory of the host that the device reads, uint8 ``[num_bytes]``."""
         ...
 
 

@@ -95,7 +95,8 @@ class Rule(str, Enum):
     of an unknown part of its base. ``UNKNOWN_OPERATOR``: one that public sources do not show on HPU.
     ``FLOAT_TYPE``: a product with a weight in another float type than its own, or float16 in a model of
     another type. ``RANDOM_IN_GRAPH``: random numbers inside a captured graph, the same in each replay.
-    ``NAN``: NaN computed from numbers that are none.
+    ``NAN``: NaN computed from numbers that are none. ``COPY_RACE``: memory of a copy on a stream of its own
+    that changes before the copy has ended.
     """
 
     DYNAMIC_SHAPE = "data-dependent output shape"
@@ -116,6 +117,7 @@ class Rule(str, Enum):
     FLOAT_TYPE = "float type other than the model's"
     RANDOM_IN_GRAPH = "random numbers inside a graph"
     NAN = "NaN computed from numbers"
+    COPY_RACE = "memory changed under a copy"
 
 
 class HpuRuleViolation(RuntimeError):

@@ -243,7 +243,7 @@ class DeviceSide:
             sizes = list(map(weight_bytes, streamed))
             num_buffers = max(buffer_numbers(len(sizes), config.model.offload_prefetch_step)) + 1
             num_coming -= max(0, sum(sizes) - num_buffers * max(sizes))
-        num_coming += link_bytes(config.cache, blueprint.memory_of(1, 1), runtime)
+        num_coming += link_bytes(config, blueprint.memory_of(1, 1), runtime)
         budget = _budget(config, runtime, num_coming)
         tables = blueprint.tables(place.backend, is_padding=runtime.compiles_operators)
         if config.scheduler.trim_chunks and not tables.uses_table:  # refused before weights are packed
@@ -488,7 +488,7 @@ def _make_executor(
         followers=followers,
         exchanges=exchanges,
         drafts=drafts,
-        link=host_link(config, store, tables.limits(memory), runtime, membership),
+        link=host_link(config, store, runtime, membership, tables.backend, tables.largest(memory)),
     )
     if shared is not None:
         # One broadcast per step, unless masks or histories of penalties exceed that.

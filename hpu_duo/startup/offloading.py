@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import shutil
 import weakref
 from collections.abc import Sequence
@@ -13,12 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from graphs import StepLimits
+from graphs import BatchShape, CaptureBackend, StepLimits
 from hpu_duo.config.engine import ModelConfig
 from hpu_duo.config.limits import CacheConfig
 from hpu_duo.device.ranks import Membership
 from hpu_duo.device.runtime import DeviceRuntime, host_memory
-from hpu_duo.device.streams import CopiesAside
+from hpu_duo.device.streams import CopiesAside, CopiesStaged
 from hpu_duo.engine.on_host.attention import planned_bytes
 from hpu_duo.engine.on_host.choice import HostDecodes
 from hpu_duo.engine.on_host.runner import HostRunner
@@ -31,14 +32,15 @@ from hpu_duo.kv.store import KVStore, block_units, row_units
 from hpu_duo.kv.tiers.disk import DiskAccess, DiskThreads, DiskTier, SegmentFolder
 from hpu_duo.kv.tiers.eviction import ORDERS
 from hpu_duo.kv.tiers.host import HostTier
-from hpu_duo.kv.tiers.host_link import HostLink, HostRecords
+from hpu_duo.kv.tiers.host_link import HostLink, HostRecords, staging_bytes
 from hpu_duo.kv.tiers.link import Link
 from hpu_duo.kv.tiers.policy import WritePolicy
 from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers, RecordSizes
 from hpu_duo.kv.tiers.rank_disk import LeadingDisk, OwnFolder, RankDisk
 from hpu_duo.kv.tiers.segments import segment_bytes
 from hpu_duo.kv.tiers.stage import Stage
-from hpu_duo.kv.tiers.stream_link import STAGING_BYTES, StreamLink, staging_bytes
+from hpu_duo.kv.tiers.staged_link import StagedLink, StagedSizes
+from hpu_duo.kv.tiers.stream_link import StreamLink
 from hpu_duo.kv.tiers.swap import PreemptionMode, SwapSpace
 from hpu_duo.kv.tiers.swapping import Swapping
 from hpu_duo.modeling.weight_stream import choose_layers
@@ -299,10 +301,11 @@ class HostSlots(NamedTuple):
         return cls(total // sum(sizes), sizes[0], per_row, swap // sum(sizes), sizes[0] / sum(sizes))
 
 
-def link_bytes(cache: CacheConfig, records: MemoryPlan, runtime: DeviceRuntime) -> int:
+def link_bytes(config: EngineConfig, records: MemoryPlan, runtime: DeviceRuntime) -> int:
     """Return the bytes of the device that tiers allocate beside the stores.
 
-    These are buffers of a link, or tiles of ``cpu_attention``, and its blocks where the device is a CPU.
+    These are buffers of a link and what its graphs gather, or tiles of ``cpu_attention``, and its blocks
+    where the device is a CPU.
 
     Args:
         records: stores of this rank, of whatever number of units.
@@ -310,6 +313,7 @@ def link_bytes(cache: CacheConfig, records: MemoryPlan, runtime: DeviceRuntime) 
     Raises:
         ValueError: ``cpu_attention`` is more than the free memory.
     """
+    cache = config.cache
     if cache.cpu_attention is not None:
         num_blocks = int(cache.cpu_attention * _GIB) // max(1, records.block_bytes)
         is_apart = isinstance(runtime, CopiesAside)
@@ -321,22 +325,45 @@ def link_bytes(cache: CacheConfig, records: MemoryPlan, runtime: DeviceRuntime) 
                 "bytes"
             )
         return planned.in_tiles if is_apart else needed
-    if cache.kv_offloading_size is None or not isinstance(runtime, CopiesAside):
+    if cache.kv_offloading_size is None:
         return 0
-    return staging_bytes(max(records.block_bytes, records.row_bytes), STAGING_BYTES)
+    sizes = *_record_bytes(records), _most_staged(config)
+    if isinstance(runtime, CopiesStaged):
+        staged = StagedSizes.of(*sizes)
+        return staged.buffer_bytes + staged.working_bytes
+    return staging_bytes(*sizes)
+
+
+def _record_bytes(records: MemoryPlan) -> tuple[int, int]:
+    """Bytes of a block, and of a row, on this rank; 0 of units that it does not have."""
+    return (
+        records.block_bytes if records.uses_blocks else 0,
+        records.row_bytes if records.uses_rows else 0,
+    )
+
+
+def _most_staged(config: EngineConfig) -> int:
+    """Most blocks that a step moves in one direction, whatever the number of blocks turns out to be."""
+    cache = config.cache
+    filled = block_moves(config.scheduler.max_num_batched_tokens, config.block_size)
+    per_step = cache.kv_offloading_blocks_per_step or filled
+    return per_step if cache.num_blocks is None else max(1, min(per_step, cache.num_blocks // (2 * _SHARE)))
 
 
 def host_link(
     config: EngineConfig,
     store: KVStore,
-    limits: StepLimits,
     runtime: DeviceRuntime,
-    membership: Membership | None = None,
-) -> HostLink | StreamLink | None:
-    """Allocate the records of this rank; None without a tier.
+    membership: Membership | None,
+    backend: CaptureBackend,
+    shape: BatchShape,
+) -> HostLink | StreamLink | StagedLink | None:
+    """Allocate the records of this rank; None without a tier. All ranks call it at the same time.
 
     Args:
         membership: this rank among several.
+        backend: captures graphs of transfers.
+        shape: the largest bucket, which they are named after.
 
     Raises:
         ValueError: the sizes are below one record, or above the free memory of the host.
@@ -345,23 +372,39 @@ def host_link(
     if cache.kv_offloading_size is None:
         return None
     slots = HostSlots.of(cache.kv_offloading_size, store.plan, cache.swap_space or 0.0)
-    needed, free = int((cache.kv_offloading_size + (cache.swap_space or 0.0)) * _GIB), host_memory().free
-    if needed > free:
-        together = " and swap_space together" if cache.swap_space else ""
-        raise ValueError(
-            f"expected kv_offloading_size{together} within the free memory of the host, {free:,} bytes, "
-            f"got {needed:,} bytes"
-        )
-    each_way = limits.num_staged_blocks // 2, limits.num_staged_rows // 2
-    records = block_units(store), row_units(store), slots.number + slots.num_swap, slots.num_bytes
-    link: HostLink | StreamLink
+    number, most = slots.number + slots.num_swap, _most_staged(config)
+    pinned = StagedSizes.of(*_record_bytes(store.plan), most).buffer_bytes
+    needed = number * slots.num_bytes + (pinned if isinstance(runtime, CopiesStaged) else 0)
+    _check_host(cache, needed, membership)
+    records = block_units(store), row_units(store), number, slots.num_bytes
+    link: HostLink | StreamLink | StagedLink
     if isinstance(runtime, CopiesAside):
-        link = StreamLink(*records, runtime, max(each_way))
+        link = StreamLink(*records, runtime, most)
+    elif isinstance(runtime, CopiesStaged):
+        link = StagedLink(*records, runtime, most, backend, shape)
     else:
-        link = HostLink(*records, each_way if runtime.compiles_operators else None)
+        link = HostLink(*records, most)
     if membership is not None and cache.kv_offloading_disk is not None:
-        link.disk = _rank_disk(config, store.plan, slots, limits.block_size, link, membership)
+        link.disk = _rank_disk(config, store.plan, slots, config.block_size, link, membership)
     return link
+
+
+def _check_host(cache: CacheConfig, needed: int, membership: Membership | None) -> None:
+    """Raise ValueError if the records of the ranks on one machine are more than its free memory.
+
+    All ranks measure it before any of them allocates.
+    """
+    own = platform.node(), needed, host_memory().free
+    ranks = [own] if membership is None else membership.collect(own)
+    for name, _, _ in ranks:
+        beside = [each for each in ranks if each[0] == name]
+        needed, free = sum(each[1] for each in beside), min(each[2] for each in beside)
+        if needed > free:
+            together = " and swap_space together" if cache.swap_space else ""
+            raise ValueError(
+                f"expected kv_offloading_size{together} within the free memory of the host, {free:,} bytes, "
+                f"got {needed:,} bytes{'' if membership is None else f' of the ranks on {name}'}"
+            )
 
 
 def _rank_disk(

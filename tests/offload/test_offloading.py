@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from bias_builders import Window
 from hpu_duo import HPUDuoModel, SamplingParams, request
+from hpu_duo.config.limits import CacheConfig
 from hpu_duo.context import PrefixContext
+from hpu_duo.device.ranks import Membership
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
 from hpu_duo.kv.tiers.eviction import ORDERS
 from hpu_duo.kv.tiers.host_link import HostLink
 from hpu_duo.kv.tiers.link import SimulatedLink, Transfer, Transfers
 from hpu_duo.kv.tiers.policy import LoadPolicy
 from hpu_duo.kv.tiers.stream_link import StreamLink
-from hpu_duo.startup.offloading import HostSlots
+from hpu_duo.startup.offloading import HostSlots, _check_host
 from kernels_ref import Blocks, HeadGroup, Rings
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import BLOCK, prompts_of
@@ -281,3 +285,22 @@ def test_a_server_rests_where_snapshots_are_larger_than_the_tier(tiny: Tiny) -> 
     served = tiny.load(**options, kv_offloading_size=1.5 * memory.block_bytes / 2**30)
     serve(served, TEXTS[:2], SamplingParams(temperature=0, max_tokens=2))
     assert any(not served.engine.settle_idle() for _ in range(200))
+
+
+@pytest.mark.parametrize(
+    ("machines", "free", "problem"),
+    [
+        ("ab", (60, 60), None),
+        ("aa", (120, 100), None),
+        ("aa", (120, 99), "free memory of the host, 99 bytes, got 100 bytes of the ranks on a"),
+    ],
+    ids=["one on each of two machines", "two on one", "too many on one"],
+)
+def test_records_fit_into_the_machine_of_their_ranks(
+    machines: str, free: tuple[int, int], problem: str | None
+) -> None:
+    """Where the free memory was measured by all before any of them allocated."""
+    collect = SimpleNamespace(collect=lambda own: [(name, 50, has) for name, has in zip(machines, free)])
+    expectation = nullcontext() if problem is None else pytest.raises(ValueError, match=problem)
+    with expectation:
+        _check_host(CacheConfig(kv_offloading_size=1.0), 50, cast(Membership, collect))

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
+from graphs import BatchShape, EagerBackend
+from graphs.backends.compile import CompileBackend
 from hpu_duo import HPUDuoModel
-from hpu_duo.config.limits import CacheConfig
+from hpu_duo.config.engine import EngineConfig
 from hpu_duo.device.streams import Mark
 from hpu_duo.kv.row_state import Units
 from hpu_duo.kv.store import block_units, row_units
 from hpu_duo.kv.tiers.host_link import HostLink
 from hpu_duo.kv.tiers.link import Link, Transfer, Transfers
 from hpu_duo.kv.tiers.policy import LoadPolicy
+from hpu_duo.kv.tiers.staged_link import StagedLink
 from hpu_duo.kv.tiers.stream_link import StreamLink
+from hpu_duo.startup import device_side
 from hpu_duo.startup.offloading import link_bytes
 from tests.engine.tiny import Tiny
 from tests.modeling.families import BLOCK
@@ -112,19 +116,32 @@ def test_texts_come_back_by_streams_that_end_later(tiny: Tiny) -> None:
     assert tiers.counters.loaded_s > 0
 
 
-def test_the_bytes_of_a_links_buffers_are_known_before(tiny: Tiny) -> None:
-    """As many bytes as a link allocates where more units move in a step than its buffers hold."""
-    store, streams = tiny.load(**SMALL, **DUO, device="cpu").engine.runner.store, FakeStreams()
-    link = StreamLink(block_units(store), row_units(store), 2, 512, streams, 10**9)
-    tier = CacheConfig(num_blocks=8, kv_offloading_size=1.0)
-    assert link_bytes(tier, store.plan, streams) == link._staging.nbytes > 0  # type: ignore[arg-type]
-    assert link_bytes(replace(tier, kv_offloading_size=None), store.plan, streams) == 0  # type: ignore[arg-type]
+def test_the_bytes_of_a_links_buffers_are_known_before(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one with threads as its engine plans them, and of one with streams."""
+    planned = []
+
+    def note(*given: Any) -> int:
+        planned.append(link_bytes(*given))
+        return planned[-1]
+
+    monkeypatch.setattr(device_side, "link_bytes", note)
+    executor = tiny.load(**HOST, **DUO, kv_offloading_blocks_per_step=2, device="cpu").engine.runner.executor
+    assert isinstance(executor.link, HostLink)
+    assert planned == [executor.link.staging.nbytes]
+    store, streams = executor.store, FakeStreams()
+    link = StreamLink(block_units(store), row_units(store), 2, 512, streams, 3)
+    config = EngineConfig.of(kv_offloading_size=1.0, kv_offloading_blocks_per_step=3)
+    assert link_bytes(config, store.plan, streams) == link.staging.nbytes > 0  # type: ignore[arg-type]
+    without = config.override(kv_offloading_size=None, kv_offloading_blocks_per_step=None)
+    assert link_bytes(without, store.plan, streams) == 0  # type: ignore[arg-type]
 
 
-def test_numbers_that_are_not_aligned_in_a_record_come_back() -> None:
+@pytest.mark.parametrize("num_bytes", [3, 4])
+def test_numbers_come_back_whether_they_are_aligned_in_a_record(num_bytes: int) -> None:
     stores = [
-        torch.arange(4 * 3, dtype=torch.uint8).view(4, 3),
+        torch.arange(4 * num_bytes, dtype=torch.uint8).view(4, num_bytes),
         torch.arange(4 * 2, dtype=torch.float32).view(4, 2),
+        torch.arange(4, dtype=torch.int32),
     ]
     link = StreamLink((), [Units(store) for store in stores], 3, 8, FakeStreams(looks=0))
     expected = [store.clone() for store in stores]
@@ -134,6 +151,69 @@ def test_numbers_that_are_not_aligned_in_a_record_come_back() -> None:
         store[2] = 0
     link.begin(Transfers(loads=rows))
     assert all(torch.equal(store, wanted) for store, wanted in zip(stores, expected))
+
+
+class WaitedMark(FakeMark):
+    """One that a rank may wait for which is behind."""
+
+    def wait(self) -> None:
+        self.looks = 0
+
+
+class FakeBuffers(FakeStreams):
+    """A runtime of a device that copies from and to pinned buffers, which are not the records."""
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def mark(self) -> FakeMark:
+        return WaitedMark(self.looks)
+
+
+SHAPE = BatchShape.parse("csu/q8/s0/u0/l1")
+
+
+@pytest.mark.parametrize("kind", ["codes", "budget"])
+def test_texts_come_back_by_compiled_graphs_and_pinned_buffers(tiny: Tiny, kind: str) -> None:
+    """Records of several dtypes, two blocks or one row at a time."""
+    plain, tiered = (tiny.load(**sizes, **KINDS[kind], device="cpu") for sizes in (SMALL, HOST))
+    store, backend = tiered.engine.runner.store, CompileBackend("eager", guards=True)
+
+    def by_graphs(threads: HostLink) -> StagedLink:
+        sizes = threads.slots.shape
+        return StagedLink(block_units(store), row_units(store), *sizes, FakeBuffers(), 2, backend, SHAPE)
+
+    take(tiered, by_graphs)
+    assert answers(tiered, 3) == answers(plain, 3)
+    tiers = tiered.engine.scheduler.allocations.tiers
+    assert tiers is not None
+    assert tiers.counters.num_loaded > 0
+    assert len(backend.keys) == 2 * (bool(block_units(store)) + bool(row_units(store)))
+
+
+def test_transfers_wait_for_a_free_buffer_of_two_and_for_other_ranks() -> None:
+    """Five blocks, two at a time; a rank that is behind waits for those that have landed elsewhere."""
+    store = torch.arange(7 * 3, dtype=torch.bfloat16).view(7, 3)
+    numbers = torch.arange(7, dtype=torch.int32)
+    units, backend = [Units(store), Units(numbers)], EagerBackend()
+    link = StagedLink(units, (), 16, 8, FakeBuffers(1), 2, backend, SHAPE)
+    link.warm_up()
+    expected, numbers_before = store.clone(), numbers.clone()
+    blocks = tuple(Transfer(is_row=False, unit=unit, slots=(unit + 1, unit + 8)) for unit in range(5))
+    link.begin(Transfers(stores=blocks))
+    landed = list[Transfer]()
+    while len(landed) < len(blocks):
+        link.wait_any()
+        landed += [each.transfer for each in link.poll()]
+    assert landed == list(blocks)
+    store[:5] = numbers[:5] = 0
+    link.begin(Transfers(loads=blocks))
+    link.wait(blocks)
+    assert torch.equal(store[:-1], expected[:-1])  # padding is in the null unit
+    assert torch.equal(numbers[:-1], numbers_before[:-1])
+    link.begin(Transfers(stores=blocks))
+    link.drain()
+    assert link.poll() == []
 
 
 def test_an_error_of_a_transfer_is_raised_where_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from hpu_duo.device import (
 )
 from hpu_duo.device.habana import DeviceMemory, HabanaRuntime
 from hpu_duo.device.habana_environment import prepare_environment
+from hpu_duo.device.streams import CopiesStaged
 from hpu_duo.lab import sim
 from tests.tiers import every
 from tests.vendor import STANDIN, VARIABLES, calls, importable
@@ -166,6 +167,27 @@ def test_memory_and_waiting_are_asked_of_the_vendor() -> None:
     assert runtime.memory() == DeviceMemory(limit=1000, in_use=300, peak=450)
     runtime.synchronize()
     assert calls()["synchronize"] == 1
+
+
+@pytest.mark.usefixtures("vendor")
+@pytest.mark.parametrize("lazy", [False, True])
+def test_copies_have_a_stream_that_follows_what_is_launched(lazy: bool) -> None:
+    """What lazy mode has collected is launched before the stream waits, and before each mark."""
+    runtime = HabanaRuntime(lazy)
+    assert isinstance(runtime, CopiesStaged)
+    with (stream := runtime.copy_stream()).after_launched():
+        assert (calls()["wait_stream"], calls()["stream"], calls()["mark_step"]) == (1, 1, int(lazy))
+        began = stream.mark()
+        ended = stream.mark()
+    assert calls()["mark_step"] == 4 * int(lazy)
+    assert calls()["mark_step without effect"] == 0
+    assert not ended.is_passed
+    ended.hold_computation()
+    assert calls()["wait_event"] == 1
+    ended.wait()
+    assert ended.is_passed
+    assert ended.seconds_since(began) == 2e-3
+    assert calls()["synchronize"] == 0
 
 
 @pytest.mark.usefixtures("vendor")

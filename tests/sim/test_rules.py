@@ -343,3 +343,29 @@ assert torch.allclose(attend(q, q, q), torch.nn.functional.scaled_dot_product_at
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_copies_of_a_stream_end_later_and_their_memory_may_not_change() -> None:
+    """Nobody waits for them; until a mark behind them is passed, the target has no numbers."""
+    stream = sim.SimRuntime(sim.install()).copy_stream()
+    source, host = table(), torch.zeros(4, 3)
+    with sim.watch() as seen:
+        with stream.after_launched():
+            host.copy_(source, non_blocking=True)
+            mark = stream.mark()
+        assert not mark.is_passed
+        assert host.isnan().all()
+        assert mark.is_passed
+    assert torch.equal(host, source.cpu())
+    between = seen.report().between
+    assert (between.d2h_reads, between.aside_copies, between.aside_bytes) == (0, 1, 48)
+
+    with stream.after_launched():
+        source.copy_(host, non_blocking=True)
+        mark = stream.mark()
+    host += 1
+    with pytest.raises(HpuRuleViolation, match="its source was written before it had ended") as raised:
+        mark.wait()
+    assert raised.value.rule is Rule.COPY_RACE
+    with stream.after_launched(), pytest.raises(HpuRuleViolation, match="has to be non_blocking"):
+        host.copy_(source)

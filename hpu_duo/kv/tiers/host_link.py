@@ -7,8 +7,7 @@ import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +20,33 @@ from hpu_duo.not_picklable import NotPicklable
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
+STAGING_BYTES = 128 << 20
+"""Most bytes that are gathered, or spread, by one set of operators; a record may have more."""
+_ALIGNMENT = 64
+
+
+def staging_bytes(block_bytes: int, row_bytes: int, most_blocks: int) -> int:
+    """Return the bytes of the buffers of both directions, of a ``HostLink`` or a ``StreamLink``.
+
+    Args:
+        block_bytes, row_bytes: of a record.
+        most_blocks: most blocks that move in one step and direction.
+    """
+    one = max(block_bytes, row_bytes, min(STAGING_BYTES, most_blocks * block_bytes))
+    return 2 * -(-one // _ALIGNMENT) * _ALIGNMENT
+
+
+class StagedRecords(NamedTuple):
+    """A buffer as records, ``[n, bytes]``, and as units of each store, ``[n, ...]``."""
+
+    records: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
+
 
 class HostRecords(NotPicklable):
     """Records in host memory, and the tensors whose units they hold.
+
+    A record has the bytes of its unit in all tensors, those of the widest numbers first.
 
     Args:
         blocks, rows: tensors of the stores.
@@ -41,7 +64,10 @@ class HostRecords(NotPicklable):
     def __init__(
         self, blocks: Sequence[Units], rows: Sequence[Units], num_slots: int, slot_bytes: int
     ) -> None:
-        self._tensors = {False: tuple(blocks), True: tuple(rows)}
+        self._tensors = {
+            False: tuple(sorted(blocks, key=_by_dtype)),
+            True: tuple(sorted(rows, key=_by_dtype)),
+        }
         self._device = next(each.tensor.device for each in (*blocks, *rows))
         try:
             memory = mmap.mmap(-1, num_slots * slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -57,6 +83,26 @@ class HostRecords(NotPicklable):
             assert self.disk is not None, "expected a folder"
             self.disk.begin(transfers.disk)
 
+    def _to_slots(self, batch: Sequence[Transfer], data: Bytes, begin: int = 0) -> None:
+        """Copy a range of records, ``[n, bytes]`` from byte ``begin`` on, to their slots."""
+        places = np.array([each.slots for each in batch])
+        for number, own, part in self._pieces(begin, data.shape[1]):
+            self.slots[places[:, number], own] = data[: len(batch), part]
+
+    def _from_slots(self, batch: Sequence[Transfer], data: Bytes, begin: int = 0) -> None:
+        """Fill a range of records from their slots; see ``_to_slots``."""
+        places = np.array([each.slots for each in batch])
+        for number, own, part in self._pieces(begin, data.shape[1]):
+            data[: len(batch), part] = self.slots[places[:, number], own]
+
+    def _pieces(self, begin: int, num_bytes: int) -> Iterator[tuple[int, slice, slice]]:
+        """Yield the slots of a range of a record: number, bytes of the slot, and bytes of the range."""
+        size, end = self.slots.shape[1], begin + num_bytes
+        for number in range(begin // size, -(-end // size)):
+            start = number * size
+            first, last = max(begin, start), min(end, start + size)
+            yield number, slice(first - start, last - start), slice(first - begin, last - begin)
+
     def poison(self, transfer: Transfer) -> None:
         """Fill a unit with ones in every bit: not a number in every float format."""
         unit = torch.tensor([transfer.unit], dtype=torch.int32, device=self._device)
@@ -66,17 +112,15 @@ class HostRecords(NotPicklable):
             each.write(unit, ones.view(1, *each.shape).to(self._device))
 
 
-class HostLink(HostRecords):
-    """Transfers by two threads, one for each direction.
-
-    On a CPU the threads copy between units and records. On devices that do not copy while they compute, they
-    copy between host buffers and records. There a unit is copied on the device when its transfer begins, that
-    copy is read at the next step border, and a record that arrives is written to its unit when ``wait`` is
-    called for it.
+class GatheredRecords(HostRecords):
+    """Records whose units are gathered to a buffer on their device, and spread from one; one a direction.
 
     Args:
         blocks, rows, num_slots, slot_bytes: see ``HostRecords``.
-        padded: number of blocks, and of rows, that operators on the device have; None = as many as move.
+        most_blocks: most blocks that move in one step and direction.
+
+    Attributes:
+        staging: both buffers, uint8 ``[2, bytes]``.
     """
 
     def __init__(
@@ -85,57 +129,87 @@ class HostLink(HostRecords):
         rows: Sequence[Units],
         num_slots: int,
         slot_bytes: int,
-        padded: tuple[int, int] | None = None,
+        most_blocks: int = 1,
     ) -> None:
         super().__init__(blocks, rows, num_slots, slot_bytes)
-        self._padded = padded
+        # A launch is a large part of what the host does for one tensor, so views are made once.
+        self._stores = {is_row: list(map(_view, tensors)) for is_row, tensors in self._tensors.items()}
+        self._record_bytes = {is_row: sum(map(_unit_bytes, views)) for is_row, views in self._stores.items()}
+        num_bytes = staging_bytes(self._record_bytes[False], self._record_bytes[True], most_blocks)
+        self.staging = torch.zeros((2, num_bytes // 2), dtype=torch.uint8, device=self._device)
+        self._staged = {
+            (is_load, is_row): self._stages(is_load=is_load, is_row=is_row)
+            for is_load in (False, True)
+            for is_row, views in self._stores.items()
+            if views
+        }
+
+    def _stages(self, *, is_load: bool, is_row: bool) -> StagedRecords:
+        width = self._record_bytes[is_row]
+        number = self.staging.shape[1] // width
+        records = self.staging[int(is_load), : number * width].view(number, width)
+        parts, start = [], 0
+        for view in self._stores[is_row]:
+            size, item = _unit_bytes(view), view.element_size()
+            # Bytes where numbers of the store would not be aligned.
+            part = records[:, start : start + size]
+            if not start % item and not width % item:
+                numbers = part.view(view.dtype)
+                part = numbers.unflatten(1, view.shape[1:]) if view.ndim > 1 else numbers[:, 0]
+            parts.append(part)
+            start += size
+        return StagedRecords(records, tuple(parts))
+
+    def _gather(self, staged: StagedRecords, units: torch.Tensor, *, is_row: bool) -> None:
+        """Copy units to the first records of a buffer; ids int32 ``[n]``."""
+        number = len(units)
+        for view, part in zip(self._stores[is_row], staged.parts):
+            if part.dtype == view.dtype:
+                torch.index_select(view, 0, units, out=part[:number])
+            else:
+                part[:number].copy_(view.index_select(0, units).view(number, -1).view(torch.uint8))
+
+    def _spread(self, staged: StagedRecords, units: torch.Tensor, *, is_row: bool) -> None:
+        """Copy the first records of a buffer to units; ids int64 ``[n]``."""
+        number = len(units)
+        for view, part in zip(self._stores[is_row], staged.parts):
+            data = part[:number]
+            if part.dtype != view.dtype:
+                data = data.clone(memory_format=torch.contiguous_format)
+                data = data.view(-1).view(view.dtype).view(number, *view.shape[1:])
+            view.index_copy_(0, units, data)
+
+
+class HostLink(GatheredRecords):
+    """Transfers between units and records on a CPU, by two threads, one for each direction.
+
+    Args:
+        blocks, rows, num_slots, slot_bytes, most_blocks: see ``GatheredRecords``.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Units],
+        rows: Sequence[Units],
+        num_slots: int,
+        slot_bytes: int,
+        most_blocks: int = 1,
+    ) -> None:
+        super().__init__(blocks, rows, num_slots, slot_bytes, most_blocks)
         self._up, self._down = (ThreadPoolExecutor(1, f"hpu-duo-{name}") for name in ("kv-store", "kv-load"))
         self._flying: dict[tuple[Transfer, bool], Future[float]] = {}
-        # Copies of units on the device that have not been read.
-        self._leaving: list[tuple[Sequence[Transfer], list[torch.Tensor]]] = []
-        # Records that wait in host memory for their copy to a unit.
-        self._arrived: dict[Transfer, Bytes] = {}
-
-    @property
-    def _has_stream(self) -> bool:
-        return self._device.type != "cpu"
 
     def begin(self, transfers: Transfers) -> None:
         """Begin the transfers of a step."""
         self._begin_disk(transfers)
-        self._read_leaving()
         for is_row in (False, True):
             for is_load, each in ((False, transfers.stores), (True, transfers.loads)):
-                batch = tuple(transfer for transfer in each if transfer.is_row is is_row)
-                if not batch:
+                if not (batch := tuple(transfer for transfer in each if transfer.is_row is is_row)):
                     continue
-                if not self._tensors[is_row]:  # heads that need them are on other ranks
-                    self._submit(self._down, lambda _: None, batch, is_load=is_load)
-                elif is_load:
-                    self._submit(self._down, self._load, batch, is_load=True)
-                elif self._has_stream:
-                    self._leaving.append((batch, self._gathered(batch)))
-                else:
-                    self._submit(self._up, partial(self._store, None), batch, is_load=False)
-
-    def _submit(
-        self,
-        pool: ThreadPoolExecutor,
-        move: Callable[[Sequence[Transfer]], None],
-        batch: Sequence[Transfer],
-        *,
-        is_load: bool,
-    ) -> None:
-        future = pool.submit(_timed, move, batch)
-        for transfer in batch:
-            self._flying[transfer, is_load] = future
-
-    def _read_leaving(self) -> None:
-        """Read the copies that the device has made of units."""
-        leaving, self._leaving = self._leaving, []
-        for batch, parts in leaving:
-            on_host = [part.cpu() for part in parts]
-            self._submit(self._up, partial(self._store, on_host), batch, is_load=False)
+                pool, move = (self._down, self._load) if is_load else (self._up, self._store)
+                future = pool.submit(timed, move, batch)
+                for transfer in batch:
+                    self._flying[transfer, is_load] = future
 
     def poll(self) -> list[Landed]:
         """Return the transfers that have ended.
@@ -143,7 +217,6 @@ class HostLink(HostRecords):
         Raises:
             Exception: of a transfer.
         """
-        self._read_leaving()
         return [
             Landed(transfer, is_load, self._flying.pop((transfer, is_load)).result())
             for (transfer, is_load), future in list(self._flying.items())
@@ -152,95 +225,61 @@ class HostLink(HostRecords):
 
     def wait(self, transfers: Sequence[Transfer]) -> None:
         """Wait until transfers have ended, and forget them."""
-        self._read_leaving()
         for key in list(self._flying):
             if key[0] in transfers:
                 self._flying.pop(key).result()
-        for is_row in (False, True) if self._arrived else ():
-            batch = [each for each in transfers if each.is_row is is_row and each in self._arrived]
-            self._fill(batch, np.array([self._arrived.pop(each) for each in batch]))
 
     def wait_any(self, others: Sequence[Future[Any]] = ()) -> None:
         """Wait until one more has ended, or another thread's work."""
-        self._read_leaving()
         wait({*self._flying.values(), *others}, return_when=FIRST_COMPLETED)
 
     def drain(self) -> None:
         """Wait for all, and forget them."""
         wait(set(self._flying.values()))
-        self._leaving.clear()
         self._flying.clear()
-        self._arrived.clear()
 
     def warm_up(self) -> None:
-        """Run the operators of the device once, from null units to null units."""
-        if self._padded is None:
-            return
-        for is_row, tensors in self._tensors.items():
-            if tensors:
-                null = Transfer(is_row, tensors[0].null_unit, ())
-                parts = [part.cpu() for part in self._gathered([null])]
-                self._fill([null], _record_of([part[:1] for part in parts]))
+        """Nothing is compiled."""
+
+    def _batches(
+        self, batch: Sequence[Transfer], *, is_load: bool
+    ) -> Iterator[tuple[Sequence[Transfer], StagedRecords, torch.Tensor]]:
+        """Yield transfers that fit into the buffer of a direction, and their units, int64 ``[n]``."""
+        # Heads that need these units may be on other ranks.
+        if (staged := self._staged.get((is_load, batch[0].is_row))) is not None:
+            for begin in range(0, len(batch), len(staged.records)):
+                some = batch[begin : begin + len(staged.records)]
+                yield some, staged, torch.tensor([each.unit for each in some])
 
     @torch.inference_mode()
-    def _gathered(self, batch: Sequence[Transfer]) -> list[torch.Tensor]:
-        """Copies of units, ``[n, ...]`` of each tensor."""
-        tensors = self._tensors[batch[0].is_row]
-        units = self._units(batch)
-        return [each.read(units) for each in tensors]
+    def _store(self, batch: Sequence[Transfer]) -> None:
+        for some, staged, units in self._batches(batch, is_load=False):
+            self._gather(staged, units, is_row=batch[0].is_row)
+            self._to_slots(some, staged.records.numpy())
 
     @torch.inference_mode()
-    def _store(self, parts: Sequence[torch.Tensor] | None, batch: Sequence[Transfer]) -> None:
-        parts = self._gathered(batch) if parts is None else parts
-        found = _record_of([part.cpu()[: len(batch)] for part in parts])
-        data = np.zeros((len(batch), len(batch[0].slots) * self.slots.shape[1]), np.uint8)
-        data[:, : found.shape[1]] = found
-        places = np.array([each.slots for each in batch]).reshape(-1)
-        self.slots[places] = data.reshape(-1, self.slots.shape[1])
-
     def _load(self, batch: Sequence[Transfer]) -> None:
-        places = np.array([each.slots for each in batch]).reshape(-1)
-        data = self.slots[places].reshape(len(batch), -1)
-        if self._has_stream:
-            self._arrived.update(zip(batch, data))
-        else:
-            self._fill(batch, data)
-
-    @torch.inference_mode()
-    def _fill(self, batch: Sequence[Transfer], data: Bytes) -> None:
-        """Copy records, ``[n, bytes]``, to their units."""
-        for begin, end in self._chunks(batch):
-            units, start = self._units(batch[begin:end]), 0
-            for each in self._tensors[batch[0].is_row]:
-                dtype, shape = each.tensor.dtype, each.shape
-                width = math.prod(shape) * dtype.itemsize
-                part = torch.zeros((len(units), width), dtype=torch.uint8)
-                part[: end - begin] = torch.from_numpy(data[begin:end, start : start + width])
-                shaped = part.view(dtype).view(len(units), *shape)
-                each.write(units, shaped.to(self._device, non_blocking=True))
-                start += width
-
-    def _chunks(self, batch: Sequence[Transfer]) -> Iterator[tuple[int, int]]:
-        size = len(batch) if self._padded is None else self._padded[bool(batch) and batch[0].is_row]
-        for begin in range(0, len(batch), max(1, size)):
-            yield begin, min(len(batch), begin + size)
-
-    def _units(self, batch: Sequence[Transfer]) -> torch.Tensor:
-        is_row = batch[0].is_row
-        units = [each.unit for each in batch]
-        if self._padded is not None:
-            null = self._tensors[is_row][0].null_unit
-            units += [null] * (self._padded[is_row] - len(units))
-        return torch.tensor(units, dtype=torch.int32).to(self._device)
+        for some, staged, units in self._batches(batch, is_load=True):
+            self._from_slots(some, staged.records.numpy())
+            self._spread(staged, units, is_row=batch[0].is_row)
 
 
-def _record_of(parts: Sequence[torch.Tensor]) -> Bytes:
-    """Return units ``[n, ...]`` of all tensors as bytes, ``[n, bytes]``."""
-    flat = [part.reshape(len(part), -1).contiguous() for part in parts]
-    return np.concatenate([part.view(torch.uint8).numpy() for part in flat], axis=1)
-
-
-def _timed(move: Callable[[Sequence[Transfer]], None], batch: Sequence[Transfer]) -> float:
+def timed(move: Callable[[Sequence[Transfer]], None], batch: Sequence[Transfer]) -> float:
+    """Run a move, and return its seconds for each transfer."""
     began = time.perf_counter()
     move(batch)
     return (time.perf_counter() - began) / len(batch)
+
+
+def _by_dtype(units: Units) -> tuple[int, str]:
+    return -units.tensor.dtype.itemsize, str(units.tensor.dtype)
+
+
+def _view(units: Units) -> torch.Tensor:
+    """Units of a store, ``[X, ...]``; numbers of one byte as bytes, which every operator moves."""
+    view = units.tensor if units.layout is None else units.layout.view(units.tensor)
+    return view.view(torch.uint8) if view.element_size() == 1 else view
+
+
+def _unit_bytes(view: torch.Tensor) -> int:
+    return math.prod(view.shape[1:]) * view.element_size()

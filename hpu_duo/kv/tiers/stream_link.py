@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from hpu_duo.device.streams import CopiesAside, Mark
 from hpu_duo.kv.row_state import Units
-from hpu_duo.kv.tiers.host_link import HostRecords
+from hpu_duo.kv.tiers.host_link import GatheredRecords
 from hpu_duo.kv.tiers.link import Landed, Transfer, Transfers
 
-STAGING_BYTES = 128 << 20
-"""Most bytes that are gathered, or spread, by one set of operators; a record may have more."""
-_ALIGNMENT = 64
 _POLL_S = 5e-5
 """Seconds between looks at marks where a thread has nothing else to do."""
 
@@ -34,24 +30,7 @@ class _Flight:
     error: Exception | None
 
 
-class _Buffers(NamedTuple):
-    """A buffer on the device as records, ``[n, bytes]``, and as units of each store, ``[n, ...]``."""
-
-    records: torch.Tensor
-    parts: tuple[torch.Tensor, ...]
-
-
-def staging_bytes(largest: int, most_units: int) -> int:
-    """Return the bytes of the buffers of both directions.
-
-    Args:
-        largest: bytes of the largest record.
-        most_units: most units that move in one step and direction.
-    """
-    return 2 * -(-max(largest, min(STAGING_BYTES, most_units * largest)) // _ALIGNMENT) * _ALIGNMENT
-
-
-class StreamLink(HostRecords):
+class StreamLink(GatheredRecords):
     """Transfers by two streams of a device, one for each direction; the host only queues them.
 
     Units are gathered to a buffer on the device, which is copied to the records, one copy each; and the other
@@ -59,9 +38,8 @@ class StreamLink(HostRecords):
     computation waits for no stream: it reads and writes reserved units when their transfers have landed.
 
     Args:
-        blocks, rows, num_slots, slot_bytes: see ``HostRecords``.
+        blocks, rows, num_slots, slot_bytes, most_blocks: see ``GatheredRecords``.
         runtime: of the device.
-        most_units: most units that move in one step and direction.
 
     Raises:
         MemoryError: the system has no such memory, or does not pin it.
@@ -74,25 +52,11 @@ class StreamLink(HostRecords):
         num_slots: int,
         slot_bytes: int,
         runtime: CopiesAside,
-        most_units: int = 1,
+        most_blocks: int = 1,
     ) -> None:
-        super().__init__(blocks, rows, num_slots, slot_bytes)
+        super().__init__(blocks, rows, num_slots, slot_bytes, most_blocks)
         self._host = torch.from_numpy(self.slots)
         weakref.finalize(self, runtime.pin(self._host))
-        # A launch is a large part of what the host does for one tensor, so views are made once.
-        self._stores = {is_row: list(map(_view, tensors)) for is_row, tensors in self._tensors.items()}
-        self._record_bytes = {is_row: sum(map(_unit_bytes, views)) for is_row, views in self._stores.items()}
-        largest = max(self._record_bytes.values())
-        # One for each direction.
-        self._staging = torch.empty(
-            (2, staging_bytes(largest, most_units) // 2), dtype=torch.uint8, device=self._device
-        )
-        self._staged = {
-            (is_load, is_row): self._stages(is_load=is_load, is_row=is_row)
-            for is_load in (False, True)
-            for is_row, views in self._stores.items()
-            if views
-        }
         self._streams = runtime.copy_stream(), runtime.copy_stream()
         self._flying: dict[tuple[Transfer, bool], _Flight] = {}
 
@@ -116,21 +80,6 @@ class StreamLink(HostRecords):
                         self._flying[transfer, is_load] = _Flight(began, ended, len(batch), error)
                     began = ended
 
-    def _stages(self, *, is_load: bool, is_row: bool) -> _Buffers:
-        width = self._record_bytes[is_row]
-        number = self._staging.shape[1] // width
-        records = self._staging[int(is_load), : number * width].view(number, width)
-        parts, start = [], 0
-        for view in self._stores[is_row]:
-            size, item = _unit_bytes(view), view.element_size()
-            # Bytes where numbers of the store would not be aligned.
-            part = records[:, start : start + size]
-            if not start % item and not width % item:
-                part = part.view(view.dtype).unflatten(1, view.shape[1:])
-            parts.append(part)
-            start += size
-        return _Buffers(records, tuple(parts))
-
     def _batches(self, transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
         """Transfers of one kind that fit into a buffer; those of units on other ranks are alone."""
         for is_row in (False, True):
@@ -142,12 +91,7 @@ class StreamLink(HostRecords):
     def _store(self, batch: Sequence[Transfer]) -> None:
         if (staged := self._staged.get((False, batch[0].is_row))) is None:
             return
-        units, number = self._streams[False].send(_ids(batch)), len(batch)
-        for view, part in zip(self._stores[batch[0].is_row], staged.parts):
-            if part.dtype == view.dtype:
-                torch.index_select(view, 0, units, out=part[:number])
-            else:
-                part[:number].copy_(view.index_select(0, units).view(number, -1).view(torch.uint8))
+        self._gather(staged, self._streams[False].send(_ids(batch)), is_row=batch[0].is_row)
         for record, transfer in zip(staged.records[: len(batch)], batch):
             for slot, part in zip(transfer.slots, record.split(self.slots.shape[1])):
                 self._host[slot, : len(part)].copy_(part, non_blocking=True)
@@ -158,13 +102,7 @@ class StreamLink(HostRecords):
         for record, transfer in zip(staged.records[: len(batch)], batch):
             for slot, part in zip(transfer.slots, record.split(self.slots.shape[1])):
                 part.copy_(self._host[slot, : len(part)], non_blocking=True)
-        units, number = self._streams[True].send(_ids(batch)).long(), len(batch)
-        for view, part in zip(self._stores[batch[0].is_row], staged.parts):
-            data = part[:number]
-            if part.dtype != view.dtype:
-                data = data.clone(memory_format=torch.contiguous_format)
-                data = data.view(-1).view(view.dtype).view(number, *view.shape[1:])
-            view.index_copy_(0, units, data)
+        self._spread(staged, self._streams[True].send(_ids(batch)).long(), is_row=batch[0].is_row)
 
     def poll(self) -> list[Landed]:
         """Return the transfers that have ended.
@@ -210,15 +148,6 @@ class StreamLink(HostRecords):
 
     def warm_up(self) -> None:
         """Nothing is compiled."""
-
-
-def _view(units: Units) -> torch.Tensor:
-    """Units of a store, ``[X, ...]``."""
-    return units.tensor if units.layout is None else units.layout.view(units.tensor)
-
-
-def _unit_bytes(view: torch.Tensor) -> int:
-    return math.prod(view.shape[1:]) * view.element_size()
 
 
 def _ids(batch: Sequence[Transfer]) -> torch.Tensor:

@@ -24,6 +24,7 @@ class StepTraffic:
     Attributes:
         h2d_copies, h2d_bytes: host to device.
         d2h_reads, d2h_bytes: device to host; the host waits for each of them.
+        aside_copies, aside_bytes: in either direction on a stream of copies; nothing waits for them.
         new_graphs, new_recipes: captured in this step, and operators run alone for the first time.
     """
 
@@ -31,6 +32,8 @@ class StepTraffic:
     h2d_bytes: int = 0
     d2h_reads: int = 0
     d2h_bytes: int = 0
+    aside_copies: int = 0
+    aside_bytes: int = 0
     new_graphs: int = 0
     new_recipes: int = 0
 
@@ -100,6 +103,11 @@ class SimReport:
                 f"{h2d / num:.0f} bytes a step, at most {self.max_h2d_bytes} in {copies} copies",
             ),
             ("device to host", f"{d2h / num:.0f} bytes a step, at most {self.max_d2h_bytes}"),
+            (
+                "copies on streams",
+                f"{sum(step.aside_copies for step in (*self.steps, self.between))} of "
+                f"{sum(step.aside_bytes for step in (*self.steps, self.between))} bytes",
+            ),
             ("host waits", f"at most {self.max_reads} in a step"),
             ("rules broken", excused or "none"),
         ]

@@ -13,6 +13,7 @@ from hpu_duo.device.runtime import host_memory, resident_bytes
 from hpu_duo.lab.rules import Rule
 from hpu_duo.lab.sim.capture import SimBackend
 from hpu_duo.lab.sim.simulated import SimulatedHpu
+from hpu_duo.lab.sim.streams import SimCopyStream
 
 
 class SimRuntime:
@@ -51,6 +52,14 @@ class SimRuntime:
     def results(self) -> AbstractContextManager[None]:
         """Return a context in which counts are those of the last step."""
         return self._device.step(self._model_dtype, goes_on=True)
+
+    def copy_stream(self) -> SimCopyStream:
+        """Return a queue of copies that end later."""
+        return SimCopyStream(self._device.copies_aside)
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Return zeros: all memory of the host is the same here."""
+        return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def synchronize(self) -> None:
         """Do nothing: operators have ended when they return."""

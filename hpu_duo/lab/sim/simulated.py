@@ -20,9 +20,10 @@ from hpu_duo.lab.rules import (
     describe,
 )
 from hpu_duo.lab.sim.call import Call, leaves_device
-from hpu_duo.lab.sim.checks import WIDE, Checks, has_nan
+from hpu_duo.lab.sim.checks import WIDE, BreakRule, Checks, has_nan
 from hpu_duo.lab.sim.garbage import spoil, with_any_index
 from hpu_duo.lab.sim.journal import Journal, Watch
+from hpu_duo.lab.sim.streams import SimCopyStream
 from hpu_duo.lab.sim.tensor import SimTensor
 
 _HERE = str(Path(__file__).parent)
@@ -43,6 +44,7 @@ class SimulatedHpu:
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._graph: list[int] | None = None
         self._is_launching = True
+        self._aside: SimCopyStream | None = None
         self._checks = Checks(self.break_rule)
 
     # What others ask of the device
@@ -111,6 +113,19 @@ class SimulatedHpu:
         finally:
             self._is_launching = before
 
+    @contextmanager
+    def copies_aside(self, stream: SimCopyStream) -> Iterator[BreakRule]:
+        """Queue copies inside on a stream, which runs them later; yields what it reports broken rules to.
+
+        Nothing else runs inside.
+        """
+        assert self._aside is None, "one stream is current"
+        self._aside = stream
+        try:
+            yield self.break_rule
+        finally:
+            self._aside = None
+
     def upload(self, host: torch.Tensor) -> SimTensor:
         """A copy of a host tensor on the device."""
         self._cross(host, "h2d", "upload")
@@ -150,7 +165,7 @@ class SimulatedHpu:
         self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
     ) -> torch.Tensor:
         """The device's kernel of ``aten._copy_from``, which torch calls where it bypasses subclasses."""
-        return self._copy("aten._copy_from", target, source)
+        return self._copy("aten._copy_from", target, source, is_async=non_blocking)
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator with at least one tensor of this device among its arguments.
@@ -165,7 +180,8 @@ class SimulatedHpu:
             return func.decompose(*args, **kwargs)
         match operator.transfer:
             case Transfer.COPY:
-                return self._copy(operator.name, args[0], args[1])
+                is_async = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+                return self._copy(operator.name, args[0], args[1], is_async=is_async)
             case Transfer.TO_COPY if leaves_device(kwargs):
                 return self._download(operator.name, func, args, kwargs)
             case Transfer.READ:
@@ -217,6 +233,7 @@ class SimulatedHpu:
         return result
 
     def _launch(self, signature: tuple[Any, ...]) -> None:
+        assert self._aside is None, "expected copies alone on a stream of copies"
         number = self._numbers.setdefault(signature, len(self._numbers))
         if self._graph is None:
             self.journal.launch_alone(number)
@@ -226,12 +243,15 @@ class SimulatedHpu:
 
     # Crossing the bus
 
-    def _copy(self, name: str, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    def _copy(self, name: str, target: torch.Tensor, source: torch.Tensor, *, is_async: bool) -> torch.Tensor:
         host_target = target.host if isinstance(target, SimTensor) else target
         host_source = source.host if isinstance(source, SimTensor) else source
         if isinstance(target, SimTensor) and isinstance(source, SimTensor):
             self._checks.written(name, target)
             self._launch((name, target.signature, source.signature))
+        elif self._aside is not None:
+            self._queue(self._aside, name, host_target, host_source, is_async=is_async)
+            return target
         elif isinstance(target, SimTensor):
             if not host_target.is_contiguous():
                 self.break_rule(Rule.VIEW_WRITE, name, "a transfer into memory that is not contiguous")
@@ -241,6 +261,19 @@ class SimulatedHpu:
         if self._is_launching or not isinstance(target, SimTensor):
             host_target.copy_(host_source)
         return target
+
+    def _queue(
+        self, stream: SimCopyStream, name: str, target: torch.Tensor, source: torch.Tensor, *, is_async: bool
+    ) -> None:
+        if self._graph is not None:
+            self.break_rule(Rule.HOST_IN_GRAPH, name, "host and device meet inside a captured graph")
+        if not is_async:
+            self.break_rule(Rule.HOST_WAIT, name, "a copy on a stream of its own has to be non_blocking")
+        if not (target.is_contiguous() and source.is_contiguous()):
+            self.break_rule(Rule.VIEW_WRITE, name, "a transfer of memory that is not contiguous")
+        self.journal.count(aside_copies=1, aside_bytes=source.nbytes)
+        if self._is_launching:
+            stream.queue(name, target, source)
 
     def _download(
         self, name: str, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -1,5 +1,7 @@
 """Stand-in of ``habana_frameworks.torch.hpu``; as there, graphs exist in lazy mode only."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -40,6 +42,43 @@ def mem_get_info() -> tuple[int, int]:
 
 class Stream:
     """A stream without a device."""
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Counts the waits."""
+        CALLS["wait_stream"] += 1
+
+
+class Event:
+    """An event that is passed once somebody has waited for it."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._is_timed, self._is_passed = enable_timing, False
+
+    def record(self, stream: Stream) -> None:
+        """Nothing is queued."""
+
+    def query(self) -> bool:
+        """Whether it is passed."""
+        return self._is_passed
+
+    def wait(self) -> None:
+        """Counts the waits of the current stream."""
+        CALLS["wait_event"] += 1
+
+    def synchronize(self) -> None:
+        """Waits."""
+        self._is_passed = True
+
+    def elapsed_time(self, other: Event) -> float:
+        """Milliseconds between two events that are timed."""
+        assert self._is_timed
+        assert other._is_timed
+        return 2.0
+
+
+def current_stream() -> Stream:
+    """The stream that is entered."""
+    return Stream()
 
 
 def default_stream() -> Stream:
