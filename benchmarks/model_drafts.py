@@ -5,6 +5,7 @@ passkeys in documents. Of another model: what it goes on with behind ``<bos>`` a
 one by one, and each step verifies as many drafts as there are, whether they pay or not.
 
     python -m benchmarks.model_drafts [--model DIR] [--drafts 4] [--sparsity 0 0.5] [--window 16 64]
+        [--draft-sparsity 1 0.5 0]
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--temperature", type=float, nargs="*", default=[0.0, 0.8])
     parser.add_argument("--sparsity", type=float, nargs="*", default=[0.0])
+    parser.add_argument("--draft-sparsity", type=float, nargs="*", help="of duo alone; needs a pattern")
     asked = parser.parse_args()
     path = asked.model or Path(MODEL_DIR)
     if asked.model is None:
@@ -103,9 +105,14 @@ def main() -> None:
         "duo": {"method": "duo", **window, "suffix_decoding_max_spec_factor": 1e-9},
         "suffix, then duo": {"method": "duo", **window},
     }
+    if asked.draft_sparsity is not None:
+        methods = {
+            f"duo, {share} of heads": {**methods["duo"], "draft_sparsity": share}
+            for share in asked.draft_sparsity
+        }
     for sparsity in asked.sparsity:
         options: dict[str, Any] = {"block_size": asked.block_size}
-        if sparsity:
+        if sparsity or asked.draft_sparsity is not None:
             options |= {"pattern": PATTERN_DIR, "sparsity": sparsity}
         for temperature in asked.temperature:
             for name, method in methods.items():

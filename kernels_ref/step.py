@@ -33,6 +33,8 @@ class StepTensors(NamedTuple):
         row_query_start: flat index of the row's first new token, any valid index without one, ``[N]``.
         tail_block: unique blocks that not all tokens of the row see whole, else the null block, ``[N, T]``.
         tail_start: position of their first slots, ``NOWHERE`` where there is none, ``[N, T]``.
+        window_block, window_start: as the two before, of the blocks that heads read in a draft if it reads a
+            window of theirs, and all blocks of other heads, ``[N, W]``; W is 0 in other steps.
         chunk_row: prompt rows with context, then others while there is room, else ``R``, ``[C]``.
         shared_block: ``[NS]``; padding is the null block.
         shared_start: position of their first slots, ``[NS]``.
@@ -55,6 +57,8 @@ class StepTensors(NamedTuple):
     row_query_start: torch.Tensor
     tail_block: torch.Tensor
     tail_start: torch.Tensor
+    window_block: torch.Tensor
+    window_start: torch.Tensor
     chunk_row: torch.Tensor
     shared_block: torch.Tensor
     shared_start: torch.Tensor
@@ -148,6 +152,19 @@ class PartInputs(NamedTuple):
     def scratch(self) -> Scratch:
         """Units as they were before the step, which prompts with context read."""
         return self.units.before
+
+    @property
+    def of_window(self) -> PartInputs:
+        """The same inputs for heads of which a draft reads a window."""
+        t = self.tensors
+        tensors = t._replace(
+            tail_block=t.window_block,
+            tail_start=t.window_start,
+            shared_block=t.shared_block[:0],
+            owner=t.owner[:0],
+            owner_start=t.owner_start[:0],
+        )
+        return self._replace(tensors=tensors)
 
     def of_rows(self, step: Step) -> PartInputs:
         """The same inputs with the queries of decode rows, all tokens of a row in its heads."""

@@ -18,15 +18,16 @@ _OF_METHOD = {
     "suffix_decoding_": ("suffix", "duo"),
     "draft_sink": ("duo",),
     "draft_recent": ("duo",),
+    "draft_sparsity": ("duo",),
     "draft_sample_method": ("duo", "draft_model", "mtp"),
     "model": ("draft_model",),
 }
 """Methods of a key, by how it begins."""
 _DRAWN = ("shared", "greedy")
-_SPARSER = (
-    "all heads of a layer read the same blocks in drafts of method 'duo', see draft_sink and draft_recent"
-)
-_NOT_SERVED = {"draft_sparsity": _SPARSER, "draft_budget": _SPARSER}
+_NOT_SERVED = {
+    "draft_budget": "heads that store all tokens have no scores of them by which a draft could choose some; "
+    "see draft_sink, draft_recent and draft_sparsity"
+}
 """Keys that are refused by name, and why."""
 _OTHERS = ("eagle", "eagle3", "medusa", "mlp_speculator")
 
@@ -49,6 +50,8 @@ class SpeculativeConfig:
         suffix_decoding_min_token_prob: least probability of a draft, by how often it has followed.
         draft_sink, draft_recent: first and newest tokens of a text that drafts of "duo" read in heads that
             see all of it otherwise, in whole blocks.
+        draft_sparsity: share of the heads of a head pattern that read no more than that in drafts of "duo",
+            from the served sparsity to 1; the other retrieval heads read the whole text. None = all heads.
         draft_sample_method: how a model draws drafts of rows that are sampled: "shared" (with the number that
             verifies them) or "greedy" (the likeliest token).
         draft_lens: tokens of a row that steps without prompts may verify, ascending from 1; each size is
@@ -71,6 +74,7 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob: float = 0.1
     draft_sink: int = 16
     draft_recent: int = 64
+    draft_sparsity: float | None = None
     draft_sample_method: str = "shared"
     draft_lens: tuple[int, ...] | None = None
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
@@ -93,6 +97,9 @@ class SpeculativeConfig:
             raise _error("suffix_decoding_max_spec_factor", "a number above 0", factor)
         if not _is_real(least) or not 0 <= least <= 1:
             raise _error("suffix_decoding_min_token_prob", "a number from 0 to 1", least)
+        sparsity = self.draft_sparsity
+        if sparsity is not None and (not _is_real(sparsity) or not 0 <= sparsity <= 1):
+            raise _error("draft_sparsity", "a number from 0 to 1", sparsity)
         if self.draft_sample_method not in _DRAWN:
             raise _error("draft_sample_method", " or ".join(map(repr, _DRAWN)), self.draft_sample_method)
         self._check_lens()

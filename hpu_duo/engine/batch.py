@@ -99,6 +99,7 @@ class StepGeometry:
             ``StepLimits``; without rows, prompt rows gather no rings, and there may be more of them than C.
             With regions, prompt rows are in the order of these.
         num_tails: blocks of each row that are gathered and masked (T); None = as many as its new tokens need.
+        num_windowed: blocks of each row that heads read in drafts of which those read a window (W).
         has_next: steps have the token that follows each of theirs, for a layer that reads both: its id, or
             ``-1 - i`` for the token of row ``i`` of the step's logits.
         is_draft: whether steps are drafts by a model, see ``Step``.
@@ -116,6 +117,7 @@ class StepGeometry:
     uses_token_classes: bool = False
     draft_lens: tuple[int, ...] = ()
     num_tails: int | None = None
+    num_windowed: int = 0
     num_staged: int = 0
     has_next: bool = False
     is_draft: bool = False
@@ -169,6 +171,8 @@ class StepGeometry:
             "logit_index": (counts.logits,),
             "tail_block": tails,
             "tail_start": tails,
+            "window_block": (counts.rows, self.num_windowed),
+            "window_start": (counts.rows, self.num_windowed),
             "chunk_row": (self.max_chunk_rows,),
             "shared_block": (bucket.num_shared_blocks,),
             "shared_start": (bucket.num_shared_blocks,),

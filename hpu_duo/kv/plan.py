@@ -39,7 +39,7 @@ SparseKind: TypeAlias = Blocks | ChosenBlocks | QuestBlocks
 
 
 def head_groups(
-    num_retrieval: int, num_streaming: int, window: Window | None, slack: int = 0
+    num_retrieval: int, num_streaming: int, window: Window | None, slack: int = 0, num_windowed: int = 0
 ) -> tuple[HeadGroup, ...]:
     """The groups of a layer of retrieval heads, which store blocks, and streaming heads, which store rings.
 
@@ -47,6 +47,7 @@ def head_groups(
         num_retrieval, num_streaming: KV heads of each, 0 or more.
         window: of the streaming heads; only needed if there are any.
         slack: slots of a ring beyond its window.
+        num_windowed: retrieval heads of which drafts read a window, behind the others.
 
     Raises:
         ValueError: there are no heads, or streaming heads without a window.
@@ -55,7 +56,8 @@ def head_groups(
         raise ValueError(
             f"expected 1 KV head or more, got {num_retrieval} retrieval and {num_streaming} streaming heads"
         )
-    groups = [HeadGroup(num_retrieval, Blocks())] if num_retrieval else []
+    counts = ((num_retrieval - num_windowed, Blocks()), (num_windowed, Blocks(drafts_in_window=True)))
+    groups = [HeadGroup(count, kind) for count, kind in counts if count]
     if num_streaming:
         if window is None:
             raise ValueError(f"expected a window for {num_streaming} streaming heads, got none")

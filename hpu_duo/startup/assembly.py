@@ -31,7 +31,8 @@ from hpu_duo.request import TokenLimits
 from hpu_duo.scheduling import make_policy
 from hpu_duo.startup.blueprint import fix_served_len, request_len
 from hpu_duo.startup.device_side import DeviceSide, Place
-from hpu_duo.startup.heads import check_pattern, latent_note
+from hpu_duo.startup.head_choice import check_pattern
+from hpu_duo.startup.heads import latent_note
 from hpu_duo.startup.kv_formats import check_scales, scales_note, unused_note
 from hpu_duo.startup.offloading import attach_disk, attach_tiers, capped_note, check_kv_shares
 from hpu_duo.startup.sharding import build_led, executed, native_code_built, settle

@@ -557,7 +557,10 @@ def _draft_fields(speculation: SpeculativeConfig, tables: StepTables, memory: Me
         return MtpTables(tables.geometry(memory))
     if speculation.method == "duo":
         window = DraftWindow(speculation.draft_sink, speculation.draft_recent)
-    return DraftTables(tables.geometry(memory), window, memory.uses_blocks)
+    # Kinds of heads tell whether some of them read more than a window.
+    kinds = [group.kind for group in memory.groups_of_ranks if isinstance(group.kind, Blocks)]
+    reads_all = speculation.draft_sparsity is not None and not all(kind.drafts_in_window for kind in kinds)
+    return DraftTables(tables.geometry(memory), window, memory.uses_blocks, reads_all)
 
 
 def _check_stores(model: StepModel) -> None:

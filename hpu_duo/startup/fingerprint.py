@@ -53,6 +53,11 @@ def fingerprint(engine: Engine, config: EngineConfig) -> dict[str, str]:
     if pattern is not None:
         heads = [pattern.sink, pattern.recent, pattern.mask.astype(int).tolist()]
         found["head pattern"] = json.dumps(heads)
+        speculation = config.scheduler.speculation
+        if speculation is not None and speculation.draft_sparsity is not None:
+            # Stores have the heads in another order.
+            scores = hashlib.sha256(pattern.scores.tobytes()).hexdigest()
+            found["heads of drafts"] = f"{speculation.draft_sparsity} of {scores}"
     if (plan := read_kv_plan(config)) is not None:
         found["KV plan"] = json.dumps(plan.as_dict(), sort_keys=True)
     found[KV_FORMAT] = ", ".join(format_names(engine.runner.model.specs))

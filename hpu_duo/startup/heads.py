@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from bias_builders import Window
-from hpu_duo.config.engine import EngineConfig, HeadConfig
+from hpu_duo.config.engine import EngineConfig
 from hpu_duo.config.kv_plan import KVPlan
-from hpu_duo.config.limits import HPU_LAYER_KINDS
 from hpu_duo.device.ranks import Ranks
-from hpu_duo.heads import CountRule, HeadLayout, HeadPattern, fewest_promotions
-from hpu_duo.heads.pattern import FINGERPRINT_KEY, check_origin
+from hpu_duo.heads import HeadLayout, HeadPattern
 from hpu_duo.kv.plan import (
     LayerKV,
     budget_groups,
@@ -27,9 +23,7 @@ from hpu_duo.kv.plan import (
     sparse_groups,
     with_latents,
 )
-from hpu_duo.modeling.attention import LayerKind
-from hpu_duo.modeling.hub import has_weights, model_fingerprint, model_name
-from hpu_duo.modeling.probe import DecoderLayer, pattern_rows
+from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.parallel import (
     ContextParallelBlocks,
     ContextParallelLatents,
@@ -40,6 +34,7 @@ from hpu_duo.parallel import (
     placed,
 )
 from hpu_duo.planning import ModelSize
+from hpu_duo.startup.head_choice import drafting_heads, has_window, resolve_pattern
 from hpu_duo.startup.kv_budget import (
     HeadRules,
     check_shared,
@@ -52,8 +47,6 @@ from hpu_duo.startup.kv_budget import (
     rules_by_head,
 )
 from kernels_ref import Blocks, Budget, GroupKind, HeadGroup, LatentBlocks, LayerSpec, Owner, QuestBlocks
-
-_log = logging.getLogger(__name__)
 
 
 class HeadAssignment(NamedTuple):
@@ -78,6 +71,8 @@ class Kinds(NamedTuple):
             that retrieve.
         max_ring_window: longest window of a layer that is stored in rings; None = any.
         planned: instead of budget and rules, the kind of each head of each layer.
+        drafting: heads that read all blocks in drafts of the model itself, where other retrieval heads read a
+            window, bool ``[layers, KV heads]``; None = drafts do not tell them apart.
     """
 
     slack: int
@@ -85,6 +80,7 @@ class Kinds(NamedTuple):
     rules: HeadRules | None = None
     max_ring_window: int | None = None
     planned: tuple[tuple[GroupKind, ...], ...] | None = None
+    drafting: np.ndarray | None = None
 
     @property
     def are_of_all_heads(self) -> bool:
@@ -108,6 +104,11 @@ class Kinds(NamedTuple):
             return np.zeros(len(streams), np.int32), self.of_window(len(streams), sliding_window)
         if self.planned is not None:
             return planned_groups(self.planned[index])
+        if self.drafting is not None:
+            windowed = ~(streams | self.drafting[index])
+            num_streaming, num_windowed = int(streams.sum()), int(windowed.sum())
+            counts = len(streams) - num_streaming, num_streaming
+            return 2 * streams + windowed, head_groups(*counts, window, self.slack, num_windowed)
         return self.of_layer(streams, window)
 
     def of_window(self, num_heads: int, length: int) -> tuple[HeadGroup, ...]:
@@ -190,137 +191,12 @@ def choose_heads(
         rules,
         resolve_max_ring_window(config),
         resolve_kv_plan(config, [layer.call.num_kv_heads for layer in layers], max_len, slack, device),
+        drafting_heads(config, pattern, layers, max_len, device),
     )
     assigned = tuple(assign_heads(layers, pattern, max_len, kinds))
     if kinds.planned is not None:
         check_shared(parallel, [each.groups for each in assigned])
     return ChosenHeads(pattern, assigned)
-
-
-def resolve_pattern(
-    heads: HeadConfig,
-    layers: tuple[DecoderLayer, ...],
-    max_len: int,
-    device: torch.device,
-    num_ranks: int = 1,
-) -> HeadPattern | None:
-    """Return the binarised head pattern, checked against the model, with at most ``max_layer_kinds``.
-
-    Args:
-        max_len: tokens of a request.
-        device: where layers will run; decides ``max_layer_kinds`` where that is open.
-        num_ranks: ranks with equally many of the retrieval heads of each layer.
-
-    Returns:
-        The pattern with a row for each layer; None when every head is a retrieval head.
-
-    Raises:
-        ValueError: the pattern does not fit the model or is not cut, or the layers have more structures than
-            ``max_layer_kinds``.
-    """
-    rows = pattern_rows(layers)
-    stored = tuple(layer for layer in layers if layer.call.source is None)
-    num_layers = layers[0].num_layers if layers[0].num_layers > len(layers) else len(stored)
-    pattern = _binarised(heads, stored, num_layers)
-    if pattern is None:
-        return None
-    # With fewer key/value heads than ranks, each rank has one, and a layer has all or none that retrieve.
-    rule = CountRule(heads.max_layer_kinds, min(num_ranks, layers[0].call.num_kv_heads))
-    return _of_few_kinds(pattern, rule, stored, max_len, device).of_layers(rows)
-
-
-def _of_few_kinds(
-    pattern: HeadPattern,
-    rule: CountRule,
-    layers: tuple[DecoderLayer, ...],
-    max_len: int,
-    device: torch.device,
-) -> HeadPattern:
-    """Return the pattern with the fewest promoted heads that satisfies the rule."""
-    structures = [_structure(layer, max_len) for layer in layers]
-    if rule.max_kinds is None and device.type == "hpu":
-        rule = replace(rule, max_kinds=max(HPU_LAYER_KINDS, len(set(structures))))
-    kept = [count for count, _ in pattern.head_counts]
-    # The pattern is ignored for layers with a sliding window.
-    has_window = [_has_window(layer, max_len) for layer in layers]
-    needed = [0 if windowed else count for windowed, count in zip(has_window, kept)]
-    chosen = fewest_promotions(needed, rule, structures)
-    promoted = pattern.promote(
-        [old if windowed else new for windowed, old, new in zip(has_window, kept, chosen)]
-    )
-    if promoted.num_promoted:
-        _log.info(
-            "%d of %d streaming heads retrieve, so that layers are of at most %s kinds (max_layer_kinds) and "
-            "%d ranks have equally many",
-            promoted.num_promoted,
-            pattern.mask.size - int(pattern.mask.sum()),
-            rule.max_kinds,
-            rule.num_ranks,
-        )
-    return promoted
-
-
-def _binarised(heads: HeadConfig, layers: tuple[DecoderLayer, ...], num_layers: int) -> HeadPattern | None:
-    """Return the binarised pattern of layers that store keys; a pattern may also have ``num_layers`` rows."""
-    if heads.pattern is None:
-        return None
-    pattern = _read(heads.pattern)
-    if pattern.num_layers == num_layers != len(layers):
-        # Rows of layers with states only say nothing.
-        pattern = pattern.of_layers([layer.number for layer in layers])
-    kv_heads = {layer.call.num_kv_heads for layer in layers}
-    if len(kv_heads) > 1:
-        raise ValueError(f"a head pattern needs equally many key/value heads in every layer, got {kv_heads}")
-    pattern.check_shape(len(layers), kv_heads.pop())
-    if heads.sink is not None or heads.recent is not None:
-        pattern = replace(
-            pattern,
-            sink=pattern.sink if heads.sink is None else heads.sink,
-            recent=pattern.recent if heads.recent is None else heads.recent,
-        )
-    if heads.sparsity is None and heads.threshold is None:
-        if pattern.is_binarised:
-            return pattern
-        raise ValueError("a head pattern with scores only needs sparsity or threshold, got neither")
-    return pattern.binarise(
-        sparsity=heads.sparsity, threshold=heads.threshold, tie_break=heads.tie_break, balance=heads.balance
-    )
-
-
-def _structure(layer: DecoderLayer, max_len: int) -> Hashable:
-    """Return the key of a layer's structure, besides its numbers of heads."""
-    call = layer.call
-    window = call.sliding_window if _has_window(layer, max_len) else None
-    attention = (call.num_heads, call.num_kv_heads, call.head_dim, call.scale, call.softcap, window)
-    return LayerKind(layer.module, attention)
-
-
-def _has_window(layer: DecoderLayer, max_len: int) -> bool:
-    """Whether all heads of a layer stream: a window no shorter than any request is full attention."""
-    window = layer.call.sliding_window
-    return window is not None and window < max_len
-
-
-def check_pattern(heads: HeadConfig, model: str | Path) -> tuple[str, ...]:
-    """Compare the head pattern's model with a checkpoint, or with a directory that has no weights.
-
-    Returns:
-        Notes for the user where there is nothing to compare.
-
-    Raises:
-        ValueError: the pattern is of another model, or it cannot be read.
-    """
-    if heads.pattern is None:
-        return ()
-    pattern, directory = _read(heads.pattern), Path(model)
-    is_named = FINGERPRINT_KEY in pattern.config
-    fingerprint = model_fingerprint(directory) if is_named and has_weights(directory) else None
-    note = check_origin(pattern, model_name(directory), fingerprint)
-    return () if note is None else (note,)
-
-
-def _read(pattern: HeadPattern | str | Path) -> HeadPattern:
-    return pattern if isinstance(pattern, HeadPattern) else HeadPattern.load(pattern)
 
 
 def assign_heads(
@@ -341,7 +217,7 @@ def assign_heads(
         if pattern is not None:
             streams = ~pattern.mask[index]
             window = Window(pattern.sink, pattern.recent).validate().clipped(max_len)
-        sliding_window = call.sliding_window if _has_window(layer, max_len) else None
+        sliding_window = call.sliding_window if has_window(layer, max_len) else None
         group_of, groups = kinds.of(index, sliding_window, streams, window)
         groups = with_latents(groups, call.latent)
         assigned.append(HeadAssignment(HeadLayout.by_group(group_of, call.num_heads), groups))

@@ -75,7 +75,10 @@ def settle(config: EngineConfig) -> tuple[EngineConfig, tuple[str, ...]]:
     if parallel.retrieval_parallel != "auto":
         return config, ()
     speculation = config.scheduler.speculation
-    if parallel.tensor_parallel_size == 1 or (speculation is not None and speculation.has_own_stores):
+    needs_heads = speculation is not None and (
+        speculation.has_own_stores or speculation.draft_sparsity is not None
+    )
+    if parallel.tensor_parallel_size == 1 or needs_heads:
         return _with(config, "heads"), ()
     choice = _chosen(config)
     _log.info("%s", choice)

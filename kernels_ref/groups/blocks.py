@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -38,16 +38,20 @@ class Blocks(GroupKind):
 
     Attributes:
         rule: which of the tokens before it a token sees; None = all of them.
+        drafts_in_window: whether drafts of the model itself read a window of the blocks only, where other
+            heads read all: ``StepTensors.window_block``. Other steps read all in both.
     """
 
     rule: Rule | None = None
+    drafts_in_window: bool = field(default=False, kw_only=True)
     name: ClassVar[str] = "blocks"
     owner: ClassVar[Owner] = Owner.BLOCK
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """Return the name, and that of the rule."""
-        return (self.name,) if self.rule is None else (self.name, self.rule.key)
+        """Return the name, that of the rule, and whether drafts read a window."""
+        rule = () if self.rule is None else (self.rule.key,)
+        return (self.name, *rule, *([True] if self.drafts_in_window else []))
 
     @property
     def reach(self) -> int | None:
@@ -77,11 +81,15 @@ class Blocks(GroupKind):
     ) -> dict[UnitLayout, BlockStep]:
         """See ``BlockStep``."""
         t, num_slots = tensors, next(iter(layouts)).num_slots
-        tails = t.tail_start[:, :0, None]
+        start = t.window_start if self._reads_window(t) else t.tail_start
+        tails = start[:, :0, None]
         if parts.unique:
-            tails = leading_visible(t.tail_start[:, :, None], rows.end[:, None], num_slots)
+            tails = leading_visible(start[:, :, None], rows.end[:, None], num_slots)
         index = write_indices(t.write_block, t.write_offset, layouts)
         return {layout: BlockStep(index[layout], Leading(tails), rows.end) for layout in layouts}
+
+    def _reads_window(self, tensors: StepTensors) -> bool:
+        return self.drafts_in_window and tensors.window_block.shape[1] > 0
 
     def masked(
         self, plans: Mapping[UnitLayout, BlockStep], dtype: torch.dtype
@@ -98,6 +106,8 @@ class Blocks(GroupKind):
         record = units.encode(inputs.new)
         run.write_kv(units, plan.write_index, record)
         inputs = inputs._replace(new=record.values, rule=self.rule)
+        if self._reads_window(inputs.tensors):
+            inputs = inputs.of_window
         of_tokens: list[Partial] = []
         if parts.causal:
             of_tokens.append(run.causal(inputs))

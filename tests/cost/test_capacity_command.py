@@ -5,6 +5,7 @@ import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import LlamaConfig
@@ -263,7 +264,7 @@ def test_drafts_pay_from_the_tokens_that_a_verifying_step_costs(config_dir: Path
         assert other["graph_memory"]["num_graphs"] > one["graph_memory"]["num_graphs"]
 
 
-def drafting_report(model: Path, method: dict[str, str], *more: str) -> tuple[dict, dict]:
+def drafting_report(model: Path, method: dict[str, Any], *more: str) -> tuple[dict, dict]:
     """The reports with drafts of text, and with those of a method."""
     words = ["capacity", "--model", str(model), "--context", "4096", "--sparsity", "0", "--json", *more]
     found = []
@@ -335,6 +336,18 @@ def test_drafts_of_the_model_itself_pay_where_keys_outweigh_weights(config_dir: 
     assert (
         "with 1 requests of 4,096 tokens and 0% streaming, drafts are predicted to lose" in printed
     ) is loses
+
+
+def test_heads_that_retrieve_in_drafts_take_time_and_graphs(config_dir: Path) -> None:
+    """The sparser, the fewer tokens have to be accepted; a graph for each bucket of longer rows."""
+    of_window, *others = (
+        drafting_report(config_dir, {"method": "duo", **more})[1]
+        for more in ({}, {"draft_sparsity": 0.75}, {"draft_sparsity": 0.0})
+    )
+    needed = [each["drafts_pay_from"][-1]["tokens"]["5"] for each in (of_window, *others)]
+    assert needed[0] < needed[1] < needed[2]
+    graphs = [each["capacities"][0]["graph_memory"]["num_graphs"] for each in (of_window, *others)]
+    assert graphs[0] < graphs[1] == graphs[2]
 
 
 def test_capacity_has_the_host_and_the_disk(hpu_duo: Run) -> None:

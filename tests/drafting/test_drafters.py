@@ -187,7 +187,7 @@ def test_the_configuration_says_which_drafter_there_is() -> None:
         ("{", "expected speculative_config to be a JSON object, got '{'"),
         (
             {"method": "duo", "draft_budget": 64},
-            "draft_budget is not served: all heads of a layer read the same blocks",
+            "draft_budget is not served: heads that store all tokens have no scores of them",
         ),
         ({"num_tokens": 3}, "no key 'num_tokens'; did you mean 'num_speculative_tokens'"),
         (
@@ -220,6 +220,8 @@ def test_the_configuration_says_which_drafter_there_is() -> None:
         ({"num_speculative_tokens_per_batch_size": [[1, 4, 3], [4, 9, 1]]}, "ascending ranges of rows"),
         ({"num_speculative_tokens_per_batch_size": 4}, "a list of .*, got 4"),
         ({"method": "duo", "draft_sample_method": "gumbel"}, "'shared' or 'greedy', got 'gumbel'"),
+        ({"method": "duo", "draft_sparsity": 1.5}, "draft_sparsity to be a number from 0 to 1, got 1.5"),
+        ({"draft_sparsity": 0.5}, "draft_sparsity=0.5 needs method 'duo', got 'suffix'"),
         ({"draft_lens": [1, 4]}, "draft_lens to be ascending integers from 1 to .* = 9, got"),
     ],
 )

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from graphs.backends.compile import CompileBackend
-from hpu_duo import HPUDuoModel
+from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.engine.step_input import with_sources
 from hpu_duo.lab import sim
 from hpu_duo.lab.replay import replay
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.startup.recorded_steps import options_of, read_log
 from hpu_duo.startup.warm_up_estimate import GraphCosts
+from kernels_ref import Blocks
 from tests.engine.tiny import PATTERN, Tiny, serve, text_of, tokens_of
 from tests.modeling.families import prompts_of
 from tests.tiers import EXHAUSTIVE, further
@@ -35,8 +36,15 @@ DUO = {
 }
 
 
-def load_drafting(tiny: Tiny, **options: Any) -> HPUDuoModel:
-    return tiny.load(**{"max_num_batched_tokens": 24, **options}, speculative_config=DUO)
+RANKED = HeadPattern(np.array([[0.9, 0.4], [0.7, 0.8]], np.float32), sink=2, recent=6)
+SPARSER: dict[str, Any] = {"pattern": RANKED, "sparsity": 0.25}
+"""Three of four heads retrieve, two of them in one layer."""
+EVEN = HeadPattern(np.array([[0.9, 0.8], [0.4, 0.3]], np.float32), sink=2, recent=6)
+
+
+def load_drafting(tiny: Tiny, draft_sparsity: float | None = None, **options: Any) -> HPUDuoModel:
+    config = DUO if draft_sparsity is None else {**DUO, "draft_sparsity": draft_sparsity}
+    return tiny.load(**{"max_num_batched_tokens": 24, **options}, speculative_config=config)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +98,77 @@ def test_drafts_that_see_everything_are_accepted_if_they_are_sampled_alike(tiny:
     assert tokens[0] == tokens[1]
     # The likeliest token is not what sampled rows always take.
     assert 0.3 < shares[1] < 0.95 < shares[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("params", "options"),
+    [
+        (SEEDED, {}),
+        pytest.param(GREEDY, {"graphs": "replay", "attention": "sdpa"}, marks=pytest.mark.slow),
+        pytest.param(replace(SEEDED, n=3), {"graphs": CompileBackend("eager")}, marks=pytest.mark.slow),
+        pytest.param(GREEDY, {"graphs": "compile"}, marks=EXHAUSTIVE),
+        pytest.param(SEEDED, {"kv_cache_dtype": "int8_per_token_head"}, marks=EXHAUSTIVE),
+        pytest.param(SEEDED, {"tensor_parallel_size": 2, "sparsity": 0.0, "pattern": EVEN}, marks=EXHAUSTIVE),
+    ],
+)
+def test_fewer_heads_may_retrieve_in_drafts_than_in_steps(
+    tiny: Tiny, params: SamplingParams, options: dict[str, Any]
+) -> None:
+    """Prompts with a common prefix have shared blocks, which heads that retrieve in drafts read too."""
+    prompts, options = [[*PROMPTS[0], *each] for each in PROMPTS], {**SPARSER, **options}
+    as_eager = {"graphs": "eager", "tensor_parallel_size": 1, "attention": "reference"}
+    plain, drafting = tiny.load(**{**options, **as_eager}), load_drafting(tiny, 0.5, **options)
+    kinds = {group.kind for spec in drafting.engine.runner.model.specs for group in spec.groups}
+    assert {Blocks(), Blocks(drafts_in_window=True)} <= kinds
+    for _ in range(2):
+        done, expected = serve(drafting, prompts, params), serve(plain, prompts, params)
+        assert tokens_of(done) == tokens_of(expected)
+    stats = drafting.stats()
+    assert stats.speculation is not None
+    assert 0 < stats.speculation.num_accepted_tokens < stats.speculation.num_draft_tokens
+    assert stats.num_graph_misses == 0
+
+
+def test_drafts_in_which_all_heads_retrieve_are_what_is_sampled(tiny: Tiny) -> None:
+    """Of prompts with shared and unique blocks; with fewer heads, drafts are accepted less often."""
+    prompts = [[*PROMPTS[0], *each] for each in PROMPTS]
+    shares, tokens = [], []
+    for draft_sparsity in (0.25, 1.0):
+        drafting = load_drafting(tiny, draft_sparsity, **SPARSER)
+        tokens.append(tokens_of(serve(drafting, prompts, SEEDED)))
+        stats = drafting.stats().speculation
+        assert stats is not None
+        assert stats.num_draft_tokens > 60
+        shares.append(stats.num_accepted_tokens / stats.num_draft_tokens)
+    assert tokens[0] == tokens[1]
+    assert shares[1] < shares[0] == 1
+
+
+def test_drafts_without_heads_that_retrieve_are_those_without_a_sparsity(tiny: Tiny) -> None:
+    counts = []
+    for draft_sparsity in (None, 1.0):
+        drafting = load_drafting(tiny, draft_sparsity, **SPARSER)
+        serve(drafting, PROMPTS, GREEDY)
+        stats, drafts = drafting.stats().speculation, drafting.engine.runner.executor.drafts
+        assert stats is not None
+        assert drafts is not None
+        counts.append((stats.num_draft_tokens, stats.num_accepted_tokens, len(drafts.graphs.table)))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "draft_sparsity=0.5 needs a head pattern"),
+        ({**SPARSER, "sparsity": 0.75}, "draft_sparsity=0.5 needs sparsity of at most that, got 0.75"),
+        ({**SPARSER, "attention_rule": "top_blocks"}, "needs heads without a KV budget, a KV plan or an"),
+    ],
+)
+def test_heads_that_drafts_cannot_tell_apart_are_refused(
+    tiny: Tiny, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_drafting(tiny, 0.5, **options)
 
 
 def test_an_output_ends_where_it_does_without_drafts(tiny: Tiny) -> None:
@@ -185,10 +264,21 @@ def test_a_step_takes_the_tokens_that_the_previous_one_sampled(tiny: Tiny, graph
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("simulated_hpu", "default_buckets")
-@pytest.mark.parametrize("params", [replace(SEEDED, logprobs=2), GREEDY, SEEDED])
-def test_a_simulated_hpu_compiles_nothing_and_reads_once_a_step(tiny: Tiny, params: SamplingParams) -> None:
-    expected = serve(tiny.load(pattern=PATTERN), PROMPTS, params)
-    drafting = load_drafting(tiny, device="hpu-sim", num_blocks=30, pattern=PATTERN)
+@pytest.mark.parametrize(
+    ("params", "options"),
+    [
+        (replace(SEEDED, logprobs=2), {"pattern": PATTERN}),
+        (GREEDY, {"pattern": PATTERN}),
+        (SEEDED, {"pattern": PATTERN}),
+        (SEEDED, SPARSER),
+    ],
+)
+def test_a_simulated_hpu_compiles_nothing_and_reads_once_a_step(
+    tiny: Tiny, params: SamplingParams, options: dict[str, Any]
+) -> None:
+    expected = serve(tiny.load(**options), PROMPTS, params)
+    sparsity = 0.5 if options is SPARSER else None
+    drafting = load_drafting(tiny, sparsity, device="hpu-sim", num_blocks=30, **options)
     drafting.warmup()
     with sim.watch() as seen:
         done = serve(drafting, PROMPTS, params)

@@ -174,7 +174,7 @@ class Choice:
             ValueError: one was made for another model.
         """
         from hpu_duo.config.engine import HeadConfig
-        from hpu_duo.startup.heads import check_pattern
+        from hpu_duo.startup.head_choice import check_pattern
 
         for pattern in patterns:
             _tell(check_pattern(HeadConfig(pattern=pattern), self.model or MODEL_DIR))

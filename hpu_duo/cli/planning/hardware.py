@@ -250,18 +250,17 @@ class HardwareOptions:
         model: Path,
         size: ModelSize,
         serving: Serving,
-        drafts_itself: bool = False,
+        speculation: SpeculativeConfig | None = None,
         drafted_by: Path | None = None,
     ) -> list[TableMemory | None]:
         """Memory of the graphs of the default table of every choice of ``compare``; None where nothing fits.
 
         Args:
             model: directory with a config.json, or the file.
-            drafts_itself: whether the model makes drafts, by graphs of their own.
+            speculation: drafts that steps verify; those of a model have graphs of their own.
             drafted_by: as ``model``, of ``serving.draft``.
         """
         from graphs import BucketTable
-        from graphs.shape import row_len
         from hpu_duo.planning import Deployment, step_cost, step_limits
 
         longest = max(self.context or default_contexts(size.max_positions))
@@ -275,16 +274,15 @@ class HardwareOptions:
                 limits, cost = step_limits(deployment), step_cost(deployment)
                 table, lens = BucketTable.exponential(limits, cost=cost), serving.draft_lens
                 buckets = table.with_drafts(lens).buckets if lens else table.buckets
-                if drafts_itself:
-                    buckets += chain_buckets(buckets, lens)
+                chain = () if speculation is None else chain_buckets(buckets, speculation)
+                if drafted_by is None:
+                    buckets += chain
                 parts, num_graphs = (
                     [graph_bytes_kept(model, deployment, buckets, draft_lens=lens)],
                     len(buckets),
                 )
                 if drafted_by is not None:
-                    # Each step is computed by both; drafts of longer rows have a bucket each.
-                    longer = (each for each in buckets if row_len(each, 1, lens) > 1)
-                    chain = tuple({replace(each, query_len=each.num_logits) for each in longer})
+                    # Each step is computed by both.
                     draft, num_graphs = deployment.of_draft(longest), 2 * num_graphs + len(chain)
                     parts.append(graph_bytes_kept(drafted_by, draft, buckets, draft_lens=lens))
                     parts.append(graph_bytes_kept(drafted_by, draft, chain))
@@ -293,13 +291,14 @@ class HardwareOptions:
         return found
 
     def break_evens(
-        self, size: ModelSize, serving: Serving, found: list[Capacity], window: int | None = None
+        self, size: ModelSize, serving: Serving, found: list[Capacity], speculation: SpeculativeConfig
     ) -> list[BreakEven]:
         """Tokens of a row in a step from which verifying drafts pays, of every choice and context.
 
         Args:
             found: what ``compare`` returned.
-            window: tokens that drafts of the model itself read of a text; None = other drafts.
+            speculation: the drafts; with a sparsity of their own, heads that read a window count as
+                streaming ones.
         """
         from hpu_duo.planning import Deployment, Step
 
@@ -317,9 +316,13 @@ class HardwareOptions:
                         shape = replace(bucket, query_len=rows * each)
                         seconds[each] = _longer(deployment, each).bucket_seconds(shape).value
                     draft = 0.0
-                    if window is not None:
-                        short = deployment.shape_of(Step(rows, min(window, point.context - 1)))
-                        draft = deployment.bucket_seconds(short).value
+                    if speculation.method == "duo":
+                        share = max(one.sparsity, speculation.draft_sparsity or 0)
+                        sparser = replace(deployment, sparsity=share)
+                        read = point.context - 1
+                        if speculation.draft_sparsity is None:
+                            read = min(read, speculation.draft_sink + speculation.draft_recent)
+                        draft = sparser.bucket_seconds(sparser.shape_of(Step(rows, read))).value
                     if serving.draft is not None:
                         other = deployment.of_draft(point.context)
                         draft = other.bucket_seconds(bucket).value
@@ -480,13 +483,21 @@ def served_graph_bytes(
     return graph_bytes(model, deployment.model, layers, serving.block_size, decode_len, memory, attention)
 
 
-def chain_buckets(buckets: Sequence[BatchShape], draft_lens: tuple[int, ...]) -> tuple[BatchShape, ...]:
-    """Buckets of the drafts that a model makes in front of longer rows: one for each number of rows."""
+def chain_buckets(buckets: Sequence[BatchShape], speculation: SpeculativeConfig) -> tuple[BatchShape, ...]:
+    """Buckets of the drafts that a model makes in front of longer rows; none of drafts of text.
+
+    One for each number of rows where drafts read a window, else one for each bucket of longer rows.
+    """
     from graphs import BatchShape, Phase
     from graphs.shape import row_len
 
-    longer = {bucket.num_logits for bucket in buckets if row_len(bucket, 1, draft_lens) > 1}
-    return tuple(BatchShape(Phase(unique=True), rows, 0, 0, rows) for rows in sorted(longer))
+    if not speculation.is_by_model:
+        return ()
+    longer = [bucket for bucket in buckets if row_len(bucket, 1, speculation.lens) > 1]
+    if speculation.method != "duo" or speculation.draft_sparsity is not None:
+        return tuple({replace(bucket, query_len=bucket.num_logits) for bucket in longer})
+    numbers = sorted({bucket.num_logits for bucket in longer})
+    return tuple(BatchShape(Phase(unique=True), rows, 0, 0, rows) for rows in numbers)
 
 
 def graph_memory(

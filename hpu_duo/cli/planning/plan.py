@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from graphs import BatchShape
     from graphs.planner import GraphBudget, PaddingReport, Traffic
     from hpu_duo.cli.planning.setting import Setting
+    from hpu_duo.config.speculation import SpeculativeConfig
     from hpu_duo.planning.model import TableMemory
 
 _hardware_option = option_in(HARDWARE)
@@ -230,16 +231,14 @@ def capacity(
 
         size = read_model(model)
         serving = offloading.serving(size, serving)
-        window, speculation = None, SchedulerConfig(speculative_config=speculative_config).speculation
+        speculation = SchedulerConfig(speculative_config=speculative_config).speculation
         draft = read_draft(speculation, model)
         drafted_by = None
         if draft is not None:
             serving, drafted_by = replace(serving, draft=draft[0]), draft[1]
         found = served.compare(size, serving)
-        if speculation is not None and speculation.method == "duo":
-            window = speculation.draft_sink + speculation.draft_recent
-        memories = served.graph_memories(model, size, serving, window is not None, drafted_by)
-        evens = served.break_evens(size, serving, found, window) if serving.draft_lens else []
+        memories = served.graph_memories(model, size, serving, speculation, drafted_by)
+        evens = [] if speculation is None else served.break_evens(size, serving, found, speculation)
         if png is not None:
             from hpu_duo.cli.planning.tables import draw
 
@@ -335,7 +334,8 @@ def plan(
             planned_padding = PlannedPadding.by(cost, reports[table.strategy].mean)
             write(output.out, output.gaudi_out, shapes, comment, planned_padding)
             if setting.deployment is not None:
-                drafted = chain_buckets(shapes, lens) if _drafts_itself(asked) else ()
+                speculation = _speculation(asked)
+                drafted = () if speculation is None else chain_buckets(shapes, speculation)
                 captured = (*shapes, *drafted)
                 kept_memory = graph_memory(model, setting.deployment, captured, limits.decode_len, lens)
     if as_json:
@@ -353,9 +353,8 @@ def _draft_lens(asked: EngineOverrides) -> tuple[int, ...]:
     return SchedulerConfig(speculative_config=asked.get("speculative_config")).draft_lens
 
 
-def _drafts_itself(asked: EngineOverrides) -> bool:
-    speculation = SchedulerConfig(speculative_config=asked.get("speculative_config")).speculation
-    return speculation is not None and speculation.method == "duo"
+def _speculation(asked: EngineOverrides) -> SpeculativeConfig | None:
+    return SchedulerConfig(speculative_config=asked.get("speculative_config")).speculation
 
 
 def _graph_bytes(model: Path, setting: Setting) -> Callable[[BatchShape], float]:

@@ -114,7 +114,7 @@ class DraftSteps(NotPicklable):
     def description(self) -> str:
         """Facts that its graphs depend on, for manifests of warm-ups."""
         if self._own is None:
-            return f"tails of {self.tables.geometry.num_tails} blocks"
+            return self.tables.description
         config = self._model.model.config.get_text_config()
         return f"{config.model_type}, {len(self._model.specs)} layers of {config.hidden_size}"
 

@@ -3,10 +3,11 @@
 A draft is a decode of one token in each row. Over the stores of the model that verifies, its bucket has no
 whole blocks: heads in blocks read those with a row's sinks and recent tokens as its tails, and rings are read
 as ever. A model with its own stores reads all blocks of a row, whole ones and tails as they are in the step
-that verifies. A draft writes keys of drafted tokens to the slots that this step writes, and reads only what
-was verified or drafted before it.
+that verifies. So do some heads where drafts have a sparsity of their own; the others read sinks and recent
+tokens, from a second table. A draft writes keys of drafted tokens to the slots that this step writes, and
+reads only what was verified or drafted before it.
 
-Shapes: g drafts, N rows, R rows that draft, T tails.
+Shapes: g drafts, N rows, R rows that draft, T tails, W blocks of a window.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class DraftWindow:
         return -(-self.sink // block_size)
 
     def num_tails(self, block_size: int) -> int:
-        """Most blocks of a row that a draft reads (T)."""
+        """Most blocks of a row that a draft reads (T or W)."""
         return self.num_sinks(block_size) + -(-(self.recent - 1) // block_size) + 1
 
 
@@ -54,24 +55,45 @@ class DraftTables:
         geometry: of the engine's steps.
         window: what drafts see; None = all.
         uses_blocks: False for a model whose heads are all streaming.
+        reads_all: whether some heads read all blocks in drafts, and the window is that of the others.
 
     Attributes:
         geometry: of drafts.
     """
 
-    def __init__(self, geometry: StepGeometry, window: DraftWindow | None, uses_blocks: bool = True) -> None:
+    def __init__(
+        self,
+        geometry: StepGeometry,
+        window: DraftWindow | None,
+        uses_blocks: bool = True,
+        reads_all: bool = False,
+    ) -> None:
         self._window, self._uses_blocks, self._steps = window, uses_blocks, geometry
+        self._reads_all = reads_all or window is None
+        num_windowed = 0 if window is None else window.num_tails(geometry.block_size)
         num_tails = tails_per_row(geometry.decode_len)
-        if window is not None:
-            num_tails = window.num_tails(geometry.block_size) if uses_blocks else 1
+        if not self._reads_all:
+            num_tails, num_windowed = num_windowed if uses_blocks else 1, 0
         self.geometry = replace(
-            geometry, decode_len=1, draft_lens=(), num_tails=num_tails, has_next=False, is_draft=True
+            geometry,
+            decode_len=1,
+            draft_lens=(),
+            num_tails=num_tails,
+            num_windowed=num_windowed,
+            has_next=False,
+            is_draft=True,
         )
         self.layout_of = lru_cache(1024)(self._layout)
 
+    @property
+    def description(self) -> str:
+        """Blocks that drafts over the stores of the model read, for manifests of warm-ups."""
+        windowed = f", windows of {self.geometry.num_windowed}" if self.geometry.num_windowed else ""
+        return f"tails of {self.geometry.num_tails} blocks{windowed}"
+
     def bucket(self, step: BatchShape) -> BatchShape:
-        """The bucket of drafts for a step; with a window it depends on the number of rows only."""
-        if self._window is None:
+        """The bucket of drafts for a step; of the number of rows only, if no head reads all blocks."""
+        if self._reads_all:
             return replace(step, query_len=step.num_logits)
         return BatchShape(Phase(unique=True), step.num_logits, 0, 0, step.num_logits)
 
@@ -106,7 +128,7 @@ class DraftTables:
         items = self._padding(message.bucket, decode_len - 1)
         fields = self._fields(items, message.bucket)
         self._fill(fields, message.bucket.num_logits, rows)
-        if self._window is None:
+        if self._reads_all:
             slots = pack(message_fields(self._steps, message.bucket)).slots
             for name in _OF_STEPS:
                 slot = slots[name]
@@ -139,7 +161,8 @@ class DraftTables:
         fields["row"][:] = fields["causal_row"][:] = num_rows
         fields["row_query_start"][:] = fields["logit_index"][:] = np.arange(num_rows)
         fields["write_block"][:] = fields["tail_block"][:] = geometry.null_block
-        fields["tail_start"][:] = NOWHERE
+        fields["window_block"][:] = geometry.null_block
+        fields["tail_start"][:] = fields["window_start"][:] = NOWHERE
         fields["chunk_row"][:] = geometry.null_row
         return items
 
@@ -168,7 +191,8 @@ class DraftTables:
         window = self._window
         if window is None:
             return
-        num_sinks, num_tails = window.num_sinks(block_size), fields["tail_block"].shape[2]
+        name = "window" if self.geometry.num_windowed else "tail"
+        num_sinks, num_tails = window.num_sinks(block_size), fields[f"{name}_block"].shape[2]
         recent = np.maximum(np.maximum(position - window.recent + 1, 0) // block_size, num_sinks)
         tail = np.arange(num_tails, dtype=np.int32)
         # Blocks of a row by their places in its table: first those with sinks.
@@ -176,15 +200,15 @@ class DraftTables:
         is_read = is_live[..., None] & (place <= last[..., None])
         place = np.where(is_read, place, 0)
         block = np.where(is_read, tables[each[:, None], place], self.geometry.null_block)
-        fields["tail_block"][:, at] = block
-        fields["tail_start"][:, at] = np.where(is_read, place * block_size, NOWHERE)
+        fields[f"{name}_block"][:, at] = block
+        fields[f"{name}_start"][:, at] = np.where(is_read, place * block_size, NOWHERE)
 
 
 _OF_STEPS = (
     *("tail_block", "tail_start", "shared_block", "shared_start", "shared_reads"),
     *("owner", "owner_start"),
 )
-"""Fields that drafts of a model with its own stores have as the step that verifies them."""
+"""Fields that drafts that read all blocks have as the step that verifies them."""
 
 
 def drafts_of(row: ScheduledRow) -> int:

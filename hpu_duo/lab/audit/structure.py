@@ -26,7 +26,7 @@ from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.planning import Hardware
 from hpu_duo.planning.read_model import CONFIG_FILE, stored_bytes
 from hpu_duo.startup.blueprint import Blueprint, ChosenKernels, fix_served_len, request_len
-from hpu_duo.startup.heads import check_pattern
+from hpu_duo.startup.head_choice import check_pattern
 from hpu_duo.startup.tables import StepTables
 from kernels_ref import FusedOperators, Implementation, Softmax
 from kernels_ref.hpu.attention import LINE_BYTES
