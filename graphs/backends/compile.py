@@ -38,6 +38,11 @@ def cut_at(target: Any, run: Callable[..., Any]) -> None:
     _runs[target] = run
 
 
+def run_of_cut(target: Any) -> Callable[..., Any] | None:
+    """Return what runs in place of an operator at which graphs are cut; None for any other one."""
+    return _runs.get(target)
+
+
 def cutting(compiler: str | Compiler) -> Compiler:
     """Return a backend that passes pieces of graphs to ``compiler``; a graph without cuts is one piece.
 

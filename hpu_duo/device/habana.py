@@ -148,8 +148,7 @@ class HabanaRuntime:
     def step(self) -> Iterator[None]:
         """In lazy mode, launch what the step has collected; in eager mode it has been launched."""
         yield
-        if self.is_lazy:
-            self._core.mark_step()
+        self._launch()
 
     def results(self) -> AbstractContextManager[None]:
         """Return a context that does nothing: reads wait for what has been launched."""
@@ -157,7 +156,12 @@ class HabanaRuntime:
 
     def copy_stream(self) -> HpuCopyStream:
         """Return a new stream."""
-        return HpuCopyStream(self._hpu, self._core.mark_step if self.is_lazy else lambda: None)
+        return HpuCopyStream(self._hpu, self._launch)
+
+    def _launch(self) -> None:
+        """Launch what lazy mode has collected."""
+        if self.is_lazy:
+            self._core.mark_step()
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """Return zeros that the bridge has pinned."""
@@ -178,6 +182,13 @@ class HabanaRuntime:
     def used_bytes(self) -> int:
         """Bytes in use."""
         return self.memory().in_use
+
+    def mark(self) -> Callable[[], None]:
+        """Record an event behind the work launched so far; returns its wait on the host, for any thread."""
+        self._launch()
+        event = self._hpu.Event()
+        event.record(self._hpu.current_stream())
+        return HpuMark(event).wait
 
     def compile_only(self) -> AbstractContextManager[None]:
         """The bridge's compile-only mode: recipes are compiled and launches are left out."""

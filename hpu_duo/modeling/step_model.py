@@ -59,6 +59,9 @@ class ServedLayer(NotPicklable):
     Args:
         running: says whether layers of several steps take turns.
         arrive: called before, where the layer's weights are streamed.
+
+    Attributes:
+        enter: called before the layer's graph; None = nothing is.
     """
 
     def __init__(
@@ -71,12 +74,15 @@ class ServedLayer(NotPicklable):
     ) -> None:
         self._runners, self._kind, self._layer, self._arrive = runners, kind, weakref.ref(layer), arrive
         self._running = running
+        self.enter: Callable[[], None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if (turn := self._running.turn) is not None:
             return turn(partial(self, *args, **kwargs))
         if self._arrive is not None:
             self._arrive()
+        if self.enter is not None:
+            self.enter()
         return self._runners.get(self._kind, run_layer)(self._layer(), *args, **kwargs)
 
 
@@ -177,8 +183,11 @@ class StepModel(NotPicklable):
         num_writing = len(specs) if recurrent or besides else 1 + max(writing)
         trailing = {layer.module for layer in layers[num_writing:]}
         self._has_trailing = bool(trailing)
-        for module in (*served, *besides):
-            self._serve(module, served.get(module, ()), kinds, is_trailing=module in trailing)
+        of_module = {
+            module: self._serve(module, served.get(module, ()), kinds, is_trailing=module in trailing)
+            for module in (*served, *besides)
+        }
+        self._served = [of_module[layer.module] for layer in layers]
         self.kinds = tuple(kinds)
         self.stores = stores_of(specs, caches)
         self.mask_dtype = caches[0][0].encoding.dtype if specs[0].impl.reads_masks else None
@@ -197,19 +206,28 @@ class StepModel(NotPicklable):
         kinds: dict[LayerKind, LayerKind],
         *,
         is_trailing: bool = False,
-    ) -> None:
-        """Let a layer run as one of its kind."""
+    ) -> ServedLayer:
+        """Let a layer run as one of its kind, and return what runs in place of it."""
         kind = LayerKind(layer, (spec, is_trailing) if is_trailing else spec)
         # Equal kinds become one object, which dictionaries find without comparing.
         kind = kinds.setdefault(kind, kind)
         arrive = None if self.stream is None else self.stream.arrival_of(layer)
         served = ServedLayer(self._runners, kind, layer, self.running, arrive)
         layer.forward = TrailingLayer(served, self.running) if is_trailing else served
+        return served
 
-    def attend_elsewhere(self, of_layers: Sequence[Elsewhere]) -> None:
-        """Let each layer attend to keys besides those of its stores too."""
+    def attend_elsewhere(
+        self, of_layers: Sequence[Elsewhere], enter: Callable[[int], None] | None = None
+    ) -> None:
+        """Let each layer attend to keys besides those of its stores too.
+
+        Args:
+            enter: called with the number of each such layer before its graph.
+        """
         for layer, elsewhere in zip(self._attention, of_layers, strict=True):
             layer.elsewhere = elsewhere
+        for number, served in enumerate(self._served):
+            served.enter = None if enter is None else partial(enter, number)
 
     def num_clipped(self) -> int:
         """Count elements of keys and values of prompts that constant scales have clipped.

@@ -147,7 +147,8 @@ def _backend(config: EngineConfig, device: torch.device, runtime: DeviceRuntime)
             raise ValueError(f"device {runtime.name!r} captures steps in its own way, got graphs={chosen!r}")
         return own
     if isinstance(chosen, str):
-        if chosen in CHOSEN_LATER and (config.model.offload_num_batches > 1 or config.cache.cpu_attention):
+        on_host = config.cache.cpu_attention is not None and device.type != "hpu"
+        if chosen in CHOSEN_LATER and (config.model.offload_num_batches > 1 or on_host):
             chosen = "eager"
         chosen = _make_backend(chosen_name(chosen, device.type, runtime.is_lazy))
     problem = chosen.problem(device)

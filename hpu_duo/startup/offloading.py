@@ -18,7 +18,7 @@ from graphs import BatchShape, CaptureBackend, StepLimits
 from hpu_duo.config.engine import ModelConfig
 from hpu_duo.config.limits import CacheConfig
 from hpu_duo.device.ranks import Membership
-from hpu_duo.device.runtime import DeviceRuntime, host_memory
+from hpu_duo.device.runtime import CpuRuntime, DeviceRuntime, host_memory
 from hpu_duo.device.streams import CopiesAside, CopiesStaged
 from hpu_duo.engine.on_host.attention import planned_bytes
 from hpu_duo.engine.on_host.choice import HostDecodes
@@ -58,6 +58,8 @@ _log = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _ROUNDING = 1e-9
+CUT = ("hpu-compile", "hpu-sim")
+"""Capture backends whose graphs of layers are cut where queries leave for the host."""
 _SHARE = 4
 """At most one of so many blocks, and of so many snapshots, is reserved for transfers."""
 
@@ -227,9 +229,11 @@ def check_runner(config: EngineConfig, device: torch.device, backend: str) -> No
         return
     option = "cpu_attention" if on_host else "offload_num_batches above 1"
     num_ranks, speculation = config.parallel.tensor_parallel_size, config.scheduler.speculation
+    is_cut, mode = on_host and backend in CUT, config.cache.cpu_attention_mode
     refused = {
-        f"graphs={backend!r}": backend != "eager",
-        f"device={device.type!r}": device.type not in ("cpu", "cuda"),
+        f"graphs={backend!r}": backend != "eager" and not is_cut,
+        f"device={device.type!r}": device.type not in ("cpu", "cuda") and not is_cut,
+        f"cpu_attention_mode={mode!r}": is_cut and mode != HostDecodes.ATTEND.value,
         f"tensor_parallel_size={num_ranks}": num_ranks > 1,
         "a model that drafts": speculation is not None and speculation.is_by_model,
         "record_steps": config.run.record_steps is not None,
@@ -237,11 +241,12 @@ def check_runner(config: EngineConfig, device: torch.device, backend: str) -> No
         "kv_offloading_size": on_host and config.cache.kv_offloading_size is not None,
         "fail_on_recompile": in_groups and config.graph.fail_on_recompile,
     }
+    on_hpu = ", or cpu_attention_mode='attend' and graphs='hpu-compile' on an HPU" if on_host else ""
     without = "offload_num_batches, kv_offloading_size" if on_host else "fail_on_recompile"
     for name, is_refused in refused.items():
         if is_refused:
             raise ValueError(
-                f"{option}: expected graphs='eager' on one CPU or GPU, without a model that drafts, "
+                f"{option}: expected graphs='eager' on one CPU or GPU{on_hpu}, without a model that drafts, "
                 f"record_steps, {without}, got {name}"
             )
 
@@ -250,7 +255,8 @@ def runner_of(config: EngineConfig, executor: Executor, vocab_size: int, limits:
     """Return what runs steps: as they are, in groups of rows, or with blocks on the host."""
     known = executor, vocab_size, limits.max_model_len
     if num_blocks := host_blocks(config.cache, executor.store.plan):
-        return HostRunner(*known, num_blocks, HostDecodes(config.cache.cpu_attention_mode))
+        mode, is_captured = HostDecodes(config.cache.cpu_attention_mode), executor.graphs.backend.name in CUT
+        return HostRunner(*known, num_blocks, mode, is_captured=is_captured)
     num_groups = min(config.model.offload_num_batches, limits.max_num_seqs)
     return Runner(*known) if num_groups == 1 else ZigZagRunner(*known, num_groups)
 
@@ -316,7 +322,7 @@ def link_bytes(config: EngineConfig, records: MemoryPlan, runtime: DeviceRuntime
     cache = config.cache
     if cache.cpu_attention is not None:
         num_blocks = int(cache.cpu_attention * _GIB) // max(1, records.block_bytes)
-        is_apart = isinstance(runtime, CopiesAside)
+        is_apart = not isinstance(runtime, CpuRuntime)
         planned = planned_bytes(records, num_blocks, is_apart=is_apart)
         free = host_memory().free if is_apart else runtime.free_bytes()
         if (needed := planned.on_host + (0 if is_apart else planned.in_tiles)) > free:

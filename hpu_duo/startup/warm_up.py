@@ -24,7 +24,6 @@ from hpu_duo.modeling.attention import AttentionLayer
 from hpu_duo.modeling.packed_linear import PackedLinear, PanelLinear
 from hpu_duo.modeling.quantised.panels import LAYERS_OF_CODES
 from hpu_duo.planning.simulation import plan_buckets
-from hpu_duo.startup.capturing import Capturing
 from hpu_duo.startup.tables import default_table
 from hpu_duo.startup.warm_up_estimate import (
     Estimate,
@@ -35,7 +34,7 @@ from hpu_duo.startup.warm_up_estimate import (
     known_before_loading,
     versions_of,
 )
-from hpu_duo.startup.warm_up_jobs import BucketQueue, Jobs, JobTask, check_jobs
+from hpu_duo.startup.warm_up_jobs import BucketQueue, Capturing, Jobs, JobTask, check_jobs
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Further processes of a warm-up: they compile buckets into the compiler's cache on disk, side by side.
+"""Capture of buckets one by one, and further processes that compile some of them side by side.
 
-Buckets do not depend on each other, so each process takes the next one that none has taken. The first process
-captures too, writes the manifest, and starts the others; a process that loses it ends.
+Buckets do not depend on each other, so each of these processes takes the next one that none has taken, and
+leaves its code in the compiler's cache on disk. The first process captures too, writes the manifest, and
+starts the others; a process that loses it ends.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -20,6 +22,7 @@ from threading import Lock, Thread
 import torch
 
 from graphs import BatchShape, BucketTable
+from graphs.backends.inductor import traced_seconds
 from graphs.compile_cache import CompileCache
 from graphs.manifest import Configuration, GraphRecord, Manifest
 from hpu_duo.config.engine import EngineConfig
@@ -27,14 +30,48 @@ from hpu_duo.device import process_environments
 from hpu_duo.device.plain import decode, encode
 from hpu_duo.device.runtime import host_memory
 from hpu_duo.engine.engine import Engine
+from hpu_duo.garbage import collector_paused
 from hpu_duo.modeling.loading import load_tokenizer
 from hpu_duo.startup.assembly import assemble
-from hpu_duo.startup.capturing import Capturing
 from hpu_duo.startup.warm_up_estimate import configuration_of
 
 _COMPILER_BYTES = 1 << 30
 """Host memory of a compiler and of the processes that it starts; g++ takes some hundred MiB for a layer."""
 _END_S = 5.0
+
+
+class Capturing:
+    """The captures of one engine.
+
+    Args:
+        engine: of the buckets.
+        cache: the compiler's cache on disk, which gets their code; None of backends without one.
+        compile_only: build graphs without launching them.
+    """
+
+    def __init__(self, engine: Engine, cache: CompileCache | None, *, compile_only: bool) -> None:
+        self._runner = engine.runner
+        self._cache = None if cache is None else cache.identifier
+        self._compile_only = compile_only
+
+    def fill_tables(self, buckets: Iterable[BatchShape]) -> None:
+        """Launch an uncaptured step of padding for each phase, the last bucket of it."""
+        for bucket in {bucket.phase: bucket for bucket in buckets}.values():
+            self._runner.warmup.touch(bucket)
+        self._runner.runtime.synchronize()
+
+    def capture(self, bucket: BatchShape) -> GraphRecord | None:
+        """Capture a bucket, and return what that cost; None for one that has been captured before."""
+        runtime = self._runner.runtime
+        held, began, traced = runtime.used_bytes(), time.perf_counter(), traced_seconds()
+        # For one graph at a time, so that memory left by a compiler is measured between them.
+        with runtime.compile_only() if self._compile_only else nullcontext(), collector_paused():
+            is_new = self._runner.warmup.capture(bucket)
+            runtime.synchronize()
+        if not is_new:
+            return None
+        seconds, grown = time.perf_counter() - began, runtime.used_bytes() - held
+        return GraphRecord(bucket, seconds, grown, self._cache, traced_seconds() - traced)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from graphs import BatchShape
+from graphs.backends.compile import cut_at
 from hpu_duo.lab import sim
 from hpu_duo.lab.sim import HpuRuleViolation, Rule
 
@@ -103,3 +104,34 @@ def test_a_step_of_too_many_operators_is_refused(simulated_hpu: sim.SimulatedHpu
             step(inputs_of(1))
         assert caught.value.rule is Rule.GRAPH_SIZE
         assert caught.value.operator == str(SHAPE)
+
+
+@pytest.mark.parametrize("num_later", [1, 2])
+def test_a_graph_is_cut_at_an_operator_whose_places_are_part_of_it(
+    backend: sim.SimBackend, num_later: int
+) -> None:
+    """In its place the host may read and write; elsewhere in the graph it may not."""
+    library = torch.library.Library("hpu_duo_cut_test", "FRAGMENT")
+    library.define("meet(Tensor x) -> Tensor")
+    library.impl("meet", lambda x: x, "CompositeExplicitAutograd")
+    operator = torch.ops.hpu_duo_cut_test.meet.default
+    cut_at(operator, lambda x: (x.cpu() + 1).to("hpu"))
+    counts = iter([1, 1, num_later])
+
+    def fn(inputs: Mapping[str, Tensor]) -> Tensor:
+        x = inputs["x"] * 2
+        for _ in range(next(counts)):
+            x = operator(x)
+        return x * 2
+
+    step, inputs = backend.capture(fn, SHAPE), inputs_of(3)
+    with sim.watch() as seen:
+        assert step(inputs).tolist() == step(inputs).tolist() == [14] * 4
+        if num_later == 1:
+            step(inputs)
+        else:
+            with pytest.raises(HpuRuleViolation, match=Rule.GRAPH_CHANGED.value):
+                step(inputs)
+    assert seen.report().new_graphs == 1
+    with pytest.raises(HpuRuleViolation, match=Rule.HOST_IN_GRAPH.value):
+        backend.capture(lambda inputs: inputs["x"].cpu(), SHAPE)(inputs)

@@ -28,6 +28,7 @@ from hpu_duo.device import (
 from hpu_duo.device.habana import DeviceMemory, HabanaRuntime
 from hpu_duo.device.habana_environment import prepare_environment
 from hpu_duo.device.streams import CopiesStaged
+from hpu_duo.engine.on_host.captured import QueuesCopies
 from hpu_duo.lab import sim
 from tests.tiers import every
 from tests.vendor import STANDIN, VARIABLES, calls, importable
@@ -161,12 +162,15 @@ def test_a_lazy_step_ends_by_launching_what_it_collected(lazy: bool, marks: int)
 
 
 @pytest.mark.usefixtures("vendor")
-def test_memory_and_waiting_are_asked_of_the_vendor() -> None:
+def test_memory_and_waiting_are_asked_of_the_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = HabanaRuntime()
     assert runtime.free_bytes() == 700
     assert runtime.memory() == DeviceMemory(limit=1000, in_use=300, peak=450)
     runtime.synchronize()
     assert calls()["synchronize"] == 1
+    assert isinstance(runtime, QueuesCopies)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, device: self + (device == "hpu"))
+    assert runtime.pinned(2).tolist() == [1, 1]
 
 
 @pytest.mark.usefixtures("vendor")
@@ -179,7 +183,8 @@ def test_copies_have_a_stream_that_follows_what_is_launched(lazy: bool) -> None:
         assert (calls()["wait_stream"], calls()["stream"], calls()["mark_step"]) == (1, 1, int(lazy))
         began = stream.mark()
         ended = stream.mark()
-    assert calls()["mark_step"] == 4 * int(lazy)
+    runtime.mark()()
+    assert calls()["mark_step"] == 5 * int(lazy)
     assert calls()["mark_step without effect"] == 0
     assert not ended.is_passed
     ended.hold_computation()

@@ -118,18 +118,18 @@ class HostTraffic:
     contexts: int = 0
 
 
-class _Tile(NamedTuple):
+class HostTile(NamedTuple):
     """Some blocks of a row.
 
     Attributes:
         row: whose blocks they are.
         runs: copies that bring them from the host to the first units of a buffer.
-        num_blocks: of the tile.
+        blocks: of the host.
     """
 
     row: HostRow
     runs: list[Run]
-    num_blocks: int
+    blocks: tuple[int, ...]
 
 
 class _Attending:
@@ -158,16 +158,16 @@ class _Attending:
             owner[list(row.blocks)] = entry
         return owner.to(torch.int32)
 
-    def tiles(self, size: int) -> list[_Tile]:
+    def tiles(self, size: int) -> list[HostTile]:
         """Blocks of ``moved`` in tiles of at most ``size``."""
         return self.once(("tiles", size), partial(self._tiles_of, size))
 
-    def _tiles_of(self, size: int) -> list[_Tile]:
+    def _tiles_of(self, size: int) -> list[HostTile]:
         tiles = []
         for row in self.moved:
             for begin in range(0, len(row.blocks), size):
                 blocks = row.blocks[begin : begin + size]
-                tiles.append(_Tile(row, runs_of(blocks, range(len(blocks))), len(blocks)))
+                tiles.append(HostTile(row, runs_of(blocks, range(len(blocks))), blocks))
         return tiles
 
 
@@ -236,13 +236,16 @@ class HostAttention(NotPicklable):
         """Copy blocks to the host, and attend for the rows of a step from now on."""
         self._now = _Attending()
         if context.copies.shape[1]:
-            self._crossing.leave(partial(self._leave, runs_of(*context.copies.tolist())))
+            self._leave_blocks(*context.copies.tolist())
         if not context.rows:
             return
         moves_decodes = self._moving_is_faster(context) if self.moves_decodes is None else self.moves_decodes
         moved = [row for row in context.rows if moves_decodes or not row.is_decode]
         there = [row for row in context.rows if row.is_decode and not moves_decodes]
         self._now = _Attending(there, moved)
+
+    def _leave_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
+        self._crossing.leave(partial(self._leave, runs_of(source, target)))
 
     def _leave(self, runs: Sequence[Run]) -> None:
         """Copy blocks of all layers to the host."""
@@ -433,7 +436,7 @@ class HostAttention(NotPicklable):
 
         def copy(number: int) -> KVUnits:
             units, tile = buffers[number % 2], tiles[number]
-            num_bytes = tile.num_blocks * unit_bytes(host)
+            num_bytes = len(tile.blocks) * unit_bytes(host)
             self.worker.move(num_bytes, partial(copy_runs, host.views, units.views, tile.runs))
             self.traffic.contexts += num_bytes
             return units
@@ -448,7 +451,7 @@ class HostAttention(NotPicklable):
                 if place + 1 < len(tiles):
                     coming = crossing.begin_tile(self.worker, partial(copy, place + 1))
                 part = self._attend_tile(now, run, units, inputs, step, tile)
-                self.worker.device_reads(tile.num_blocks * unit_bytes(host))
+                self.worker.device_reads(len(tile.blocks) * unit_bytes(host))
                 number = row.ring_row
                 found[number] = merge(found[number], part) if number in found else part
             of_tokens = of_rows = None
@@ -466,10 +469,10 @@ class HostAttention(NotPicklable):
         return join
 
     def _attend_tile(
-        self, now: _Attending, run: Kernels, units: KVUnits, inputs: PartInputs, step: Step, tile: _Tile
+        self, now: _Attending, run: Kernels, units: KVUnits, inputs: PartInputs, step: Step, tile: HostTile
     ) -> Partial:
         """The new tokens of a row against a tile of its blocks on the device, ``[num_new, K, G, ...]``."""
-        row, num_blocks = tile.row, tile.num_blocks
+        row, num_blocks = tile.row, len(tile.blocks)
         key, device = ("tile", row.ring_row, num_blocks, units.layout), units.tensors[0].device
         if row.is_decode:
             owner = partial(ints, num_blocks, device=device)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hpu_duo.engine.executor import Executor
 from hpu_duo.engine.on_host.attention import HostAttention, HostContext, check_specs
+from hpu_duo.engine.on_host.captured import CapturedHostAttention, copies_of
 from hpu_duo.engine.on_host.choice import HostDecodes
 from hpu_duo.engine.on_host.crossing import crossing_of
 from hpu_duo.engine.on_host.worker import WorkerThread
@@ -21,7 +22,8 @@ class HostRunner(Runner):
 
     Args:
         num_blocks: blocks of the host.
-        mode: how decodes attend to them.
+        mode: how decodes attend to them; where steps are captured, ``ATTEND``.
+        is_captured: graphs of layers are cut for it.
 
     Attributes:
         host: the stores there, and attention to them.
@@ -31,18 +33,31 @@ class HostRunner(Runner):
     """
 
     def __init__(
-        self, executor: Executor, vocab_size: int, max_model_len: int, num_blocks: int, mode: HostDecodes
+        self,
+        executor: Executor,
+        vocab_size: int,
+        max_model_len: int,
+        num_blocks: int,
+        mode: HostDecodes,
+        *,
+        is_captured: bool = False,
     ) -> None:
         super().__init__(executor, vocab_size, max_model_len)
         check_specs(executor.model.specs, executor.model.recurrences)
         specs = executor.model.specs
-        crossing = crossing_of(executor.runtime)
-        self.host = HostAttention(executor.store.layers, specs, num_blocks, WorkerThread(), crossing)
+        known, enter = (executor.store.layers, specs, num_blocks, WorkerThread()), None
+        self.host: HostAttention
+        if is_captured:
+            self.host = captured = CapturedHostAttention(*known, copies_of(executor.runtime))
+            captured.warm_up()
+            enter = captured.enter
+        else:
+            self.host = HostAttention(*known, crossing_of(executor.runtime))
         if mode is HostDecodes.AUTO:
             self.host.measure(specs)
         else:
             self.host.moves_decodes = mode is HostDecodes.MOVE
-        executor.model.attend_elsewhere(self.host.of_layers(len(specs)))
+        executor.model.attend_elsewhere(self.host.of_layers(len(specs)), enter)
 
     def describe(self) -> str:
         """Return a note on what the host holds."""

@@ -46,6 +46,16 @@ class Checks:
         finally:
             self._is_in_region = False
 
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Hold what runs inside to no graph; behind it the next graph of a region begins."""
+        before, self._is_in_region = self._is_in_region, False
+        try:
+            yield
+        finally:
+            self._store_use.begin_graph()
+            self._is_in_region = before
+
     def before(self, call: Call, *, in_graph: bool, reads_values: bool) -> None:
         """Check a call that is about to run.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from graphs.backends.compile import run_of_cut
 from hpu_duo.lab.rules import (
     HpuRuleViolation,
     Operator,
@@ -173,6 +174,9 @@ class SimulatedHpu:
         Raises:
             HpuRuleViolation: it breaks a rule.
         """
+        if (run := run_of_cut(func)) is not None:
+            with self._cut((func, *map(_sizes_of, args))):
+                return run(*args)
         operator = self._known.get(func)
         if operator is None:
             operator = self._known[func] = describe(func)
@@ -241,6 +245,18 @@ class SimulatedHpu:
             self._graph.append(number)
             self.journal.launch_inside()
 
+    @contextmanager
+    def _cut(self, signature: tuple[Any, ...]) -> Iterator[None]:
+        """End a graph at an operator, and begin the next one behind what the host does in its place."""
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            graph.append(self._numbers.setdefault(signature, len(self._numbers)))
+        try:
+            with self._checks.outside():
+                yield
+        finally:
+            self._graph = graph
+
     # Crossing the bus
 
     def _copy(self, name: str, target: torch.Tensor, source: torch.Tensor, *, is_async: bool) -> torch.Tensor:
@@ -302,3 +318,7 @@ class SimulatedHpu:
         self._checks.made(name, host)
         if num_bytes:
             self.journal.count(h2d_copies=1, h2d_bytes=num_bytes)
+
+
+def _sizes_of(value: Any) -> Any:
+    return value.signature if isinstance(value, SimTensor) else value
