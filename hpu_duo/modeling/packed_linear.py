@@ -223,7 +223,8 @@ def pack_linears(
         head: the linear with rows of logits as input; all others have query tokens.
         live: numbers of rows that are not padding.
         arithmetic: dtype of the inputs of linears; None = that of their weights.
-        experts: whether to pack weights of all experts in one tensor as well, for our kernels.
+        experts: whether to pack weights of all experts in one tensor as well, for our kernels; float32 ones
+            whatever ``arithmetic`` is.
     """
     as_vectors = {id(module) for parent in vector for module in parent.modules()}
     inputs = arithmetic or next(model.parameters()).dtype
@@ -307,7 +308,8 @@ def _stacks(model: nn.Module, arithmetic: torch.dtype | None) -> Iterator[tuple[
     for module in model.modules():
         for name in stacked_weights(module):
             weight = getattr(module, name)
-            if can_pack(weight.dtype, arithmetic) and panels.fits(weight, arithmetic):
+            dtype = torch.float32 if weight.dtype == torch.float32 else arithmetic
+            if can_pack(weight.dtype, dtype) and panels.fits(weight, dtype):
                 yield module, name
 
 

@@ -33,6 +33,7 @@ from hpu_duo.heads import permute_heads
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.attention import LiveRows
+from hpu_duo.modeling.experts import stacked_weights
 from hpu_duo.modeling.fused_modules import fuse_modules
 from hpu_duo.modeling.latents import keep_latents
 from hpu_duo.modeling.mtp import keep_hidden
@@ -425,13 +426,17 @@ def _pack(
     separate_rounded_inputs(model, config.model, dtype, precision.arithmetic, device)
     use_kernels(model, device, precision.arithmetic, config.model.activations == PUBLISHED)
     possible = is_cpu and can_pack(dtype, arithmetic)
+    # Compiled, experts run in static shapes, which gather plain weights; other backends may compile.
+    experts = place.backend.name in ("eager", "replay")
+    # Other tokens decide how many rows an expert multiplies. With panels, no result of a row depends on that.
+    has_stacks = experts and is_cpu and dtype == torch.float32 and any(map(stacked_weights, model.modules()))
     if wanted and not possible:
         raise ValueError(
             "pack_weights needs a CPU, and bfloat16 where our kernels or oneDNN multiply it, or weights that "
             f"our kernels multiply in float32: got {name_of(dtype)} on {device}"
         )
     has_codes = is_cpu and bool(quantised_layers(model))
-    if (possible or has_codes) and wanted is not False:
+    if (possible or has_codes or has_stacks) and wanted is not False:
         # Where the kernel for panels does not run, decodes of one compiled request read plain weights faster
         # than oneDNN's; panels come before both.
         is_vector = config.scheduler.max_num_seqs == 1 and place.backend.name == "compile"
@@ -439,8 +444,6 @@ def _pack(
         rounded = dtype if quantisation_of(config.model.path) is None else None
         before = plain_bytes(model) + code_bytes(model, rounded)
         head = model.get_output_embeddings()
-        # Compiled, experts run in static shapes, which gather plain weights; other backends may compile.
-        experts = place.backend.name in ("eager", "replay")
         pack_linears(model, vector=vector, head=head, live=live, arithmetic=arithmetic, experts=experts)
         if arithmetic is not None and precision.is_mixed:
             widen(model, arithmetic)

@@ -1,7 +1,10 @@
 """Experts, expert by expert and in static shapes, against transformers' loop over those that are chosen."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +21,11 @@ from kernels_ref import HeadGroup
 from kernels_ref.chunks import DEFAULT_BOUNDS
 from kernels_ref.groups import Blocks
 from kernels_ref.x86 import library
-from tests.modeling.families import BASE, IS_5, make_config
+from tests.modeling import test_shared_keys as shared_keys
+from tests.modeling import test_value_sizes as value_sizes
+from tests.modeling.driving import greedy_logits
+from tests.modeling.families import BASE, IS_5, make_config, prompts_of
+from tests.recurrent import hybrids
 
 pytestmark = pytest.mark.skipif(not IS_5, reason="before 5, experts are modules of their own")
 
@@ -176,6 +183,74 @@ def test_experts_keep_16_bits_with_float32_arithmetic(kind: str, dtype: torch.dt
     assert {x.dtype for x in made.buffers() if x.dim() > 3} == {dtype}
     assert all(x.dim() < 3 for x in made.parameters())
     torch.testing.assert_close(made(*routed), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.instruction_set
+@pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_alone_gets_bit_for_bit_what_it_gets_beside_others(kind: str) -> None:
+    made = share_of(make_experts(kind), 0, NUM_EXPERTS)
+    made.config._experts_implementation = experts.register_experts()
+    pack_linears(made, experts=True)
+    assert all(x.dim() < 3 for x in made.parameters())
+    routed = route(40, 2, seed=2)
+    together = made(*routed)
+    for token in range(40):
+        assert torch.equal(made(*(each[token : token + 1] for each in routed))[0], together[token])
+
+
+SMALL = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SHARED_EXPERT = {"shared_expert_intermediate_size": 24}
+WITH_EXPERTS: dict[str, Callable[[Path], Any]] = {
+    **{
+        name: partial(value_sizes.saved, name=name)
+        for name, fields in value_sizes.FAMILIES.items()
+        # The experts of LongCat-Flash are multiplied by transformers' own loop.
+        if "n_routed_experts" in fields and name != "longcat_flash"
+    },
+    "Gemma4TextConfig": partial(
+        shared_keys.shared, name="Gemma4TextConfig", enable_moe_block=True, top_k_experts=2, **SMALL
+    ),
+    "Qwen3NextConfig": partial(
+        hybrids.saved, name="Qwen3NextConfig", mlp_only_layers=[], **SMALL, **SHARED_EXPERT
+    ),
+    "Qwen3_5MoeTextConfig": partial(hybrids.saved, name="Qwen3_5MoeTextConfig"),
+    "Lfm2MoeConfig": partial(hybrids.saved, name="Lfm2MoeConfig"),
+    "GraniteMoeHybridConfig": partial(
+        hybrids.saved, name="GraniteMoeHybridConfig", num_local_experts=4, num_experts_per_tok=2
+    ),
+    "NemotronHConfig": partial(
+        hybrids.saved,
+        name="NemotronHConfig",
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=24,
+        n_group=1,
+        topk_group=1,
+    ),
+}
+
+
+@pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("deepseek_v3", "Qwen3NextConfig") else pytest.mark.slow)
+        for name in WITH_EXPERTS
+    ],
+)
+def test_no_text_changes_a_bit_of_another_ones_logits(tmp_path: Path, name: str) -> None:
+    WITH_EXPERTS[name](tmp_path)
+    results = []
+    for seed in (0, 1):
+        served = hybrids.load(tmp_path, enable_prefix_caching=False)
+        modules = served.engine.runner.model.model.modules()
+        assert any(isinstance(each, experts.PanelExperts) for each in modules)
+        prompts = [*prompts_of([23, 2], seed=seed), prompts_of([31], seed=7)[0]]
+        results.append(greedy_logits(served.engine, prompts, 6, forced=[[3, 4, 5, 6, 7, 8]] * 3)[-1][1])
+    assert torch.equal(*results)
 
 
 def test_what_overflows_in_an_expert_that_nobody_chose_is_dropped() -> None:

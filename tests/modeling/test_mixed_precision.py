@@ -92,7 +92,7 @@ class OwnBackend(EagerBackend):
 @pytest.mark.parametrize(
     ("dtype", "options", "is_packed"),
     [
-        (torch.float32, {"quantization": "int8"}, False),
+        (torch.float32, {"quantization": "int8"}, True),
         (torch.float32, {"quantization": "int8", "pack_weights": True}, True),
         (torch.float16, {"graphs": OwnBackend()}, False),
     ],

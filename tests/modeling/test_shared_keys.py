@@ -53,10 +53,10 @@ CAPTURE: dict[str, dict[str, Any]] = {
 }
 
 
-def shared(tmp_path: Path, name: str) -> Any:
+def shared(tmp_path: Path, name: str, **changes: Any) -> Any:
     if not is_known(name):
         pytest.skip("transformers has no such model yet")
-    return save_random(make_config(name, **SHARED, **FAMILIES[name]), tmp_path)
+    return save_random(make_config(name, **{**SHARED, **FAMILIES[name], **changes}), tmp_path)
 
 
 @pytest.mark.slow
