@@ -261,13 +261,16 @@ class DiskStats:
     Attributes:
         counters: totals, a copy.
         num_records: blocks and snapshots on disk that can be read.
-        used_bytes: of them.
+        num_reading, num_writing: those on their way to the host, and from there.
+        used_bytes: of those that can be read.
         is_off: whether a failure has switched it off.
         is_writer: whether this process writes; otherwise it reads what another one writes.
     """
 
     counters: DiskCounters
     num_records: int
+    num_reading: int
+    num_writing: int
     used_bytes: int
     is_off: bool
     is_writer: bool
@@ -278,6 +281,8 @@ class DiskStats:
         return cls(
             replace(disk.counters),
             num_records=len(disk),
+            num_reading=disk.num_reads,
+            num_writing=disk.num_writes,
             used_bytes=disk.num_bytes,
             is_off=disk.is_off,
             is_writer=disk.is_writer,
@@ -297,8 +302,10 @@ class OffloadStats:
         num_busy: blocks and snapshots that were lost, because all slots or units of transfers were busy.
         num_computed: prefixes that were predicted to be computed faster than loaded.
         num_abandoned: loads that ended early, for lack of blocks.
+        num_cached: blocks and snapshots in the cache of the device.
         num_records: blocks and snapshots on the host, or on their way there.
-        num_arriving: of them, those that are on their way.
+        num_leaving: of them, those that are on their way from the device.
+        num_loading: those on their way from the host to the device, which stay on the host.
         num_transfers: copies between device and host that have not ended.
         num_evicted: that were evicted from there.
         used_bytes, total_bytes: of the host's memory on this rank.
@@ -317,8 +324,10 @@ class OffloadStats:
     num_busy: int
     num_computed: int
     num_abandoned: int
+    num_cached: int
     num_records: int
-    num_arriving: int
+    num_leaving: int
+    num_loading: int
     num_transfers: int
     num_evicted: int
     used_bytes: int
@@ -329,14 +338,16 @@ class OffloadStats:
     @classmethod
     def of(cls, allocations: KVAllocations) -> OffloadStats | None:
         """Collect the counters; None without a tier."""
-        tiers = allocations.tiers
-        if tiers is None:
+        tiers, cache = allocations.tiers, allocations.prefixes
+        if tiers is None or cache is None:
             return None
         host = tiers.host
         return cls(
             **vars(tiers.counters),
+            num_cached=cache.num_blocks + cache.num_snapshots,
             num_records=len(host),
-            num_arriving=tiers.num_arriving,
+            num_leaving=tiers.num_leaving,
+            num_loading=tiers.num_loading,
             num_transfers=tiers.stage.num_open,
             num_evicted=host.num_evicted,
             used_bytes=host.num_used_slots * tiers.sizes.slot_bytes,

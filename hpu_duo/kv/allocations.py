@@ -11,7 +11,8 @@ from hpu_duo.kv.host_blocks import HostBlocks
 from hpu_duo.kv.pool import BlockCopy, BlockMove, BlockPool, BlockSwap, Copy, RowCopy, RowPool
 from hpu_duo.kv.prefix import PrefixCache, PrefixHit
 from hpu_duo.kv.prefix_tree import Adoption, PrefixNode
-from hpu_duo.kv.tiers.prefix_tiers import Piece, PrefixTiers
+from hpu_duo.kv.tiers.loads import Piece
+from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers
 from hpu_duo.request import NO_REGION, NO_ROW, PrefixHold, Request
 
 

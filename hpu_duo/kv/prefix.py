@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from hpu_duo.kv.pool import BlockCopy, BlockMove, BlockPool, Copy, RowCopy
 from hpu_duo.kv.prefix_tree import NO_BLOCK, Adoption, PrefixHolds, PrefixNode, PrefixTree, digest_of
 from hpu_duo.kv.snapshots import Snapshots
+from hpu_duo.kv.tiers.loads import Piece
 from hpu_duo.kv.tiers.policy import WritePolicy
-from hpu_duo.kv.tiers.prefix_tiers import Piece, PrefixTiers
+from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers
 from hpu_duo.request import PrefixHold, Request
 
 

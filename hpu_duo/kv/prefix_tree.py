@@ -39,6 +39,7 @@ class PrefixNode:
         partial_children: those of them whose last block is partial.
         last_used: time of the last use.
         is_shared: whether another text was found to diverge after it.
+        is_costly: whether a text with it was long enough for ``WritePolicy.WRITE_THROUGH_COST``.
     """
 
     __slots__ = (
@@ -46,6 +47,7 @@ class PrefixNode:
         "children",
         "depth",
         "digest",
+        "is_costly",
         "is_shared",
         "key",
         "last_used",
@@ -62,7 +64,7 @@ class PrefixNode:
         self.partial_children: tuple[PrefixNode, ...] = ()
         self.digest: bytes = key if parent is None else digest_of(parent.digest, key)
         self.last_used = 0
-        self.is_shared = False
+        self.is_shared = self.is_costly = False
 
     @property
     def num_own_tokens(self) -> int:
@@ -288,7 +290,7 @@ class PrefixHolds:
     """
 
     def __init__(self) -> None:
-        self._holds: set[PrefixHold] = set()
+        self._holds: dict[PrefixHold, None] = {}
         self._held: Counter[PrefixNode] = Counter()
         self._ends: Counter[PrefixNode] = Counter()
         self.left: deque[PrefixHold] = deque()
@@ -303,11 +305,11 @@ class PrefixHolds:
         return len(self._held)
 
     @property
-    def idle(self) -> set[PrefixHold]:
+    def idle(self) -> list[PrefixHold]:
         """Pinned prefixes without requests, unused for ``idle_s`` seconds; any thread may ask."""
         if self.idle_s is None:
-            return set()
-        return {each for each in self if not each.num_requests and each.idle_for >= self.idle_s}
+            return []
+        return [each for each in self if not each.num_requests and each.idle_for >= self.idle_s]
 
     @property
     def num_needed(self) -> int:
@@ -339,7 +341,7 @@ class PrefixHolds:
         assert hold.node is None, "expected a hold without a prefix"
         hold.node = node
         hold.touch()
-        self._holds.add(hold)
+        self._holds[hold] = None
         self._held.update(node.path)
         self._ends[node] += 1
 
@@ -348,7 +350,7 @@ class PrefixHolds:
         node = hold.node
         assert node is not None, "expected a pinned prefix"
         hold.node = None
-        self._holds.remove(hold)
+        del self._holds[hold]
         _take(self._held, node.path)
         _take(self._ends, (node,))
         return node

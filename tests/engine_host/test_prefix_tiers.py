@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+import hashlib
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,17 +19,20 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from graphs import StepLimits
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.step_plan import StepPlan
+from hpu_duo.kv.tiers.disk import DiskTier, SegmentFolder
 from hpu_duo.kv.tiers.eviction import ORDERS
 from hpu_duo.kv.tiers.host import HostTier
-from hpu_duo.kv.tiers.link import Landed, Transfer, Transfers
+from hpu_duo.kv.tiers.link import Transfers
 from hpu_duo.kv.tiers.policy import WritePolicy
 from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers, RecordSizes
+from hpu_duo.kv.tiers.segments import PAGE
 from hpu_duo.kv.tiers.stage import Stage
 from hpu_duo.kv.tiers.swap import PreemptionMode, SwapSpace
 from hpu_duo.kv.tiers.swapping import Swapping
 from hpu_duo.scheduling import FirstComeFirstServed, MultiLevelFeedback, SchedulingPolicy
 from tests.engine_host.prefix_draws import prefix_limits
-from tests.engine_host.simulated_device import VOCAB_SIZE, SimulatedDevice, Slot, make_request
+from tests.engine_host.simulated_device import VOCAB_SIZE, SimulatedDevice, make_request
+from tests.engine_host.simulated_tiers import SLOT_BYTES, SlotDisk, SlotLink
 from tests.engine_host.test_prefix_loads import LoadMachine
 
 POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
@@ -35,94 +40,25 @@ POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
     "mlfq": partial(MultiLevelFeedback, quantum=8),
 }
 
-MOST_POLLS = 6
-"""A transfer lands after so many polls at the latest."""
-
-
-@dataclass(eq=False)
-class Flight:
-    """A transfer on its way."""
-
-    transfer: Transfer
-    is_load: bool
-    num_polls: int = 0
-
-
-class SlotLink:
-    """Moves slots of a simulated device when told to; units of transfers on their way are empty."""
-
-    def __init__(self, device: SimulatedDevice) -> None:
-        self.device = device
-        self.records: dict[tuple[int, ...], list[Slot]] = {}
-        self.flying: list[Flight] = []
-        self.next: list[int] = []
-        self.fails = False
-
-    def _units(self, transfer: Transfer) -> list[list[Slot]]:
-        return self.device.rings if transfer.is_row else self.device.blocks
-
-    def begin(self, transfers: Transfers) -> None:
-        for is_load, each in ((False, transfers.stores), (True, transfers.loads)):
-            for transfer in each:
-                assert all(
-                    transfer.unit != other.unit or transfer.is_row != other.is_row for other in self.open
-                )
-                self.flying.append(Flight(transfer, is_load))
-                if is_load:
-                    units = self._units(transfer)
-                    units[transfer.unit] = [None] * len(units[transfer.unit])
-
-    @property
-    def open(self) -> list[Transfer]:
-        return [each.transfer for each in self.flying]
-
-    def poll(self) -> list[Landed]:
-        if self.fails:
-            self.fails = False
-            raise OSError("a transfer")
-        for each in self.flying:
-            each.num_polls += 1
-        wanted = [self.flying[number % len(self.flying)] for number in self.next if self.flying]
-        self.next = []
-        return self._land([each for each in self.flying if each in wanted or each.num_polls > MOST_POLLS])
-
-    def _land(self, landed: list[Flight]) -> list[Landed]:
-        found = []
-        for each in landed:
-            self.flying.remove(each)
-            transfer, is_load = each.transfer, each.is_load
-            units = self._units(transfer)
-            if is_load:
-                units[transfer.unit] = list(self.records[transfer.slots])
-            else:
-                self.records[transfer.slots] = list(units[transfer.unit])
-                units[transfer.unit] = [None] * len(units[transfer.unit])
-            found.append(Landed(transfer, is_load, 1.0))
-        return found
-
-    def wait(self, transfers: Sequence[Transfer]) -> None:
-        assert not set(transfers) & set(self.open)
-
-    def wait_any(self, others: Sequence[Future[Any]] = ()) -> None:
-        for each in self.flying[:1]:
-            each.num_polls = MOST_POLLS
-
-    def drain(self) -> None:
-        self._land(list(self.flying))
-
-    def warm_up(self) -> None:
-        raise AssertionError("nothing is compiled")
+RARELY = st.sampled_from([False] * 15 + [True])
+"""For what empties the tiers, which would be empty most of the time."""
 
 
 class TieredMachine(LoadMachine):
+    most_waits = 4
+    ends_have_snapshots = False
+
     @initialize(
         limits=prefix_limits(),
         staged=st.sampled_from([2, 4, 10]),
-        num_slots=st.sampled_from([2, 10, 200, 200]),
+        num_slots=st.sampled_from([2, 10, 30, 200]),
         policy=st.sampled_from(WritePolicy),
         num_swap_slots=st.sampled_from([0, 3, 40]),
         eviction=st.sampled_from(sorted(ORDERS)),
         order=st.sampled_from(sorted(POLICIES)),
+        disk_pages=st.sampled_from([0, 2, 30, 300, 300]),
+        most_polls=st.sampled_from([1, 2, 6, 12]),
+        most_disk_polls=st.sampled_from([1, 4, 16]),
     )
     def create(
         self,
@@ -133,6 +69,9 @@ class TieredMachine(LoadMachine):
         num_swap_slots: int = 0,
         eviction: str = "lru",
         order: str = "fcfs",
+        disk_pages: int = 0,
+        most_polls: int = 6,
+        most_disk_polls: int = 4,
     ) -> None:
         super().create(limits)
         blocks, rows = staged if limits.uses_blocks else 0, staged if limits.uses_rows else 0
@@ -151,9 +90,13 @@ class TieredMachine(LoadMachine):
             uses_blocks=limits.uses_blocks,
             uses_rows=limits.uses_rows,
         )
-        self.link = link = SlotLink(device)
+        slots = np.zeros((num_slots + num_swap_slots, SLOT_BYTES), np.uint8)
+        self.link = link = SlotLink(device, slots, most_polls)
         allocations = self.scheduler.allocations
-        sizes = RecordSizes(8 * limits.uses_blocks, 12 * limits.uses_rows, 8, 2 if limits.uses_blocks else 1)
+        sizes = RecordSizes(
+            *(SLOT_BYTES * limits.uses_blocks, 160 * limits.uses_rows, SLOT_BYTES),
+            2 if limits.uses_blocks else 1,
+        )
         self.tiers = PrefixTiers(
             HostTier(num_slots, limits.block_size, ORDERS[eviction](num_slots)),
             Stage(link, allocations.staged_units, allocations.add_copy),
@@ -170,6 +113,23 @@ class TieredMachine(LoadMachine):
             self.scheduler.swapping = Swapping(
                 allocations, self.tiers.swap, PreemptionMode.SWAP, self.tiers.load_policy
             )
+        self.disk_bytes, self.most_disk_polls = PAGE * disk_pages, most_disk_polls
+        if disk_pages:
+            self.folder = tempfile.TemporaryDirectory()
+            self._open_disk()
+        self.taken: Counter[tuple[bool, bool]] = Counter()
+        take = self.tiers.take
+
+        def take_counted() -> Transfers | None:
+            transfers = take()
+            for is_load, each in (
+                () if transfers is None else ((False, transfers.stores), (True, transfers.loads))
+            ):
+                for transfer in each:
+                    self.taken[is_load, transfer.slots[0] >= num_slots] += len(transfer.slots)
+            return transfers
+
+        self.tiers.take = take_counted  # type: ignore[method-assign]
         run = device.run
 
         def run_with_transfers(plan: StepPlan) -> list[int]:
@@ -183,27 +143,133 @@ class TieredMachine(LoadMachine):
 
         device.run = run_with_transfers  # type: ignore[method-assign]
 
+    def _open_disk(self) -> None:
+        folder = SegmentFolder(
+            Path(self.folder.name), hashlib.sha256(b"model").digest(), self.disk_bytes, 2 * SLOT_BYTES
+        )
+        self.disk = self.link.disk = SlotDisk(folder, self.link.slots, self.most_disk_polls)
+        self.tiers.disk = DiskTier(self.disk, self.tiers.host, SLOT_BYTES, self.limits.block_size)
+
+    @property
+    def has_disk(self) -> bool:
+        return self.link.disk is not None
+
+    @precondition(lambda self: self.has_disk)
+    @rule(numbers=st.lists(st.integers(0, 20), max_size=6))
+    def end_work_of_the_disk(self, numbers: list[int]) -> None:
+        self.disk.next += numbers
+
+    @rule(is_from_host=st.booleans())
+    def evict(self, is_from_host: bool) -> None:
+        """Evict what requests may need again from the device, as for other texts, or from the host too."""
+        allocations = self.scheduler.allocations
+        assert allocations.prefixes is not None
+        allocations.prefixes.evict(allocations.blocks.num_idle)
+        for record in tuple(self.tiers.host) if is_from_host and self.has_disk else ():
+            if record.is_present and not record.num_readers:
+                self.tiers.host.drop(record, is_evicted=True)
+
+    @precondition(lambda self: self.has_disk)
+    @rule(number=st.integers(0, 100_000), is_dropped=st.booleans())
+    def damage_the_folder(self, number: int, is_dropped: bool) -> None:
+        """Change a byte, or drop a segment as another process does."""
+        if is_dropped:
+            self.disk.drop_a_segment(number)
+        else:
+            self.disk.damage(number)
+
+    @precondition(lambda self: self.has_disk)
+    @rule(is_now=RARELY)
+    def fail_the_disk(self, is_now: bool) -> None:
+        self.disk.error = OSError("a disk") if is_now else self.disk.error
+
+    @precondition(lambda self: self.has_disk and not self.tiers.disk.futures)
+    @rule()
+    def read_the_folder_anew(self) -> None:
+        """As a process does that is started."""
+        self.disk.close()
+        self._open_disk()
+
+    @rule()
+    def leave_idle_contexts(self) -> None:
+        """Pins of contexts without requests end."""
+        prefixes = self.scheduler.allocations.prefixes
+        assert prefixes is not None
+        prefixes.holds.idle_s = 0.0
+        self.scheduler.holding.sweep()
+        prefixes.holds.idle_s = None
+        assert all(hold.num_requests for hold in prefixes.holds)
+
+    @precondition(lambda self: any(hold.is_lost for hold in self.open))
+    @rule()
+    def pin_an_idle_context(self) -> None:
+        """Its next question does so, with what is cached of it or, by a request, with the rest."""
+        hold = next(hold for hold in self.open if hold.is_lost)
+        try:
+            if self.scheduler.holding.open_cached(hold):
+                return
+        except ValueError:
+            return
+        if hold in self.opening.values():
+            return
+        name = f"r{self.num_added}"
+        self.num_added += 1
+        request = make_request(
+            name, hold.tokens.tolist(), max_tokens=1, max_model_len=32, cache_salt=hold.namespace
+        )
+        request.opens = hold
+        if self._is_taken(request):
+            self.open.remove(hold)
+            self.scheduler.add(request)
+            self.unfinished[name] = request
+            self.opening[name] = hold
+
     @rule(numbers=st.lists(st.integers(0, 20), max_size=6))
     def land(self, numbers: list[int]) -> None:
         """Let some transfers land before the next step, in whatever order."""
         self.link.next += numbers
 
-    @rule()
-    def fail_a_transfer(self) -> None:
-        self.link.fails = True
+    @rule(is_now=RARELY)
+    def fail_a_transfer(self, is_now: bool) -> None:
+        self.link.fails = is_now
 
-    @rule(is_fast=st.booleans())
-    def price_the_link(self, *, is_fast: bool) -> None:
+    @precondition(lambda self: self.unfinished)
+    @rule(num_rows=st.integers(0, 5), is_now=RARELY)
+    def step_that_fails(self, num_rows: int, is_now: bool = True) -> None:
+        if is_now:
+            super().step_that_fails(num_rows)
+
+    @rule(is_now=RARELY)
+    def forget(self, is_now: bool = True) -> None:
+        if is_now:
+            super().forget()
+
+    @rule(is_slow=RARELY)
+    def price_the_link(self, *, is_slow: bool) -> None:
         """Load whatever there is, or compute it from now on."""
         policy = self.tiers.load_policy
-        policy.prefill_s, policy.byte_s = 1.0, 0.0 if is_fast else 1e9
+        policy.prefill_s, policy.byte_s = 1.0, 1e9 if is_slow else 0.0
+
+    @rule(
+        stems=st.lists(st.integers(1, VOCAB_SIZE - 1), min_size=2, max_size=4), num_steps=st.integers(1, 16)
+    )
+    def serve(self, stems: list[int], num_steps: int) -> None:
+        """Add texts that come again, and of which the device has room for a few."""
+        for number in stems:
+            self.add_text([number] * (3 + number), max_tokens=12)
+        self.step(num_steps)
 
     @precondition(lambda self: self.texts)
-    @rule(old=st.integers(0, 100), tail=st.lists(st.integers(1, VOCAB_SIZE - 1), min_size=1, max_size=3))
-    def come_back(self, old: int, tail: list[int]) -> None:
-        """Add the next turn of a text that has ended."""
-        text = self.texts[old % len(self.texts)][: 30 - len(tail)]
-        self.add_text([*text, *tail])
+    @rule(
+        olds=st.lists(st.integers(0, 100), min_size=1, max_size=3),
+        tail=st.lists(st.integers(1, VOCAB_SIZE - 1), min_size=1, max_size=3),
+    )
+    def come_back(self, olds: list[int], tail: list[int]) -> None:
+        """Add the next turns of texts that have ended."""
+        for old in olds:
+            text = self.texts[old % len(self.texts)][: 30 - len(tail)]
+            self.add_text([*text, *tail])
+        self.step(1)
 
     def add_text(self, text: list[int], max_tokens: int = 1) -> str:
         name = f"r{self.num_added}"
@@ -220,6 +286,38 @@ class TieredMachine(LoadMachine):
             return
         slots = [slot for record in self.tiers.host for slot in record.slots]
         assert len(set(slots)) == len(slots) == self.tiers.host.num_used_slots <= self.tiers.host.num_slots
+
+    @invariant()
+    def what_loads_need_is_not_evicted(self) -> None:
+        if not hasattr(self, "tiers"):
+            return
+        for load in self.tiers._loads.values():
+            for piece in load.pieces:
+                assert piece.record is None or (
+                    piece.record.num_readers > 0 and self.tiers.host.has(piece.record)
+                )
+
+    @invariant()
+    def bytes_are_units_times_the_size_of_a_record(self) -> None:
+        """Also those that counters count, and those of the folder."""
+        if not hasattr(self, "taken"):
+            return
+        tiers, counters, landed = self.tiers, self.tiers.counters, self.link.num_landed
+        for is_load, found in ((False, counters.stored_bytes), (True, counters.loaded_bytes)):
+            assert found == sum(
+                number * tiers.sizes[is_row]
+                for (of_load, is_row, slot), number in landed.items()
+                if of_load is is_load and slot < tiers.host.num_slots
+            )
+        if (swap := tiers.swap) is not None:
+            assert swap.counters.out_bytes == SLOT_BYTES * self.taken[False, True]
+            assert swap.counters.in_bytes == SLOT_BYTES * self.taken[True, True]
+        if tiers.disk is not None:
+            folder = Path(self.folder.name)
+            assert sum(path.stat().st_size for path in folder.glob("*.kv")) <= self.disk_bytes
+            if not tiers.disk.futures:
+                assert tiers.disk.counters.written_bytes == self.disk.written_bytes
+                assert tiers.disk.counters.read_bytes <= self.disk.read_bytes
 
     def _check_plan(self, plan: StepPlan | None) -> None:
         """Without requests a plan may store what was cached or evicted."""
@@ -238,10 +336,14 @@ class TieredMachine(LoadMachine):
         assert not any(record.num_readers for record in self.tiers.host)
         if self.tiers.swap is not None:
             assert not self.tiers.swap.num_used_slots
+        if self.has_disk:
+            assert not self.tiers.disk.futures
+            self.disk.close()
+            self.folder.cleanup()
 
 
 TestTieredPrefixes = TieredMachine.TestCase
-TestTieredPrefixes.settings = settings(max_examples=60, stateful_step_count=30)
+TestTieredPrefixes.settings = settings(max_examples=30, stateful_step_count=30)
 
 
 @pytest.mark.slow
@@ -365,6 +467,34 @@ def test_texts_that_are_cheap_to_compute_are_not_copied() -> None:
     assert stored([1, 2, 3, 4, 5, 6, 7, 8, 9]) == [4, 8, 9]
     for number in range(2, 12):
         assert stored([number] * 5) == [4, 8, 9]
+
+
+def test_the_front_of_an_expensive_text_is_stored_again_when_the_device_evicts_it() -> None:
+    """The host has evicted it before, and what made the text long has left the device."""
+    machine = TieredMachine()
+    machine.create(LIMITS, staged=10, num_slots=200, policy=WritePolicy.WRITE_THROUGH_COST)
+    host, allocations = machine.tiers.host, machine.scheduler.allocations
+    machine.add_text([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    machine.add_text([2] * 5)
+
+    def stored() -> list[int]:
+        while machine.unfinished or machine.tiers.has_stores or machine.link.flying:
+            machine.step(1)
+        return sorted(each.num_tokens for each in host if not each.key.is_row)
+
+    for _ in range(2):
+        before = stored()
+        assert before[:2] == [4, 8]
+        for record in tuple(host):
+            host.drop(record, is_evicted=True)
+        assert allocations.prefixes is not None
+        for _ in range(allocations.blocks.num_idle):
+            allocations.prefixes.evict(1)
+            stored()
+        assert stored() == before
+        machine.add_text([1, 2, 3, 4, 5, 6, 7, 8, 9, 1])  # brings them back
+        stored()
+        assert machine.tiers.counters.num_loaded > 0
 
 
 def test_writing_through_ends_where_a_block_and_its_snapshot_do_not_fit_on_the_host() -> None:

@@ -20,7 +20,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hpu_duo.cli.app import app
-from hpu_duo.kv.tiers.disk import DiskIndex, DiskTier, Written
+from hpu_duo.kv.tiers.disk import DiskTier, Written
+from hpu_duo.kv.tiers.disk_index import DiskIndex
 from hpu_duo.kv.tiers.eviction import LeastRecentlyUsed
 from hpu_duo.kv.tiers.host import HostTier, Record, RecordKey
 from hpu_duo.kv.tiers.rank_disk import LeadingDisk, OwnFolder, RankDisk

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,11 +44,21 @@ def test_usage_says_how_many_tokens_of_a_prompt_were_cached(
         assert _cached(server, prompt="!" + TEXT) == 0
 
 
-def test_tokens_from_host_memory_are_cached_tokens(tiny: TinyChat) -> None:
+def test_tokens_from_host_memory_are_cached_tokens(tiny: TinyChat, tmp_path: Path) -> None:
+    """Metrics say in which tiers their blocks are."""
     few = {"num_blocks": 16, "max_model_len": 64, "kv_offloading_size": 0.05}
-    with live(tiny.load(**few, kv_offloading_write_policy="write_through")) as server:
+    disk = {"kv_offloading_disk": str(tmp_path), "kv_offloading_disk_size": 0.05}
+    with live(tiny.load(**few, **disk, kv_offloading_write_policy="write_through")) as server:
         found = [_cached(server, prompt=prompt) for prompt in (TEXT, "!" + TEXT, "?" + TEXT, TEXT)]
         offload = server.model.stats().offload
+        place = "hpuduo:offload_records,state={},tier={}"
+        on_host, on_disk = (place.format("present", tier) for tier in ("host", "disk"))
+        wait_until(lambda: (found_now := samples(server))[on_disk] == found_now[on_host] > 0)
+        now = samples(server)
+    assert 0 < now[place.format("present", "device")] <= 16
+    ways = (("leaving", "device"), ("to_device", "host"), ("to_disk", "host"), ("to_host", "disk"))
+    assert [now[place.format(*way)] for way in ways] == [0, 0, 0, 0]
+    assert now["hpuduo:offload_disk_written_seconds_total"] > 0
     assert found == [0, 0, 0, HIT]
     assert offload is not None
     assert offload.num_hit_tokens > 0

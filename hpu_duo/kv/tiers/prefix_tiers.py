@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from hpu_duo.kv.prefix_tree import PrefixNode, PrefixTree, digest_of
 from hpu_duo.kv.tiers.disk import MOST_READS, DiskTier
 from hpu_duo.kv.tiers.host import HostTier, Record, RecordKey
 from hpu_duo.kv.tiers.link import Landed, Transfers
+from hpu_duo.kv.tiers.loads import Load, Piece
 from hpu_duo.kv.tiers.policy import LoadPiece, LoadPolicy, WritePolicy
 from hpu_duo.kv.tiers.segments import StoredRecord
 from hpu_duo.kv.tiers.stage import Stage
@@ -51,57 +51,6 @@ class TierCounters:
     num_busy: int = 0
     num_computed: int = 0
     num_abandoned: int = 0
-
-
-@dataclass(eq=False)
-class Load:
-    """The records that bring a request's prefix back, in order; the first ones may have landed.
-
-    Attributes:
-        request: that waits for them.
-        node: the deepest prefix on the device so far.
-        start: tokens that the request can begin with without it.
-        pieces: those that are not in the tree yet.
-        num_read: of them, those that are on the host, or on their way there.
-        num_begun: of these, those whose transfer has begun.
-        is_abandoned: whether the others are not needed any more.
-        num_waits: steps in which the next one waited for a unit that what it evicts is copied to.
-    """
-
-    request: Request
-    node: PrefixNode
-    start: int
-    pieces: deque[Piece] = field(default_factory=deque)
-    num_read: int = 0
-    num_begun: int = 0
-    is_abandoned: bool = False
-    num_waits: int = 0
-
-
-@dataclass(eq=False)
-class Piece:
-    """A record of a load.
-
-    Attributes:
-        source: its record on the host or on disk, as found.
-        end: tokens of the prefix that it ends.
-        load: it belongs to.
-        record: on the host; None = it has not been read from the disk.
-        unit: that it is copied to; None = its transfer has not begun.
-        has_landed: whether the unit has it.
-    """
-
-    source: Record | StoredRecord
-    end: int
-    load: Load
-    record: Record | None = None
-    unit: int | None = None
-    has_landed: bool = False
-
-    @property
-    def is_row(self) -> bool:
-        """Whether it is a snapshot of a row."""
-        return self.source.key.is_row
 
 
 _LEFT = 8
@@ -184,9 +133,14 @@ class PrefixTiers:
         return bool(self._loads) or (self.swap is not None and self.swap.is_moving)
 
     @property
-    def num_arriving(self) -> int:
-        """Number of records that are on their way to the host."""
-        return len(self._storing) + len(self._reading)
+    def num_leaving(self) -> int:
+        """Number of records that are on their way from the device to the host."""
+        return len(self._storing)
+
+    @property
+    def num_loading(self) -> int:
+        """Number of records that are on their way to the device, or wait there for a place in the cache."""
+        return sum(load.num_begun for load in tuple(self._loads.values()))
 
     @property
     def has_stores(self) -> bool:
@@ -236,6 +190,7 @@ class PrefixTiers:
         elif self.write_policy is WritePolicy.WRITE_THROUGH_COST and policy is WritePolicy.WRITE_THROUGH:
             for node in nodes:
                 if node.num_tokens >= self._min_tokens:
+                    _mark_costly(node)
                     for each in self._unknown(node):
                         self.leave(each, is_evicted=False)
 
@@ -253,8 +208,8 @@ class PrefixTiers:
         return found[::-1]
 
     def _is_cheap(self, node: PrefixNode) -> bool:
-        """Whether the policy stores no text like this prefix, which no longer one has needed."""
-        is_short = node.num_tokens < self._min_tokens and node not in self._unwritten
+        """Whether the policy stores no text like this prefix, with which no longer one has begun."""
+        is_short = node.num_tokens < self._min_tokens and not node.is_costly
         return self.write_policy is WritePolicy.WRITE_THROUGH_COST and is_short
 
     def _write_more(self) -> None:
@@ -554,6 +509,7 @@ class PrefixTiers:
                 self._give_up(load)
                 return
             load.node = node
+            _mark_costly(node)  # it would not have been stored otherwise
             self._release(piece := load.pieces.popleft())
             load.num_read, load.num_begun = load.num_read - 1, load.num_begun - 1
             if not load.pieces:
@@ -595,3 +551,11 @@ class PrefixTiers:
         for record in self.host:
             record.num_readers = 0
         self._reset()
+
+
+def _mark_costly(node: PrefixNode) -> None:
+    """Mark a prefix, and those that it begins with."""
+    for each in node.path:
+        if each.is_costly:
+            return
+        each.is_costly = True

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hpu_duo.kv.tiers.disk import NUM_READERS, DiskIndex, Scanned, SegmentFolder, Written
+from hpu_duo.kv.tiers.disk import NUM_READERS, Scanned, SegmentFolder, Written
+from hpu_duo.kv.tiers.disk_index import DiskIndex
 from hpu_duo.kv.tiers.host import Record, RecordKey
 from hpu_duo.kv.tiers.link import DiskOrders, DiskRecord
 from hpu_duo.kv.tiers.segments import DamagedRecord, StoredRecord, rank_folder, read_record

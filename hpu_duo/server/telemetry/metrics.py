@@ -156,7 +156,7 @@ METRICS = (
     Row("vllm:external_prefix_cache_hits", COUNTER, "offload.num_hit_tokens",
         "Tokens of requests that were loaded from host memory instead of computed."),
     Row("hpuduo:offload_records", GAUGE, lambda stats, _: _records(stats),
-        "Blocks and snapshots outside the device, by tier and by whether they have arrived there.",
+        "Blocks and snapshots of the prefix cache, by tier and by the way that they go.",
         (*_MODEL, "tier", "state")),
     Row("hpuduo:offload_transfers", GAUGE, "offload.num_transfers",
         "Copies between device and host that have not ended."),
@@ -173,15 +173,27 @@ METRICS = (
         "Blocks and snapshots evicted from host memory."),
     Row("hpuduo:offload_declined", COUNTER, "offload.num_computed",
         "Prefixes that were predicted to be computed faster than loaded."),
+    Row("hpuduo:offload_abandoned", COUNTER, "offload.num_abandoned",
+        "Loads that ended early, for lack of blocks or records."),
     Row("hpuduo:offload_swapped_out", COUNTER, "offload.swap.num_out",
         "Preempted requests that were copied to host memory."),
     Row("hpuduo:offload_swapped_in", COUNTER, "offload.swap.num_in",
         "Preempted requests that have come back from host memory."),
+    Row("hpuduo:offload_swap_recomputed", COUNTER, "offload.swap.num_recomputed",
+        "Preempted requests that were not swapped: no room, or predicted to be slower."),
+    Row("hpuduo:offload_swap_lost", COUNTER, "offload.swap.num_lost",
+        "Swapped requests that are computed again after an error."),
     Row("hpuduo:offload_disk_used_bytes", GAUGE, "offload.disk.used_bytes", "Records on disk."),
     Row("hpuduo:offload_disk_hit_tokens", COUNTER, "offload.disk.counters.num_hit_tokens",
         "Tokens of blocks that were read from the disk for requests."),
     Row("hpuduo:offload_disk_written_bytes", COUNTER, "offload.disk.counters.written_bytes",
         "Bytes of records that were written to the disk."),
+    Row("hpuduo:offload_disk_written_seconds", COUNTER, "offload.disk.counters.written_s",
+        "Seconds of these writes."),
+    Row("hpuduo:offload_disk_late", COUNTER, "offload.disk.counters.num_late",
+        "Records that left host memory before they were written."),
+    Row("hpuduo:offload_disk_dropped", COUNTER, "offload.disk.counters.num_dropped",
+        "Records of segments that were dropped for later ones."),
     Row("hpuduo:offload_disk_read_bytes", COUNTER, "offload.disk.counters.read_bytes",
         "Bytes of records that were read from the disk."),
     Row("hpuduo:offload_disk_read_seconds", COUNTER, "offload.disk.counters.read_s",
@@ -368,12 +380,19 @@ def _accepted(stats: EngineStats) -> Values:
 def _records(stats: EngineStats) -> Values:
     if (found := stats.offload) is None:
         return {}
+    disk = found.disk
+    num_reading, num_writing = (0, 0) if disk is None else (disk.num_reading, disk.num_writing)
+    present = found.num_records - found.num_leaving - num_reading - num_writing
     by_place: dict[tuple[str, ...], float] = {
-        ("host", "present"): float(found.num_records - found.num_arriving),
-        ("host", "arriving"): float(found.num_arriving),
+        ("device", "present"): float(found.num_cached),
+        ("device", "leaving"): float(found.num_leaving),
+        ("host", "present"): float(max(0, present)),
+        ("host", "to_device"): float(found.num_loading),
     }
-    if found.disk is not None:
-        by_place["disk", "present"] = float(found.disk.num_records)
+    if disk is not None:
+        by_place["host", "to_disk"] = float(num_writing)
+        by_place["disk", "present"] = float(disk.num_records)
+        by_place["disk", "to_host"] = float(num_reading)
     return by_place
 
 
