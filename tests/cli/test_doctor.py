@@ -12,7 +12,7 @@ import torch
 from typer.testing import Result
 
 from hpu_duo import __version__
-from hpu_duo.lab.selftest.rates import offload_facts
+from hpu_duo.lab.selftest.rates import numa_node, offload_facts
 from kernels_ref import native
 from kernels_ref.x86 import library
 
@@ -114,6 +114,22 @@ assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_numa_node_is_that_of_the_card_that_is_open(tmp_path: Path) -> None:
+    for number, node in enumerate((0, 1, -1)):
+        file = tmp_path / f"sys/class/accel/accel{number}/device/numa_node"
+        file.parent.mkdir(parents=True)
+        file.write_text(f"{node}\n")
+    (opened := tmp_path / "proc/self/fd").mkdir(parents=True)
+    (opened / "0").symlink_to("/dev/null")
+    assert numa_node("hpu:0", tmp_path) is None
+    (opened / "7").symlink_to("/dev/accel/accel2")
+    assert numa_node("hpu:0", tmp_path) is None
+    (opened / "8").symlink_to("/dev/accel/accel_controlD0")
+    (opened / "9").symlink_to("/dev/accel/accel1")
+    assert numa_node("hpu:0", tmp_path) == 1
+    assert numa_node("cpu", tmp_path) is None
 
 
 def test_rates_of_copies_are_measured_in_a_folder(tmp_path: Path) -> None:
