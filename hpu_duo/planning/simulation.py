@@ -206,7 +206,9 @@ class SimulatedEngine:
             if plan.rows or self._link is None:
                 return plan
             self._offload(self._link, plan, 0.0)
-            self._link.wait_any()
+            tiers = self.scheduler.allocations.tiers
+            assert tiers is not None, "expected a tier behind the link"
+            tiers.wait_any()
             self.scheduler.commit(plan, ())
 
     def _offload(self, link: Link, plan: StepPlan, prompt_time: float) -> None:

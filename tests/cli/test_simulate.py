@@ -240,9 +240,43 @@ def test_host_memory_brings_chats_back_at_the_speed_of_the_link(hpu_duo: Run, co
     assert fast["offload"]["stored_bytes"] > fast["offload"]["loaded_bytes"] > 0
 
 
+def test_a_disk_and_swap_space_bring_back_what_the_host_cannot_hold(hpu_duo: Run, config_dir: Path) -> None:
+    """Of chats that come back after others have filled host memory."""
+    chats = "chats:per_s=200,turns=4,pause_s=0.5,messages=32,outputs=8,system_len=16,num_users=4"
+
+    def run(*more: object) -> dict[str, Any]:
+        result = hpu_duo(
+            *("simulate", "--model", config_dir, *SMALL, "--workload", chats, "--num-requests", 120),
+            *("--num-blocks", 40, "--kv-offloading-size", 0.0003, "--json", *more),
+        )
+        assert result.exit_code == 0, result.stderr
+        [found] = json.loads(result.stdout)["runs"]
+        return dict(found)
+
+    on_host = run()
+    disk = ("--kv-offloading-disk-size", 0.5)
+    fast, slow = run(*disk), run(*disk, "--disk-rate", "1kB/s")
+    swapped = run("--preemption-mode", "swap", "--swap-space", 0.1)
+    assert on_host["offload"]["disk_read_bytes"] == on_host["offload"]["num_swapped"] == 0
+    assert fast["offload"]["num_disk_hit_tokens"] > 0
+    assert fast["offload"]["disk_written_bytes"] >= fast["offload"]["disk_read_bytes"] > 0
+    assert fast["offload"]["num_hit_tokens"] > on_host["offload"]["num_hit_tokens"]
+    assert slow["offload"]["num_disk_hit_tokens"] < fast["offload"]["num_disk_hit_tokens"]
+    assert swapped["num_preemptions"] == swapped["offload"]["num_swapped"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (("--swap-space", 1), "expected swap_space with preemption_mode 'swap' or 'auto'"),
+        (
+            ("--preemption-mode", "swap", "--swap-space", 1e-6),
+            "expected --swap-space of one block or more",
+        ),
+        (
+            ("--kv-offloading-disk-size", 1e-6),
+            "expected kv_offloading_disk_size of one record or more",
+        ),
         (("--link", "fast"), "expected --link in bytes a second such as 32GB/s, got 'fast'"),
         (("--replicas", 2), "expected --kv-offloading-size without --replicas"),
         (("--no-enable-prefix-caching",), "expected --kv-offloading-size with --enable-prefix-caching"),

@@ -237,15 +237,22 @@ def _of_host(first: RunReport) -> list[tuple[str, _Cell]]:
     def cell(text: Callable[[OffloadFigures, RunReport], str]) -> _Cell:
         return lambda run: "" if run.offload is None else text(run.offload, run)
 
-    return [
-        (
-            "  of them from the host",
-            cell(lambda each, run: f"{each.num_hit_tokens / max(1, run.num_looked_up_tokens):.1%}"),
-        ),
+    def share(num_tokens: int, run: RunReport) -> str:
+        return f"{num_tokens / max(1, run.num_looked_up_tokens):.1%}"
+
+    lines = [
+        ("  of them from the host", cell(lambda each, run: share(each.num_hit_tokens, run))),
         ("to the host", cell(lambda each, _: show_bytes(each.stored_bytes))),
         ("from the host", cell(lambda each, _: show_bytes(each.loaded_bytes))),
-        ("stalled by the link", cell(lambda each, _: f"{each.stalled_s:,.1f} s")),
     ]
+    if first.offload.disk_written_bytes:
+        on_disk = cell(lambda each, run: share(each.num_disk_hit_tokens, run))
+        lines.insert(1, ("    of them read from the disk before", on_disk))
+        lines.append(("to the disk", cell(lambda each, _: show_bytes(each.disk_written_bytes))))
+        lines.append(("from the disk", cell(lambda each, _: show_bytes(each.disk_read_bytes))))
+    if first.offload.num_swapped or first.offload.num_recomputed:
+        lines.append(("swapped preemptions", cell(lambda each, _: f"{each.num_swapped:,}")))
+    return [*lines, ("stalled by the link", cell(lambda each, _: f"{each.stalled_s:,.1f} s"))]
 
 
 def _of_replicas(first: RunReport) -> list[tuple[str, _Cell]]:

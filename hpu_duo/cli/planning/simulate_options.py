@@ -13,8 +13,10 @@ from hpu_duo.config.limits import CARD_LIMITS, CacheConfig, SchedulerConfig
 
 if TYPE_CHECKING:
     from graphs import StepLimits
+    from hpu_duo.kv.plan import MemoryPlan
     from hpu_duo.lab.simulate.fleet import Fleet
     from hpu_duo.lab.simulate.forecast import Forecast
+    from hpu_duo.lab.simulate.offload import SimulatedHost
     from hpu_duo.lab.simulate.server import SimulatedServer
     from hpu_duo.lab.traces import Session
 
@@ -79,6 +81,13 @@ class ServedLimits:
         str,
         option_in(LIMITS)("Bytes a second between each device and the host, each way.", metavar="RATE"),
     ] = "32GB/s"
+    kv_offloading_disk_size: Annotated[float | None, of_setting("kv_offloading_disk_size")] = None
+    disk_rate: Annotated[
+        str,
+        option_in(LIMITS)("Bytes a second that the disk is read or written with.", metavar="RATE"),
+    ] = "3GB/s"
+    preemption_mode: Annotated[str, of_setting("preemption_mode")] = "recompute"
+    swap_space: Annotated[float | None, of_setting("swap_space")] = None
     buckets: Annotated[
         Path | None,
         of_setting("buckets", panel=LIMITS, unset="made from the limits; a measured engine's own"),
@@ -166,18 +175,35 @@ class ServedLimits:
             kv_offloading_write_policy=self.kv_offloading_write_policy,
             kv_offloading_min_tokens=self.kv_offloading_min_tokens,
             kv_offloading_eviction_policy=self.kv_offloading_eviction_policy,
+            kv_offloading_disk=None if self.kv_offloading_disk_size is None else "simulated",
+            kv_offloading_disk_size=self.kv_offloading_disk_size,
+            preemption_mode=self.preemption_mode,
+            swap_space=self.swap_space,
         )
         if self.kv_offloading_size is None:
             return server
+        memory = deployment.plan(1, max(1, server.limits.num_blocks))
+        return replace(server, host=self._host(memory, deployment.serving.num_devices, server.limits))
+
+    def _host(self, memory: MemoryPlan, num_devices: int, limits: StepLimits) -> SimulatedHost:
         from hpu_duo.kv.tiers.policy import WritePolicy
+        from hpu_duo.kv.tiers.swap import PreemptionMode
         from hpu_duo.lab.simulate.offload import SimulatedHost
 
-        num_bytes, rate = int(self.kv_offloading_size * 2**30), parse_rate("--link", self.link)
-        memory = deployment.plan(1, max(1, server.limits.num_blocks))
-        host = SimulatedHost.of(num_bytes, memory, rate * deployment.serving.num_devices, server.limits)
-        write, eviction = WritePolicy(self.kv_offloading_write_policy), self.kv_offloading_eviction_policy
-        host = replace(host, write=write, eviction=eviction, min_tokens=self.kv_offloading_min_tokens)
-        return replace(server, host=host)
+        size, disk, swap = (
+            int((gib or 0.0) * 2**30)
+            for gib in (self.kv_offloading_size, self.kv_offloading_disk_size, self.swap_space)
+        )
+        link = parse_rate("--link", self.link) * num_devices
+        return replace(
+            SimulatedHost.of(size, memory, link, limits, swap),
+            write=WritePolicy(self.kv_offloading_write_policy),
+            eviction=self.kv_offloading_eviction_policy,
+            min_tokens=self.kv_offloading_min_tokens,
+            disk_bytes=disk,
+            disk_rate=parse_rate("--disk-rate", self.disk_rate),
+            preemption=PreemptionMode(self.preemption_mode),
+        )
 
     @property
     def _scheduler(self) -> SchedulerConfig:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from hpu_duo.kv.tiers.host import RecordKey
 
@@ -123,6 +123,27 @@ class MovesBytes(Link, Protocol):
         ...
 
 
+T = TypeVar("T")
+
+
+class Timed(Future[T]):
+    """Work with a known result, which ends at a time of a given clock.
+
+    Args:
+        clock: returns seconds.
+        lands_at: its end; an attribute too.
+    """
+
+    def __init__(self, result: T, lands_at: float, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self.set_result(result)
+        self.lands_at, self._clock = lands_at, clock
+
+    def done(self) -> bool:
+        """Whether it has ended by now."""
+        return self._clock() >= self.lands_at
+
+
 @dataclass
 class _Flight:
     """A transfer on a simulated link, with the time at which it lands."""
@@ -184,10 +205,12 @@ class SimulatedLink:
 
     def wait_any(self, others: Sequence[Future[Any]] = ()) -> None:
         """Move the clock on to the next end; without one wait for another thread's work."""
-        if not self._flying:
-            wait(others, return_when=FIRST_COMPLETED)
+        timed = [each for each in others if isinstance(each, Timed)]
+        flying: list[_Flight | Timed[Any]] = [*self._flying, *timed]
+        if flying:
+            self._wait_for([min(flying, key=lambda each: each.lands_at)])
         else:
-            self._wait_for([min(self._flying, key=lambda flight: flight.lands_at)])
+            wait(others, return_when=FIRST_COMPLETED)
 
     def drain(self) -> None:
         """Move the clock on to the end of all."""
@@ -197,7 +220,7 @@ class SimulatedLink:
     def warm_up(self) -> None:
         """Nothing is compiled."""
 
-    def _wait_for(self, flights: Sequence[_Flight] | deque[_Flight]) -> None:
+    def _wait_for(self, flights: Sequence[_Flight | Timed[Any]] | deque[_Flight]) -> None:
         last = max((each.lands_at for each in flights), default=0.0)
         if last > self._clock():
             self._advance(last)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from graphs import BatchShape, CostFunction
-from hpu_duo.kv.tiers.prefix_tiers import TierCounters
+from hpu_duo.kv.tiers.disk import DiskCounters
+from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers
+from hpu_duo.kv.tiers.swap import SwapCounters
 from hpu_duo.planning.simulation import SimulatedStep
 from hpu_duo.request import Request
 
@@ -86,33 +88,50 @@ class ServiceLog:
 
 @dataclass(frozen=True)
 class OffloadFigures:
-    """Traffic between devices and host memory in a run.
+    """Traffic between devices, host memory and disk in a run.
 
     Attributes:
-        num_hit_tokens: tokens that were loaded from the host, and not computed.
+        num_hit_tokens: tokens that were loaded from host or disk, and not computed.
+        num_disk_hit_tokens: of blocks that were read from the disk for requests.
         stored_bytes, loaded_bytes: to the host, and from there.
         num_lost: blocks and snapshots that were evicted while transfers, or host memory, were busy.
         num_declined: prefixes that were predicted to be computed faster than loaded.
         stalled_s: time in which all requests waited for loads.
+        disk_written_bytes, disk_read_bytes: to the disk, and from there.
+        num_swapped: preempted requests that were copied to the host, and back.
+        num_recomputed: those that were computed again.
     """
 
     num_hit_tokens: int
+    num_disk_hit_tokens: int
     stored_bytes: int
     loaded_bytes: int
     num_lost: int
     num_declined: int
     stalled_s: float
+    disk_written_bytes: int
+    disk_read_bytes: int
+    num_swapped: int
+    num_recomputed: int
 
     @classmethod
-    def of(cls, counters: TierCounters, stalled_s: float) -> OffloadFigures:
+    def of(cls, tiers: PrefixTiers, stalled_s: float) -> OffloadFigures:
         """Collect the counters of a run."""
+        counters = tiers.counters
+        disk = DiskCounters() if tiers.disk is None else tiers.disk.counters
+        swap = SwapCounters() if tiers.swap is None else tiers.swap.counters
         return cls(
-            counters.num_hit_tokens,
-            counters.stored_bytes,
-            counters.loaded_bytes,
-            counters.num_busy,
-            counters.num_computed,
-            stalled_s,
+            num_hit_tokens=counters.num_hit_tokens,
+            num_disk_hit_tokens=disk.num_hit_tokens,
+            stored_bytes=counters.stored_bytes,
+            loaded_bytes=counters.loaded_bytes,
+            num_lost=counters.num_busy,
+            num_declined=counters.num_computed,
+            stalled_s=stalled_s,
+            disk_written_bytes=disk.written_bytes,
+            disk_read_bytes=disk.read_bytes,
+            num_swapped=swap.num_in,
+            num_recomputed=swap.num_recomputed,
         )
 
 

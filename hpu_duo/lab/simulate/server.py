@@ -147,7 +147,7 @@ class SimulatedServer:
         for step in Simulation(engine, arrivals).steps(until_s):
             log.take(step)
         if (tiers := engine.scheduler.allocations.tiers) is not None:
-            log.offload = OffloadFigures.of(tiers.counters, engine.stalled)
+            log.offload = OffloadFigures.of(tiers, engine.stalled)
         log.close()
         return log
 
