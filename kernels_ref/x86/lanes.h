@@ -111,21 +111,21 @@ struct Lanes {
   static F whole(I x) { return _mm512_cvtepi32_ps(x); }
   static I to_whole(F x) { return _mm512_cvtps_epi32(x); }
   static F div(F a, F b) { return _mm512_div_ps(a, b); }
-  // An fp8 number (e4m3) that is no NaN: the sign goes to the front, the rest to the end of the exponent.
-  static F fp8(I x) {
-    const __m512i bits = _mm512_and_si512(_mm512_slli_epi32(x, 20), _mm512_set1_epi32((int)0x87F00000));
-    return _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0x1p120f));
+  // The first or second fp8 numbers (e4m3, no NaN) of pairs, times 2^-kFp8Power: the sign goes to the front, the rest
+  // to the end of the exponent. Each vector has every second pair; `interleaved` restores their order.
+  static constexpr int kFp8Power = 120;
+  template <int ODD>
+  static void fp8(const uint8_t *from, F (&to)[2]) {
+    const __m512i codes = _mm512_loadu_si512(from), mask = _mm512_set1_epi32((int)0x87F00000);
+    const __m512i words = _mm512_srai_epi16(ODD ? codes : _mm512_slli_epi16(codes, 8), 4);
+    to[0] = _mm512_castsi512_ps(_mm512_and_si512(_mm512_slli_epi32(words, 16), mask));
+    to[1] = _mm512_castsi512_ps(_mm512_and_si512(words, mask));
   }
-  static F pair(const float *from) {
-    double both;
-    std::memcpy(&both, from, sizeof(both));
-    return _mm512_castpd_ps(_mm512_set1_pd(both));
-  }
-  // Neighbours of two vectors, summed.
-  static F sum_of_pairs(F low, F high) {
-    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-    return _mm512_add_ps(_mm512_permutex2var_ps(low, even, high), _mm512_permutex2var_ps(low, odd, high));
+  static void interleaved(F (&both)[2]) {
+    const __m512i order = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const F low = _mm512_permutex2var_ps(both[0], order, both[1]);
+    both[1] = _mm512_permutex2var_ps(both[0], _mm512_add_epi32(order, _mm512_set1_epi32(8)), both[1]);
+    both[0] = low;
   }
 
   static __m256 halved(F x) { return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)); }
@@ -246,18 +246,18 @@ struct Lanes {
   static F whole(I x) { return _mm256_cvtepi32_ps(x); }
   static I to_whole(F x) { return _mm256_cvtps_epi32(x); }
   static F div(F a, F b) { return _mm256_div_ps(a, b); }
-  static F fp8(I x) {
-    const __m256i bits = _mm256_and_si256(_mm256_slli_epi32(x, 20), _mm256_set1_epi32((int)0x87F00000));
-    return _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f));
+  static constexpr int kFp8Power = 120;
+  template <int ODD>
+  static void fp8(const uint8_t *from, F (&to)[2]) {
+    const __m256i codes = _mm256_loadu_si256((const __m256i *)from), mask = _mm256_set1_epi32((int)0x87F00000);
+    const __m256i words = _mm256_srai_epi16(ODD ? codes : _mm256_slli_epi16(codes, 8), 4);
+    to[0] = _mm256_castsi256_ps(_mm256_and_si256(_mm256_slli_epi32(words, 16), mask));
+    to[1] = _mm256_castsi256_ps(_mm256_and_si256(words, mask));
   }
-  static F pair(const float *from) {
-    double both;
-    std::memcpy(&both, from, sizeof(both));
-    return _mm256_castpd_ps(_mm256_set1_pd(both));
-  }
-  static F sum_of_pairs(F low, F high) {
-    const __m256d sums = _mm256_castps_pd(_mm256_hadd_ps(low, high));
-    return _mm256_castpd_ps(_mm256_permute4x64_pd(sums, 0xd8));
+  static void interleaved(F (&both)[2]) {
+    const F low = _mm256_unpacklo_ps(both[0], both[1]), high = _mm256_unpackhi_ps(both[0], both[1]);
+    both[0] = _mm256_permute2f128_ps(low, high, 0x20);
+    both[1] = _mm256_permute2f128_ps(low, high, 0x31);
   }
 
   static float sum(F x) {
@@ -386,19 +386,14 @@ struct Lanes {
   static F whole(I x) { return map([&](int i) { return (float)x.lane[i]; }); }
   static I to_whole(F x) { return map([&](int i) { return (int)x.lane[i]; }); }
   static F div(F a, F b) { return map([&](int i) { return a.lane[i] / b.lane[i]; }); }
-  static F fp8(I x) {
-    return map([&](int i) {
-      const int exponent = x.lane[i] >> 3 & 15, fraction = x.lane[i] & 7;
-      const float size = std::ldexp((float)(exponent ? fraction + 8 : fraction), (exponent ? exponent : 1) - 10);
-      return x.lane[i] & 128 ? -size : size;
-    });
+  static constexpr int kFp8Power = 120;
+  template <int ODD>
+  static void fp8(const uint8_t *from, F (&to)[2]) {
+    for (int n = 0; n < 2; ++n) to[n] = map([&](int i) { return float_of_fp8(from[2 * (2 * i + n) + ODD]); });
   }
-  static F pair(const float *from) { return map([&](int i) { return from[i % 2]; }); }
-  static F sum_of_pairs(F low, F high) {
-    return map([&](int i) {
-      const float *both = (i < kCount / 2 ? low.lane : high.lane) + i % (kCount / 2) * 2;
-      return both[0] + both[1];
-    });
+  static void interleaved(F (&both)[2]) {
+    const F was[2] = {both[0], both[1]};
+    for (int n = 0; n < 2; ++n) both[n] = map([&](int i) { return was[i % 2].lane[(n * kCount + i) / 2]; });
   }
 
   static float sum(F x) {
@@ -414,6 +409,11 @@ struct Lanes {
   static F sums(const F *x) { return map([&](int i) { return sum(x[i]); }); }
 
  private:
+  static float float_of_fp8(uint8_t code) {
+    const int exponent = code >> 3 & 15, fraction = code & 7;
+    const int size = exponent ? fraction + 8 : fraction, power = (exponent ? exponent : 1) - 10 - kFp8Power;
+    return std::ldexp((float)(code & 128 ? -size : size), power);
+  }
   static int both_of(int low, int high) { return (int)((uint32_t)high << 16 | (uint16_t)low); }
   static float float_of_half(uint16_t bits) {
     const int exponent = bits >> 10 & 31, fraction = bits & 1023;
