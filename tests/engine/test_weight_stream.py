@@ -149,7 +149,6 @@ def test_files_without_weights_on_the_host_pin_buffers_alone_and_outlive_failed_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"offload_policy": "auto"}, "plan-offload finds"),
         ({"offload_policy": (50, 50, 100, 0, 100, 0)}, "expected offload_policy as text, got"),
         ({"offload_disk": True}, "expected offload_disk to be a folder, got True"),
         ({"offload_policy": "60,50,100,0,100,0"}, "weights that add up to 100 at most"),

@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
 from hpu_duo import HeadPattern
 from hpu_duo.engine.zigzag import runner
-from hpu_duo.modeling.weight_stream import Weights, WeightStream, weight_bytes
+from hpu_duo.modeling.weight_stream import ThreadMover, Weights, WeightStream, weight_bytes
 from hpu_duo.planning import Format
 from hpu_duo.planning.offload import (
     BLOCK_SIZE,
@@ -83,6 +85,50 @@ def test_tokens_are_those_of_whole_steps(
         for mine, theirs in zip(one.logprobs, other.logprobs):
             assert list(mine.top) == list(theirs.top)
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+ALIKE = (
+    {},
+    {"pattern": PATTERN},
+    {"pattern": PATTERN, "speculative_config": DRAFTS},
+    {"kv_policy": "h2o", "kv_budget": 12},
+    {"kv_cache_dtype": "int8_per_token_head", "attention": "sdpa"},
+    {"quantization": "int4"},
+)
+"""Formats, patterns and budgets, with which tokens do not depend on placement and groups."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_cases", [16, pytest.param(100, marks=pytest.mark.exhaustive)])
+def test_tokens_are_those_of_whole_steps_for_any_groups_prefetch_placement_and_link(
+    deep: Tiny, tmp_path: Path, num_cases: int
+) -> None:
+    params, whole = [GREEDY, DRAWN] * 3, dict[int, list[list[list[int]]]]()
+    homes = st.lists(st.sampled_from(["device", "host", "disk"]), min_size=NUM_LAYERS, max_size=NUM_LAYERS)
+    speeds = st.sampled_from([None, 2e7, 2e6])
+
+    @settings(max_examples=num_cases, deadline=None, derandomize=True)
+    @given(st.integers(1, 6), st.integers(1, 4), homes, speeds, st.integers(0, len(ALIKE) - 1))
+    def check(num_batches: int, ahead: int, homes: list[str], speed: float | None, number: int) -> None:
+        options = ALIKE[number]
+        if number not in whole:
+            whole[number] = tokens_of(serve(load(deep, 1, **options), PROMPTS, params))
+        shares = [100 * homes.count(each) / NUM_LAYERS for each in ("device", "host")]
+        model = load(
+            deep,
+            num_batches,
+            offload_prefetch_step=ahead,
+            offload_policy=f"{shares[0]:g},{shares[1]:g},100,0,100,0",
+            offload_disk=tmp_path if "disk" in homes else None,
+            **options,
+        )
+        stream = model.engine.runner.executor.model.stream
+        assert (stream is None) is (set(homes) == {"device"})
+        if stream is not None:
+            stream.mover = ThreadMover(speed)
+        assert tokens_of(serve(model, PROMPTS, params)) == whole[number]
+
+    check()
 
 
 class VirtualLink:
