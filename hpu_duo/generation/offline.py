@@ -108,16 +108,19 @@ class OfflineBatch:
         samples: dict[int, dict[int, Completion]] = {index: {} for index in self._ids}
         errors: dict[int, Exception] = {}
 
+        def end(index: int) -> None:
+            of_prompt = samples[index]
+            in_order = tuple(of_prompt[each] for each in sorted(of_prompt))
+            put(OfflineResult(index, self._ids[index], in_order, errors.get(index)))
+
         def add(output: RequestOutput) -> None:
             index, number = index_of[output.request_id], output.sample_index
-            of_prompt = samples[index]
-            of_prompt.setdefault(number, Completion(output.request_id, number)).add(output)
+            samples[index].setdefault(number, Completion(output.request_id, number)).add(output)
             if output.error is not None:
                 errors[index] = output.error
-            ended = [each for each in of_prompt.values() if each.finish_reason is not None]
+            ended = [each for each in samples[index].values() if each.finish_reason is not None]
             if len(ended) == self._params[index].n:
-                in_order = tuple(of_prompt[each] for each in sorted(of_prompt))
-                put(OfflineResult(index, self._ids[index], in_order, errors.get(index)))
+                end(index)
 
         if self._ids:
             self._engine.generate(
@@ -127,6 +130,9 @@ class OfflineBatch:
                 request_ids=list(index_of),
                 raises=False,
             )
+        for index in self._ids:
+            if index not in results:  # an error, before all samples had begun
+                end(index)
         return [results[index] for index in sorted(results)]
 
 

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,7 +74,7 @@ def placed(config: EngineConfig) -> tuple[EngineConfig, tuple[str, ...]]:
         runtime.free_bytes(),
         config.cache.device_memory_utilization,
     )
-    work, left = _work(config), float(budget.left_bytes)
+    work, left = _work(config), float(max(1, budget.left_bytes))
     # Rates do not decide whether it fits.
     if Formula(sizes, work, replace(T4, device_memory=left, flexgen_memory=False), 1, 1, False).fits(
         _ON_DEVICE
@@ -216,8 +217,8 @@ def offload_machine(
 ) -> OffloadMachine:
     """Measure the rates that the placement of weights depends on; each is the fastest of three.
 
-    Products of matrices in bfloat16, of many rows and of few, attention of decodes in float32 on device and
-    host, and copies of ``size`` bytes.
+    Products of matrices in bfloat16, or in float32 on a CPU that is faster with it, of many rows and of few,
+    attention of decodes in float32 on device and host, and copies of ``size`` bytes.
 
     Args:
         device: a device, or a name of ``hpu_duo.device``.
@@ -231,7 +232,9 @@ def offload_machine(
     down, up = link_rates(place, size, pinned=place.startswith("cuda"))
     written, read, _ = (1.0, 1.0, False) if folder is None else disk_rates(folder, size)
     few, many, side = 32, 1024, 2048
-    rates = {rows: _matrix_rate(place, rows, side) for rows in (few, many)}
+    dtypes = (torch.float32, torch.bfloat16) if place == "cpu" else (torch.bfloat16,)
+    dtype = max(dtypes, key=partial(_matrix_rate, place, few, side // 8))
+    rates = {rows: _matrix_rate(place, rows, side, dtype) for rows in (few, many)}
     return OffloadMachine(
         device_memory=device_memory,
         host_memory=host_memory,
@@ -251,9 +254,9 @@ def offload_machine(
     )
 
 
-def _matrix_rate(device: str, rows: int, side: int) -> float:
-    """Operations a second of a product [rows, side] x [side, side] in bfloat16."""
-    left, right = (torch.ones(size, side, dtype=torch.bfloat16, device=device) for size in (rows, side))
+def _matrix_rate(device: str, rows: int, side: int, dtype: torch.dtype) -> float:
+    """Operations a second of a product [rows, side] x [side, side]."""
+    left, right = (torch.ones(size, side, dtype=dtype, device=device) for size in (rows, side))
 
     def multiply() -> None:
         (left @ right)[:1, :1].cpu()

@@ -15,6 +15,8 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import Result
 
+from hpu_duo.generation.offline import OfflineBatch, OfflineResult
+
 Run = Callable[..., Result]
 
 
@@ -265,3 +267,24 @@ def test_offline_refuses_what_it_does_not_do(hpu_duo: Run, options: tuple[str, .
     result = hpu_duo("generate", *options)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_an_interrupted_offline_run_writes_what_has_ended(
+    hpu_duo: Run, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = OfflineBatch.run
+
+    def interrupted(self: OfflineBatch, on_result: Any = None) -> Any:
+        def put(result: OfflineResult) -> None:
+            on_result(result)
+            raise KeyboardInterrupt
+
+        return run(self, put)
+
+    monkeypatch.setattr(OfflineBatch, "run", interrupted)
+    prompts = ("--prompt", "ab", "--prompt", "cd")
+    result = hpu_duo("generate", "--offline", "--model", model_dir, "--max-new-tokens", "3", *prompts)
+    assert result.exit_code == 130
+    [told] = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(told["token_ids"]) == 3
+    assert "1 of 2 prompts" in result.stderr

@@ -65,7 +65,8 @@ def test_a_bad_prompt_has_an_error_with_its_index_and_the_others_their_tokens(de
             model.generate_offline(prompts, params)
 
 
-def test_an_error_of_one_request_ends_no_other(deep: Tiny) -> None:
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_error_of_one_request_ends_no_other(deep: Tiny, n: int) -> None:
     model = deep.load()
 
     class Fails:
@@ -75,7 +76,7 @@ def test_an_error_of_one_request_ends_no_other(deep: Tiny) -> None:
         def __getattr__(self, name: str) -> Any:
             return self
 
-    broken = SamplingParams(temperature=0, max_tokens=6, host_sampler=lambda _: Fails())
+    broken = SamplingParams(temperature=0, max_tokens=6, n=n, host_sampler=lambda _: Fails())
     results = model.generate_offline(PROMPTS[:3], [GREEDY, broken, GREEDY])
     assert [one.error is None for one in results] == [True, False, True]
     assert "this sampler is broken" in str(results[1].error)
@@ -97,6 +98,7 @@ def test_auto_places_weights_that_do_not_fit_and_chooses_groups(
     rates: dict[str, Any] = {"up": 1e6, "disk_read_weights": 1e6, "flexgen_memory": False}
     machine = replace(T4, device_memory=left, host_memory=host, disk=1e9 if on_disk else 0.0, **rates)
     monkeypatch.setattr(DeviceBudget, "left_bytes", property(lambda _: left))
+    measured = placement.offload_machine
     monkeypatch.setattr(placement, "offload_machine", lambda *_, **__: machine)
     folder = {"offload_disk": tmp_path} if on_disk else {}
     model = deep.load(offload_policy="auto", **folder, **sizes)
@@ -106,7 +108,12 @@ def test_auto_places_weights_that_do_not_fit_and_chooses_groups(
     assert chosen.scheduler.max_num_batched_tokens == 4 * 18
     assert any("offload_policy=auto" in note and "4 groups of 2 rows" in note for note in model.stats().notes)
     assert of_results(model.generate_offline(PROMPTS, GREEDY)) == expected
+    # By measured rates.
+    monkeypatch.setattr(placement, "offload_machine", measured)
+    [*_, note] = placement.placed(replace(chosen, model=replace(chosen.model, offload_policy="auto")))[1]
+    assert "tokens/s" in note
     # What was given stays.
+    monkeypatch.setattr(placement, "offload_machine", lambda *_, **__: machine)
     config = replace(chosen, model=replace(chosen.model, offload_policy="auto", offload_num_batches=2))
     assert placement.placed(config)[0].model.offload_num_batches == 2
     monkeypatch.setattr(DeviceBudget, "left_bytes", property(lambda _: layer))
