@@ -378,12 +378,12 @@ class Executor(NotPicklable):
     def prepare(self, message: StepInput) -> dict[str, torch.Tensor]:
         """Copy a message to the device, execute its copies, and begin its transfers; returns its fields."""
         inputs, transfers = self.copy_in(message), message.transfers
-        if transfers is not None:
-            assert self.link is not None, "expected a link for transfers"
-            self.link.wait(transfers.landed)
+        if self.link is not None:
+            self.link.wait(() if transfers is None else transfers.landed)
         if message.num_block_copies or message.num_row_copies:
             self.copy_units(inputs, message.num_block_copies, message.num_row_copies)
-        if transfers is not None and self.link is not None:
+        if transfers is not None:
+            assert self.link is not None, "expected a link for transfers"
             self.link.begin(transfers)
         return inputs
 

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +329,11 @@ def test_texts_of_an_earlier_run_come_back_from_the_disk(
         pass
     del first
     second = load()
+    serve(second, [TEXTS[0]], replace(GREEDY, cache_salt="another"))
+    offload = second.stats().offload
+    assert offload is not None
+    assert offload.disk is not None
+    assert offload.disk.counters.num_read == 0
     assert run(second) == expected
     offload = second.stats().offload
     assert offload is not None

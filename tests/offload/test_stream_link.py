@@ -154,22 +154,28 @@ def test_numbers_come_back_whether_they_are_aligned_in_a_record(num_bytes: int) 
 
 
 class WaitedMark(FakeMark):
-    """One that a rank may wait for which is behind."""
+    """One that the host may wait for."""
 
     def wait(self) -> None:
         self.looks = 0
 
 
-class FakeBuffers(FakeStreams):
+class FakeStagedStreams(FakeStreams):
     """A runtime of a device that copies from and to pinned buffers, which are not the records."""
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
+
+class FakeBuffers(FakeStagedStreams):
+    """One whose marks may be waited for."""
+
     def mark(self) -> FakeMark:
         return WaitedMark(self.looks)
 
 
+FIVE = tuple(Transfer(is_row=False, unit=unit, slots=(unit + 1, unit + 8)) for unit in range(5))
+"""Blocks of 10 bytes, in two slots of 8."""
 SHAPE = BatchShape.parse("csu/q8/s0/u0/l1")
 
 
@@ -191,29 +197,58 @@ def test_texts_come_back_by_compiled_graphs_and_pinned_buffers(tiny: Tiny, kind:
     assert len(backend.keys) == 2 * (bool(block_units(store)) + bool(row_units(store)))
 
 
-def test_transfers_wait_for_a_free_buffer_of_two_and_for_other_ranks() -> None:
-    """Five blocks, two at a time; a rank that is behind waits for those that have landed elsewhere."""
-    store = torch.arange(7 * 3, dtype=torch.bfloat16).view(7, 3)
-    numbers = torch.arange(7, dtype=torch.int32)
-    units, backend = [Units(store), Units(numbers)], EagerBackend()
-    link = StagedLink(units, (), 16, 8, FakeBuffers(1), 2, backend, SHAPE)
-    link.warm_up()
-    expected, numbers_before = store.clone(), numbers.clone()
-    blocks = tuple(Transfer(is_row=False, unit=unit, slots=(unit + 1, unit + 8)) for unit in range(5))
-    link.begin(Transfers(stores=blocks))
-    landed = list[Transfer]()
-    while len(landed) < len(blocks):
-        link.wait_any()
-        landed += [each.transfer for each in link.poll()]
-    assert landed == list(blocks)
+def test_transfers_wait_for_a_free_buffer_of_two() -> None:
+    """Five blocks, two at a time."""
+    store, numbers = torch.arange(7 * 3, dtype=torch.bfloat16).view(7, 3), torch.arange(7, dtype=torch.int32)
+    link = graphs_link(store, numbers, FakeBuffers(1))
+    expected = store.clone(), numbers.clone()
+    link.begin(Transfers(stores=FIVE))
+    assert landed(link) == [*FIVE]
     store[:5] = numbers[:5] = 0
-    link.begin(Transfers(loads=blocks))
-    link.wait(blocks)
-    assert torch.equal(store[:-1], expected[:-1])  # padding is in the null unit
-    assert torch.equal(numbers[:-1], numbers_before[:-1])
-    link.begin(Transfers(stores=blocks))
+    link.begin(Transfers(loads=FIVE))
+    assert landed(link) == [*FIVE]
+    # Padding is in the null unit.
+    assert all(torch.equal(one[:-1], other[:-1]) for one, other in zip((store, numbers), expected))
+    link.begin(Transfers(stores=FIVE))
     link.drain()
     assert link.poll() == []
+
+
+def test_a_rank_that_is_behind_waits_on_its_device() -> None:
+    """Of what has landed on rank 0, loads hold the computation; records that a load needs are finished."""
+    store, numbers = torch.arange(7 * 3, dtype=torch.bfloat16).view(7, 3), torch.arange(7, dtype=torch.int32)
+    link = graphs_link(store, numbers, FakeStagedStreams(10**9))
+    two = FIVE[:2]
+    link.begin(Transfers(stores=two))
+    link.wait(two)
+    store[:2] = numbers[:2] = 9
+    with pytest.raises(AssertionError, match="to wait on the host"):
+        link.begin(Transfers(loads=two))  # its records are not here yet
+    streams = FakeBuffers(10**9)
+    link = graphs_link(store, numbers, streams)
+    link.begin(Transfers(stores=two))
+    link.wait(two)
+    store[:2] = numbers[:2] = 0
+    link.begin(Transfers(loads=two))
+    assert (store[:2] == 0).all()
+    link.wait(two)
+    assert (store[:2] == 9).all()
+    assert (numbers[:2] == 9).all()
+    assert link.poll() == []
+
+
+def graphs_link(store: torch.Tensor, numbers: torch.Tensor, streams: FakeStagedStreams) -> StagedLink:
+    link = StagedLink([Units(store), Units(numbers)], (), 16, 8, streams, 2, EagerBackend(), SHAPE)
+    link.warm_up()
+    return link
+
+
+def landed(link: StagedLink) -> list[Transfer]:
+    found = list[Transfer]()
+    while len(found) < len(FIVE):
+        link.wait_any()
+        found += [each.transfer for each in link.poll()]
+    return found
 
 
 def test_an_error_of_a_transfer_is_raised_where_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

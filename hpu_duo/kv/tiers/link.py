@@ -99,7 +99,7 @@ class Link(Protocol):
         ...
 
     def wait(self, transfers: Sequence[Transfer]) -> None:
-        """Wait until transfers have ended."""
+        """Wait until transfers have ended; called before the copies of each step, often of none."""
         ...
 
     def wait_any(self, others: Sequence[Future[Any]] = ()) -> None:
@@ -221,8 +221,7 @@ class SimulatedLink:
         """Nothing is compiled."""
 
     def _wait_for(self, flights: Sequence[_Flight | Timed[Any]] | deque[_Flight]) -> None:
-        last = max((each.lands_at for each in flights), default=0.0)
-        if last > self._clock():
+        if flights and (last := max(each.lands_at for each in flights)) > self._clock():
             self._advance(last)
 
     def _land(self, has_ended: Callable[[_Flight], bool]) -> list[Landed]:

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
@@ -91,6 +91,8 @@ class _Flight:
         seconds: of its part that has ended, for each transfer.
         moved: end of the copies between pinned memory and records; None before they begin.
         marks: before and behind the copies between device and pinned memory; None before they begin.
+        forgotten: transfers that ``poll`` does not return.
+        is_spread: whether the graph of a load has been launched.
     """
 
     batch: tuple[Transfer, ...]
@@ -98,6 +100,8 @@ class _Flight:
     seconds: float = 0.0
     moved: Future[float] | None = None
     marks: tuple[Mark, Mark] | None = None
+    forgotten: set[Transfer] = field(default_factory=set)
+    is_spread: bool = False
 
     def block(self) -> None:
         """Wait for what has begun."""
@@ -199,6 +203,7 @@ class StagedLink(HostRecords):
     @torch.inference_mode()
     def begin(self, transfers: Transfers) -> None:
         """Begin the transfers of a step."""
+        self._finish_stores(transfers)
         self._begin_disk(transfers)
         self._has_begun = True
         for is_load, each in ((False, transfers.stores), (True, transfers.loads)):
@@ -219,16 +224,50 @@ class StagedLink(HostRecords):
         landed, self._landed = self._landed, []
         return landed
 
+    @torch.inference_mode()
     def wait(self, transfers: Sequence[Transfer]) -> None:
-        """Wait until transfers have ended, and forget them."""
-        for lane in self._lanes.values():
-            while any(each in transfers for each in lane.waiting) or any(
-                each in transfers for flight in lane.flying for each in flight.batch
-            ):
+        """Let the computation wait until transfers have ended, and forget them.
+
+        The host waits for a thread, or where a rank is behind by all of its buffers. What leaves has been
+        gathered as it began, so nothing waits for that.
+        """
+        self._go_on()
+        for (is_load, _), lane in self._lanes.items() if transfers else ():
+            while any(each in transfers for each in lane.waiting):
+                lane.flying[0].block()
                 self._go_on()
-                for flight in lane.flying[:1]:
-                    flight.block()
+            for flight in lane.flying:
+                known = [each for each in flight.batch if each in transfers]
+                flight.forgotten.update(known)
+                if is_load and known and not flight.is_spread:
+                    self._hold_for(flight)
         self._landed = [each for each in self._landed if each.transfer not in transfers]
+
+    def _hold_for(self, flight: _Flight) -> None:
+        """Let the computation wait for a load, whose buffer is not free before its copies have ended."""
+        assert flight.moved is not None, "a thread has begun"
+        flight.moved.result()
+        if flight.marks is None:
+            self._copy(flight, is_load=True)
+        assert flight.marks is not None, "copies are queued"
+        flight.marks[1].hold_computation()
+        flight.buffer.run()
+        flight.is_spread = True
+
+    def _finish_stores(self, transfers: Transfers) -> None:
+        """Wait for what has landed on rank 0 and not here, of slots that transfers need."""
+        lanes = [lane for (is_load, _), lane in self._lanes.items() if not is_load]
+        if not any(flight.forgotten for lane in lanes for flight in lane.flying):
+            return
+        needed = {slot for each in (*transfers.stores, *transfers.loads) for slot in each.slots}
+        if (orders := transfers.disk) is not None:
+            needed.update(slot for each in (*orders.reads, *orders.writes) for slot in each.slots)
+        for lane in lanes:
+            while any(
+                not needed.isdisjoint(each.slots) for flight in lane.flying for each in flight.forgotten
+            ):
+                lane.flying[0].block()
+                self._go_on()
 
     def wait_any(self, others: Sequence[Future[Any]] = ()) -> None:
         """Wait until one more has ended, or another thread's work."""
@@ -267,7 +306,8 @@ class StagedLink(HostRecords):
                 if self._has_landed(flight, is_load=is_load):
                     lane.flying.remove(flight)
                     lane.free.append(flight.buffer)
-                    self._landed += (Landed(each, is_load, flight.seconds) for each in flight.batch)
+                    known = [each for each in flight.batch if each not in flight.forgotten]
+                    self._landed += (Landed(each, is_load, flight.seconds) for each in known)
             while lane.waiting and lane.free:
                 flight = lane.take()
                 if is_load:
@@ -287,7 +327,8 @@ class StagedLink(HostRecords):
             began, ended = flight.marks
             flight.seconds += ended.seconds_since(began) / len(flight.batch)
             if is_load:
-                flight.buffer.run()
+                if not flight.is_spread:
+                    flight.buffer.run()
                 return True
             flight.moved = self._threads[0].submit(timed, self._empty(flight.buffer), flight.batch)
         return False
