@@ -10,6 +10,11 @@ CPU time, without over with, so that above 1 the tier is faster; CPU time has th
 64 chats of 20 turns, with room for 8 on the device, for 32 on the host and for all on disk, beside two
 requests that decode all the time. Without the tiers, only every fifth turn is served.
 
+    OMP_NUM_THREADS=1 python -m benchmarks.offload --returning
+
+A document of 8,192 tokens that comes back from the host and, page cache dropped, from the disk, also to an
+engine in a new process; and its computation by an engine without tiers.
+
     OMP_NUM_THREADS=1 python -m benchmarks.offload --attention --out benchmarks/results/host-attention.md
 
 Decodes behind a context on the host, which a throttled link separates from the device: attention there, and
@@ -36,6 +41,7 @@ import torch
 import transformers
 
 from benchmarks.cpu_systems import HEADS, LAYERS, VOCAB, make_checkpoint, seconds
+from benchmarks.offload_returning import returning
 from benchmarks.prefix_cache import NUM_KV_HEADS, Tokens, run
 from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.engine.on_host.attention import TILE_BYTES, HostAttention
@@ -408,6 +414,7 @@ def main() -> None:
     )
     parser.add_argument("--answers", choices=STORMS, default="long", help="of the requests of --storm")
     parser.add_argument("--requests", type=int, help="of --storm; as many as --answers has by default")
+    parser.add_argument("--returning", action="store_true", help="only a document from host and disk")
     parser.add_argument("--many-chats", type=int, metavar="LAYERS", help="only 64 chats of 20 turns")
     parser.add_argument("--work", choices=range(len(WORKS)), type=int, help="only one of the workloads")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the model of the workloads")
@@ -427,6 +434,10 @@ def main() -> None:
             computed, of_recompute = storm(path, kind, swaps=False)
             print(f"recompute {computed:.2f} tokens a second ({of_recompute})")
             print(f"swap : recompute {swapped / computed:.2f}")
+            return
+        if given.returning:
+            path = make_checkpoint(Path(directory), NUM_KV_HEADS, given.layers)
+            print(returning(path, Path(directory) / "kv", given.rounds))
             return
         if given.many_chats:
             path = make_checkpoint(Path(directory), NUM_KV_HEADS, given.many_chats)
