@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -18,6 +19,7 @@ from hpu_duo.modeling.config_checks import (
     rope_types,
 )
 from hpu_duo.modeling.quantised.config import OF_CONFIG, find_quantisation, without_quantisation
+from hpu_duo.modeling.transformers_internals import causal_model_class
 
 CONFIG_FILE = "config.json"
 
@@ -49,7 +51,14 @@ def read_config_file(file: Path) -> Any:
     """
     fields = read_object(file)
     find_quantisation(file, fields)
-    check_numbers(file, without_quantisation(fields))
+    try:
+        check_numbers(file, without_quantisation(fields))
+    except ValueError:
+        # A family that is refused may have other ranges: glm5_next has keys without a rotary part.
+        model_type = fields.get("model_type")
+        if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
+            check_causal(CONFIG_MAPPING[model_type])
+        raise
     try:
         config = AutoConfig.from_pretrained(file, **NO_REMOTE_CODE)
     except FILE_ERRORS as error:
@@ -66,6 +75,15 @@ def read_config_file(file: Path) -> Any:
     for kind in rope_types(text):
         _check_known(file, "rope_type", kind, ("default", *ROPE_INIT_FUNCTIONS))
     return config
+
+
+def check_causal(of_config: type[PretrainedConfig]) -> None:
+    """Raise ValueError unless transformers has a causal language model of a configuration's class."""
+    if causal_model_class(of_config) is None:
+        raise ValueError(
+            f"model_type {of_config.model_type!r} has no causal language model in transformers "
+            f"{transformers.__version__}"
+        )
 
 
 def _check_known(file: Path, name: str, value: object, known: Any) -> None:

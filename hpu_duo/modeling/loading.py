@@ -34,7 +34,7 @@ from hpu_duo.modeling.config_checks import (
     refuse_adapter,
     refuse_remote_code,
 )
-from hpu_duo.modeling.config_file import CONFIG_FILE, FILE_ERRORS, read_config_file
+from hpu_duo.modeling.config_file import CONFIG_FILE, FILE_ERRORS, check_causal, read_config_file
 from hpu_duo.modeling.experts import register_experts
 from hpu_duo.modeling.hub import HubAccess
 from hpu_duo.modeling.latents import latent_projections
@@ -121,11 +121,7 @@ def read_config(path: str | Path, *, needs_weights: bool = True) -> Any:
     if needs_weights and not any(directory.glob("*.safetensors")):
         raise ValueError(f"expected *.safetensors weights in {directory}, found {_other_weights(directory)}")
     config = read_config_file(file)
-    if causal_model_class(config) is None:
-        raise ValueError(
-            f"model_type {config.model_type!r} has no causal language model in transformers "
-            f"{transformers.__version__}"
-        )
+    check_causal(type(config))
     _check_sizes(file, config.get_text_config())
     return config
 
@@ -272,7 +268,7 @@ def load_state(
     Raises:
         ValueError: see ``load_model``.
     """
-    model_class: Any = causal_model_class(config)
+    model_class: Any = causal_model_class(type(config))
     refused: list[ValueError] = []
     # From 5 on transformers itself reads entries by a subscript, one after the other.
     plain = {name: each for name, each in state.items() if name not in codes}

@@ -23,12 +23,12 @@ NAME_OR_PATH = "_name_or_path"
 """Field of a configuration: where it was read from."""
 
 
-def causal_model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the class of the causal language model of a configuration; None if there is none."""
+def causal_model_class(of_config: type[PretrainedConfig]) -> type[PreTrainedModel] | None:
+    """Return the class of the causal language model of a configuration's class; None if there is none."""
     from transformers import AutoModelForCausalLM
 
     mapping: Any = AutoModelForCausalLM._model_mapping
-    return mapping.get(type(config), None)
+    return mapping.get(of_config, None)
 
 
 def logits_processors(model: GenerationMixin, **arguments: Any) -> LogitsProcessorList:

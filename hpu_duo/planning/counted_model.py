@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -15,21 +14,11 @@ from hpu_duo.modeling.experts import EXPERTS_PER_TOKEN, NUM_EXPERTS
 from hpu_duo.modeling.loading import build_without_weights
 from hpu_duo.modeling.probe import read_layers
 from hpu_duo.modeling.recurrent import recurrent_layers
-from hpu_duo.modeling.transformers_internals import causal_model_class
 from hpu_duo.planning.model import AttentionSize, Experts, ModelSize
 from kernels_ref import Recurrence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-def check_causal(config: Any) -> None:
-    """Raise ValueError unless transformers has a causal language model of a configuration."""
-    if causal_model_class(config) is None:
-        raise ValueError(
-            f"model_type {config.model_type!r} has no causal language model in transformers "
-            f"{transformers.__version__}"
-        )
 
 
 class LayerSizes(NamedTuple):

@@ -204,9 +204,9 @@ def _by_transformers(name: str, file: Path) -> ModelSize:
 
     text = read_config_file(file).get_text_config()
     if text.model_type not in PLAIN_FAMILIES:
-        from hpu_duo.planning.counted_model import check_causal
+        from hpu_duo.modeling.config_file import check_causal
 
-        check_causal(text)
+        check_causal(type(text))
     return _sized(name, file, text)
 
 

@@ -219,12 +219,13 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "gemma4_assistant": (_ASSISTANT, "shared_kv_states cannot be None"),
     "gemma4_unified_assistant": (_ASSISTANT, "shared_kv_states cannot be None"),
+    "glm5_next": ({"text_config": {}}, "'glm5_next' has no causal language model"),
     "mistral4": ({}, "'mistral4' has no causal language model"),
     "mistral_large4": ({}, "'mistral_large4' has no causal language model"),
 }
 """Model types that are refused before weights are read, with the part that is missing.
 
-``REFUSED`` has qwen4_exp and dots3_note. glm5_next has no causal language model either, and no size of heads.
+``REFUSED`` has qwen4_exp and dots3_note.
 """
 
 
