@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.offload --out benchmarks/results/offload.md
 
-Both engines have equally many blocks for requests, too few for what comes back. Every number is a ratio of
-CPU time, without over with, so that above 1 the tier is faster; CPU time has that of its threads.
+Both engines have equally many blocks for requests, too few for what comes back, and are timed in turn, a few
+requests at a time. Every number is a ratio of CPU time, without over with, so that above 1 the tier is
+faster; CPU time has that of its threads.
 
     OMP_NUM_THREADS=1 python -m benchmarks.offload --many-chats LAYERS
 
@@ -29,7 +30,8 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
@@ -48,6 +50,7 @@ from hpu_duo.engine.on_host.attention import TILE_BYTES, HostAttention
 from hpu_duo.engine.on_host.choice import HostContextSizes, HostRates
 from hpu_duo.engine.on_host.runner import HostRunner
 from hpu_duo.engine.on_host.worker import TimedWorker, Worker, WorkerThread
+from hpu_duo.kv.tiers.host_link import HostLink
 from hpu_duo.modeling.loading import read_config
 from hpu_duo.sampling import SamplingParams
 from kernels_ref.unified import ElsewherePartials
@@ -60,7 +63,10 @@ CHAT_TURNS, CHAT_ASKS, CHAT_NEW, CHAT_BLOCK = 20, 36, 4, 32
 CHAT_COLUMNS = ("first token", "steps before it", "steps behind it")
 CONTEXT, LINKS = 16_384, (1e9, 8e9, 32e9)
 
-Work = Callable[[HPUDuoModel, Tokens], list[float]]
+PIECE = 4
+"""Requests of ``mixed`` that are served together, before the other engine has its turn."""
+
+Work = Callable[[HPUDuoModel, Tokens], Iterable[float]]
 
 
 def documents(model: HPUDuoModel, tokens: Tokens) -> list[float]:
@@ -89,10 +95,18 @@ def chats(model: HPUDuoModel, tokens: Tokens) -> list[float]:
     return found
 
 
-def mixed(model: HPUDuoModel, tokens: Tokens) -> list[float]:
-    """Seconds of 32 requests of 64 to 1,024 tokens that share nothing."""
+def mixed(model: HPUDuoModel, tokens: Tokens) -> Iterator[float]:
+    """Yield seconds of 32 requests of 64 to 1,024 tokens that share nothing, some at a time."""
     prompts = [tokens.draw(64 + 31 * number) for number in range(32)]
-    return [seconds(lambda: run(model, prompts, 32))]
+    for begin in range(0, len(prompts), PIECE):
+        some = prompts[begin : begin + PIECE]
+
+        def serve(some: list[list[int]] = some) -> None:
+            run(model, some, 32)
+            if isinstance(link := model.engine.runner.executor.link, HostLink):
+                wait(set(link._flying.values()))  # else the other engine would be timed with its threads
+
+        yield seconds(serve)
 
 
 WORKS: dict[str, Work] = {
@@ -454,6 +468,15 @@ def main() -> None:
         given.out.write_text(page)
 
 
+def pairs(first: Iterable[float], second: Iterable[float]) -> Iterator[tuple[float, float]]:
+    """Yield the times of two engines for the same work; which of them is first changes from time to time."""
+    one, other = iter(first), iter(second)
+    while (taken := next(one, None)) is not None:
+        yield taken, next(other)
+        if (taken := next(other, None)) is not None:
+            yield next(one), taken
+
+
 def measure(path: Path, rounds: int, sparsity: float, works: dict[str, Work]) -> str:
     """Serve each workload by both engines in turn; returns the page."""
     layers = read_config(path).num_hidden_layers
@@ -478,16 +501,17 @@ def measure(path: Path, rounds: int, sparsity: float, works: dict[str, Work]) ->
     )
     lines = []
     for name, work in works.items():
-        ratios: list[float] = []
+        ratios, rounds_found = list[float](), list[float]()
         for number in range(rounds + 1):
-            # Which engine is first changes from round to round.
-            engines = (tiered, plain) if number % 2 else (plain, tiered)
-            times = {engine is tiered: work(engine, Tokens(name, number)) for engine in engines}
-            print(f"round {number}", {tier: round(sum(each), 2) for tier, each in times.items()}, flush=True)
+            found = list(pairs(work(tiered, Tokens(name, number)), work(plain, Tokens(name, number))))
+            ratio = sum(each[1] for each in found) / sum(each[0] for each in found)
+            print(f"round {number}: {ratio:.3f}", flush=True)
             if number:
-                ratios += [one / other for one, other in zip(times[False], times[True])]
+                ratios += [without / with_tier for with_tier, without in found]
+                rounds_found.append(ratio)
         middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
-        lines.append(f"| {name} | {middle:.2f} | {low:.2f}-{high:.2f} |")
+        of_rounds = ", ".join(f"{each:.3f}" for each in rounds_found)
+        lines.append(f"| {name} | {middle:.2f} | {low:.2f}-{high:.2f} | {of_rounds} |")
         print(lines[-1], tiered.stats().offload, flush=True)
     offload = tiered.stats().offload
     assert offload is not None
@@ -511,8 +535,8 @@ def measure(path: Path, rounds: int, sparsity: float, works: dict[str, Work]) ->
             f"Both engines have {FREE} blocks of {BLOCK} tokens for requests. Ratios of CPU time, without "
             "over with the tier: median, and range.",
             "",
-            "| work | without : with | range |",
-            "| --- | --- | --- |",
+            "| work | without : with | range | sums of each round |",
+            "| --- | --- | --- | --- |",
             *lines,
             "",
             f"{offload.num_stored:,} records were stored at {rates[0]:.1f} GB/s, and {offload.num_loaded:,} "
