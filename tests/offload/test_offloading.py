@@ -299,7 +299,7 @@ def test_a_server_rests_where_snapshots_are_larger_than_the_tier(tiny: Tiny) -> 
 def test_records_fit_into_the_machine_of_their_ranks(
     machines: str, free: tuple[int, int], problem: str | None
 ) -> None:
-    """Where the free memory was measured by all before any of them allocated."""
+    """The free memory that counts is the least that any of them has measured."""
     collect = SimpleNamespace(collect=lambda own: [(name, 50, has) for name, has in zip(machines, free)])
     expectation = nullcontext() if problem is None else pytest.raises(ValueError, match=problem)
     with expectation:

@@ -176,7 +176,7 @@ def test_memory_and_waiting_are_asked_of_the_vendor(monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("vendor")
 @pytest.mark.parametrize("lazy", [False, True])
 def test_copies_have_a_stream_that_follows_what_is_launched(lazy: bool) -> None:
-    """What lazy mode has collected is launched before the stream waits, and before each mark."""
+    """Lazy mode launches its operators before the stream waits, and before each mark."""
     runtime = HabanaRuntime(lazy)
     assert isinstance(runtime, CopiesStaged)
     with (stream := runtime.copy_stream()).after_launched():
