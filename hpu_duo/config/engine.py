@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from graphs import BucketTable, CaptureBackend, MissPolicy
     from hpu_duo.config.overrides import EngineOverrides
-    from hpu_duo.config.speculation import SpeculativeConfig
     from hpu_duo.heads import HeadPattern
 
 __all__ = [
@@ -531,21 +530,12 @@ class EngineConfig:
                 f"expected decode_len of at most block_size={self.cache.block_size}, "
                 f"got {self.scheduler.row_text.removeprefix('decode_len=')}"
             )
-        if (speculation := self.scheduler.speculation) is not None and speculation.has_own_stores:
-            self._check_own_stores(speculation)
-
-    def _check_own_stores(self, speculation: SpeculativeConfig) -> None:
-        allowed = {
-            "retrieval_parallel": ("context" if self.parallel.deals_blocks else "heads", "heads"),
-            "kv_policy": (self.cache.kv_policy, None),
-            "kv_plan": (self.cache.kv_plan, None),
-        }
-        for name, (value, expected) in allowed.items():
-            if value != expected:
-                raise ValueError(
-                    f"speculative_config: method {speculation.method!r} needs {name}={expected}, "
-                    f"got {value!r:.80}"
-                )
+        speculation = self.scheduler.speculation
+        if speculation is not None and speculation.has_own_stores and self.parallel.deals_blocks:
+            raise ValueError(
+                f"speculative_config: method {speculation.method!r} needs retrieval_parallel=heads, "
+                "got 'context'"
+            )
 
     @property
     def block_size(self) -> int:

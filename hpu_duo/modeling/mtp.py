@@ -1,7 +1,8 @@
 """The layer of a checkpoint that predicts the token behind the next one (multi-token prediction).
 
 It is transformers' ``MtpModel``, called as a model of one layer. Its entry at a position is computed from the
-last hidden state of the served model there and from the token behind it.
+last hidden state of the served model there and from the token behind it. Of several layers the first one is
+called: entries of a further layer need its results for the tokens before them, across steps.
 
 Shapes: Q tokens of a step, N rows of logits, D hidden size.
 """
@@ -9,6 +10,7 @@ Shapes: Q tokens of a step, N rows of logits, D hidden size.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -39,9 +41,9 @@ def load_mtp(model: PreTrainedModel, path: str | Path, config: Any, dtype: torch
         dtype: of the layer.
 
     Raises:
-        ValueError: the checkpoint has no such layer or several, or transformers is too old.
+        ValueError: the checkpoint has no such layer, or transformers is too old.
     """
-    mtp_config(config, path)
+    config = _with_one_layer(config, path)
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
@@ -80,7 +82,7 @@ def load_mtp(model: PreTrainedModel, path: str | Path, config: Any, dtype: torch
 
 
 def mtp_config(config: Any, path: str | Path) -> Any:
-    """Return transformers' configuration of the layer of a model.
+    """Return transformers' configuration of the first layer of a model.
 
     Args:
         config: of the model.
@@ -89,18 +91,27 @@ def mtp_config(config: Any, path: str | Path) -> Any:
     Raises:
         ValueError: see ``load_mtp``.
     """
+    return _with_one_layer(config, path).get_mtp_config()
+
+
+def _with_one_layer(config: Any, path: str | Path) -> Any:
     if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < _NEEDED:
         raise ValueError(
             f"{_WHERE} needs transformers {'.'.join(map(str, _NEEDED))} or newer, "
             f"got {transformers.__version__}"
         )
-    num_layers = getattr(config.get_text_config(), "num_mtp_layers", None) or 0
-    if num_layers != 1:
+    config = deepcopy(config)
+    text_config = config.get_text_config()
+    if not getattr(text_config, "num_mtp_layers", None):
         raise ValueError(
-            f"{_WHERE} needs a checkpoint with one layer of multi-token prediction (num_mtp_layers=1), "
-            f"got {num_layers} in {path}"
+            f"{_WHERE} needs a checkpoint with a layer of multi-token prediction (num_mtp_layers), "
+            f"got none in {path}"
         )
-    return config.get_mtp_config()
+    text_config.num_mtp_layers = 1
+    for name in ("mtp_layer_types", "mtp_mlp_layer_types"):
+        if types := getattr(text_config, name, None):
+            setattr(text_config, name, types[:1])
+    return config
 
 
 def keep_hidden(model: PreTrainedModel, hidden: torch.Tensor) -> None:

@@ -79,8 +79,17 @@ class DraftModel:
             model=replace(config.model, path=path, quantization="auto"),
             heads=HeadConfig(),
             parallel=ParallelConfig(),
-            # Scales and numbers of layers are those of the served model.
-            cache=replace(config.cache, kv_scales=None, kv_cache_dtype_skip_layers=()),
+            # Scales, numbers of layers and budgets are those of the served model.
+            cache=replace(
+                config.cache,
+                kv_scales=None,
+                kv_cache_dtype_skip_layers=(),
+                kv_policy=None,
+                kv_budget=None,
+                kv_plan=None,
+                kv_prompt="chunks",
+                kv_chunk=None,
+            ),
             scheduler=replace(config.scheduler, max_model_len=served.max_len),
         )
         if speculation.model is None:

@@ -299,7 +299,7 @@ def test_a_layer_that_drafts_takes_memory_and_time(tmp_path: Path) -> None:
     assert 0 < text["kv_cache_bytes"] - drafting["kv_cache_bytes"] < text["model"]["weight_bytes"] / 6
     needed = [report["drafts_pay_from"][0]["tokens"]["5"] for report in (text, drafting)]
     assert needed[0] < needed[1] < needed[0] + 2
-    with pytest.raises(ValueError, match="needs a checkpoint with one layer of multi-token prediction"):
+    with pytest.raises(ValueError, match="needs a checkpoint with a layer of multi-token prediction"):
         read_mtp_layer(config_of(tmp_path / "none", num_mtp_layers=0))
 
 

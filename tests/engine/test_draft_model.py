@@ -99,12 +99,14 @@ def test_models_that_cannot_draft_are_refused(tiny: Tiny, shallow: Path, tmp_pat
         ValueError, match="method 'draft_model' needs retrieval_parallel=heads, got 'context'"
     ):
         load_drafting(tiny, shallow, tensor_parallel_size=2, retrieval_parallel="context")
-    with pytest.raises(ValueError, match="method 'draft_model' needs kv_policy=None, got 'h2o'"):
-        load_drafting(tiny, shallow, kv_policy="h2o", kv_budget=8)
-    with pytest.raises(
-        ValueError, match="needs a served model with heads that store all tokens, on each rank, got none"
+    for options in (
+        {"pattern": PATTERN, "sparsity": 1.0},
+        {"kv_policy": "h2o", "kv_budget": 8, "max_num_batched_tokens": 96},
     ):
-        load_drafting(tiny, shallow, pattern=PATTERN, sparsity=1.0)
+        with pytest.raises(
+            ValueError, match="needs a served model with heads that store all tokens, on each rank, got none"
+        ):
+            load_drafting(tiny, shallow, **options)
 
 
 def test_both_stores_are_within_the_planned_memory(tiny: Tiny, shallow: Path) -> None:

@@ -109,6 +109,11 @@ def mellum_name(key: str) -> str:
     return f"mtp.{renamed[first]}.{rest}" if first in renamed else f"mtp.layers.0.{rest}"
 
 
+def name_behind(key: str) -> str:
+    """The name of a weight in checkpoints whose layer is behind the last one, of two."""
+    return f"model.layers.2.{key.removeprefix('mtp_block.').replace('post_norm.', 'shared_head.norm.')}"
+
+
 @pytest.fixture(scope="module")
 def mellum(tmp_path_factory: pytest.TempPathFactory) -> Predicting:
     path = tmp_path_factory.mktemp("mellum")
@@ -165,6 +170,32 @@ def test_tokens_are_those_without_drafts(
     assert (stats.num_preemptions > 0) is ("num_blocks" in options)
 
 
+@pytest.mark.parametrize(
+    ("params", "more"),
+    [
+        (GREEDY, {}),
+        pytest.param(
+            replace(SEEDED, n=2),
+            {"kv_prompt": "whole", "graphs": "replay", "enable_prefix_caching": False},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(SEEDED, {"kv_policy": "expected-attention", "num_blocks": 12}, marks=EXHAUSTIVE),
+    ],
+)
+def test_a_layer_drafts_for_heads_with_a_budget(
+    mellum: Predicting, params: SamplingParams, more: dict[str, Any]
+) -> None:
+    """Those that the pattern lets stream; the layer stores all tokens in the blocks of the other heads."""
+    options = {"pattern": PATTERN, "kv_policy": "h2o", "kv_budget": 8, "max_num_batched_tokens": 96, **more}
+    plain, drafting = mellum.load(**options), mellum.drafting(**options)
+    expected = tokens_of(serve(plain, PROMPTS, params))
+    for _ in range(2):
+        assert tokens_of(serve(drafting, PROMPTS, params)) == expected
+    stats = drafting.stats().speculation
+    assert stats is not None
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
 def test_a_request_with_the_id_of_an_ended_one_has_drafts_of_its_own(mellum: Predicting) -> None:
     engine, ends = mellum.drafting().engine, []
     for prompt in (PROMPTS[2], [5]):
@@ -208,11 +239,10 @@ def test_a_layer_behind_the_last_one_drafts(
         [r"model\.layers\.2\..*"],
     )
 
-    def name_of(key: str) -> str:
-        return f"model.layers.2.{key.removeprefix('mtp_block.').replace('post_norm.', 'shared_head.norm.')}"
-
     sizes = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_mtp_layers": 1}
-    saved = save_predicting(tmp_path, f"{name}Config", name_of, n_group=1, topk_group=1, **sizes, **fields)
+    saved = save_predicting(
+        tmp_path, f"{name}Config", name_behind, n_group=1, topk_group=1, **sizes, **fields
+    )
     drafting = saved.drafting()
     ((output,),) = tokens_of(serve(drafting, PROMPTS[:1], GREEDY))
     assert [[output]] == tokens_of(serve(saved.load(), PROMPTS[:1], GREEDY))
@@ -266,11 +296,34 @@ def test_generate_drafts_by_the_layer_where_it_is_asked_to(mellum: Predicting) -
         drafting.generate(PROMPTS[:1], use_mtp=True, prompt_lookup_num_tokens=2)
 
 
+def test_of_several_layers_the_first_one_drafts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    known = [rf"model\.layers\.{number}\..*" for number in (2, 3)]
+    monkeypatch.setattr(transformers.Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", known)
+    sizes = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_mtp_layers": 1}
+    one = save_predicting(tmp_path / "one", "Glm4MoeConfig", name_behind, n_group=1, topk_group=1, **sizes)
+    shutil.copytree(one.path, tmp_path / "two")
+    config = one.model.config
+    config.num_mtp_layers = 2
+    config.save_pretrained(tmp_path / "two")
+    weights = load_file(one.path / "model.safetensors")
+    first = {name: each for name, each in weights.items() if name.startswith("model.layers.2.")}
+    second = {name.replace("layers.2", "layers.3"): -each for name, each in first.items()}
+    save_file({**weights, **second}, tmp_path / "two" / "model.safetensors", {"format": "pt"})
+    found = []
+    for saved in (one, replace(one, path=tmp_path / "two")):
+        drafting = saved.drafting()
+        found.append((tokens_of(serve(drafting, PROMPTS[:1], GREEDY)), drafting.stats().speculation))
+    assert found[0] == found[1]
+    assert found[0][1].num_accepted_tokens > 0
+
+
 def test_models_without_a_layer_that_can_draft_are_refused(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mellum: Predicting
 ) -> None:
     config = {"method": "mtp", "num_speculative_tokens": 3}
-    with pytest.raises(ValueError, match=r"with one layer of multi-token prediction .*, got 0 in "):
+    with pytest.raises(
+        ValueError, match=r"a layer of multi-token prediction \(num_mtp_layers\), got none in "
+    ):
         tiny.load(speculative_config=config)
     with pytest.raises(ValueError, match="method 'mtp' needs retrieval_parallel=heads, got 'context'"):
         tiny.load(speculative_config=config, tensor_parallel_size=2, retrieval_parallel="context")
