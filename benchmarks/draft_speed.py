@@ -6,6 +6,7 @@ of both engines alternate; times are CPU time of steps behind the prompts. Greed
 no evidence of speed, so there are none.
 
     python -m benchmarks.draft_speed [--rounds 2] [--tokens 160] [--prompt 512] [--packed] [--json]
+        [--drafts 8] [--lens 1 4 9] [--kinds edits]
     python -m benchmarks.draft_speed --half-load [--packed]
 """
 
@@ -159,6 +160,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--drafts", type=int, default=8)
+    parser.add_argument("--lens", type=int, nargs="*", help="tokens of a verified row; default: the engine's")
+    parser.add_argument("--kinds", nargs="*", default=["edits", "prose"])
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--commit", default="HEAD", help="edits are those of the commits up to it")
     parser.add_argument("--half-load", action="store_true", help="count steps of traffic instead")
@@ -168,7 +171,7 @@ def main() -> None:
     torch.set_num_threads(1)
     encoder, found = tokenizer(), texts(asked.commit)
     kinds: dict[str, list[Pair]] = {}
-    for kind in found if asked.half_load else ("edits", "prose"):
+    for kind in found if asked.half_load else asked.kinds:
         pairs = [(encoder.encode(prompt).ids, encoder.encode(text).ids) for prompt, text in found[kind]]
         if kind == "prose":
             # Eight pieces of the pages.
@@ -192,6 +195,7 @@ def main() -> None:
             config = {
                 "num_speculative_tokens": asked.drafts,
                 "suffix_decoding_max_cached_requests": 0,
+                "draft_lens": asked.lens,
             }
             plain = Played(path, max_len, num_rows, None, asked.packed)
             drafting = Played(path, max_len, num_rows, config, asked.packed)

@@ -141,12 +141,34 @@ constexpr int streams_of(int rows) {
   return Lanes::kRegisters == 32 ? 0 : rows < 3 ? 4 : rows == 3 ? 3 : 2;
 }
 
+constexpr int kMostStreamed = Lanes::kRegisters == 32 ? 0 : 10;  // rows of a single pass over two panels
+
+// Adds a step of PANELS panels to the sums of ROWS rows and VECTORS vectors of each panel.
+template <class Stored, int ROWS, int PANELS, int VECTORS>
+inline __attribute__((always_inline)) void add_step(const typename Stored::Item *const (&tiles)[PANELS], const float *x,
+                                                    int64_t x_stride, F (*sums)[PANELS * VECTORS]) {
+  F sum[ROWS][PANELS * VECTORS];
+#pragma GCC unroll 12
+  for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 8
+    for (int n = 0; n < PANELS * VECTORS; ++n) sum[m][n] = sums[m][n];
+  for (int pair = 0; pair < kDepth / 2; ++pair) {
+    add_input<Stored, 0, ROWS, PANELS, VECTORS>(tiles, pair, x, x_stride, sum);
+    add_input<Stored, 1, ROWS, PANELS, VECTORS>(tiles, pair, x, x_stride, sum);
+  }
+#pragma GCC unroll 12
+  for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 8
+    for (int n = 0; n < PANELS * VECTORS; ++n) sums[m][n] = sum[m][n];
+}
+
 // ROWS rows with all outputs of PANELS panels. During a step, registers have the sums of one tile of each panel, or of a
-// vector of it.
+// vector of it, for all rows or for one half after the other.
 template <class Stored, int ROWS, int PANELS>
 __attribute__((noinline)) void multiply_streams(const Part<Stored> &part, int64_t row, const Sums &out) {
   constexpr int kTurnVectors = ROWS == 1 ? kTileVectors : 1;  // of each panel
   constexpr int kTurns = 2 * kTileVectors / kTurnVectors, kVectors = PANELS * kTurnVectors;
+  constexpr int kFirst = ROWS > kTileRows ? (ROWS + 1) / 2 : ROWS;
   const float *x = part.x + row * part.x_stride;
   const typename Stored::Item *step = part.weight + part.first_tile / 2 * part.panel_items;
   F sums[kTurns][ROWS][kVectors];
@@ -167,19 +189,10 @@ __attribute__((noinline)) void multiply_streams(const Part<Stored> &part, int64_
 #pragma GCC unroll 4
       for (int t = 0; t < PANELS; ++t)
         tiles[t] = step + t * part.panel_items + column / kHalf * kTileItems + column % kHalf * Stored::kPair;
-      F sum[ROWS][kVectors];
-#pragma GCC unroll 12
-      for (int m = 0; m < ROWS; ++m)
-#pragma GCC unroll 8
-        for (int n = 0; n < kVectors; ++n) sum[m][n] = sums[turn][m][n];
-      for (int pair = 0; pair < kDepth / 2; ++pair) {
-        add_input<Stored, 0, ROWS, PANELS, kTurnVectors>(tiles, pair, x, part.x_stride, sum);
-        add_input<Stored, 1, ROWS, PANELS, kTurnVectors>(tiles, pair, x, part.x_stride, sum);
-      }
-#pragma GCC unroll 12
-      for (int m = 0; m < ROWS; ++m)
-#pragma GCC unroll 8
-        for (int n = 0; n < kVectors; ++n) sums[turn][m][n] = sum[m][n];
+      add_step<Stored, kFirst, PANELS, kTurnVectors>(tiles, x, part.x_stride, sums[turn]);
+      if constexpr (kFirst < ROWS)
+        add_step<Stored, ROWS - kFirst, PANELS, kTurnVectors>(tiles, x + kFirst * part.x_stride, part.x_stride,
+                                                              sums[turn] + kFirst);
     }
   }
   for_sums([&](int64_t m, int64_t column, F &sum) { out.end(m, column, sum); });
@@ -204,10 +217,20 @@ class DirectProduct {
       return with_rows<kTileRows>((int)rows,
                                   [&](auto count) { multiply_rows<count, true>(part, 0, 2 * panels, out); });
     }
+    int64_t panel = 0;
+    if constexpr (kMostStreamed > kTileRows)
+      if (rows <= kMostStreamed) {
+        Part<Stored> part{x, inputs, weight, inputs * kPanel, 0, (int)inputs, 0, 0, 0};
+        with_rows<kMostStreamed>((int)rows, [&](auto count) {
+          if constexpr (count > kTileRows)
+            for (; panel + 2 <= panels; panel += 2, part.first_tile += 4)
+              multiply_streams<Stored, count, 2>(part, 0, out);
+        });
+      }
     constexpr int lines = lines_of<Stored>();
     const int64_t passes = divide_up(rows, kTileRows);
     const int64_t depth = even_step(inputs, std::max(kPart, kDirectInputs / passes), kDepth);
-    for (int64_t panel = 0; panel < panels; ++panel) {
+    for (; panel < panels; ++panel) {
       for (int64_t input = 0; input < inputs; input += depth) {
         Part<Stored> part{x + input, inputs, weight + input * kPanel, inputs * kPanel, 0, 0, (int)panel * 2, 0, 0};
         part.inputs = (int)std::min(depth, inputs - input);
