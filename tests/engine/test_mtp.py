@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from graphs.backends.compile import CompileBackend
 from hpu_duo import HPUDuoModel
+from hpu_duo.config.kv_plan import Keep, KVPlan
 from hpu_duo.lab import sim
 from hpu_duo.modeling import mtp
 from hpu_duo.sampling import SamplingParams
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.skipif(VERSION < (5, 24), reason="MtpModel needs transf
 
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8, "num_hidden_layers": 2}
 FULL = {"mtp_layer_types": ["full_attention"], "num_mtp_layers": 1}
+PLAN = KVPlan.of_mask(PATTERN.mask, Keep("h2o", 8))
 PROMPTS = prompts_of([17, 1, 33], seed=4)
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.7, top_p=0.95, seed=5, max_tokens=24, ignore_eos=True)
@@ -180,6 +182,9 @@ def test_tokens_are_those_without_drafts(
             marks=pytest.mark.slow,
         ),
         pytest.param(SEEDED, {"kv_policy": "expected-attention", "num_blocks": 12}, marks=EXHAUSTIVE),
+        pytest.param(
+            GREEDY, {"pattern": None, "kv_policy": None, "kv_budget": None, "kv_plan": PLAN}, marks=EXHAUSTIVE
+        ),
     ],
 )
 def test_a_layer_drafts_for_heads_with_a_budget(
