@@ -20,13 +20,11 @@ from graphs.backends.replay import ReplayBackend
 from graphs.buffers import pack
 from hpu_duo.config.engine import EngineConfig
 from hpu_duo.config.limits import DeviceBudget
-from hpu_duo.config.speculation import SpeculativeConfig
 from hpu_duo.device import DeviceRuntime, own_device, resolve_device, runtime_for
 from hpu_duo.device.ranks import Membership, WorkerRanks
 from hpu_duo.engine.executor import Executor
-from hpu_duo.engine.model_drafts.mtp import HiddenStates, MtpSteps, MtpTables
+from hpu_duo.engine.model_drafts.mtp import HiddenStates, MtpSteps
 from hpu_duo.engine.model_drafts.steps import DraftSteps, OwnStores
-from hpu_duo.engine.model_drafts.tables import DraftTables, DraftWindow
 from hpu_duo.engine.step_input import message_fields
 from hpu_duo.engine.stepper import Runner
 from hpu_duo.heads import permute_heads
@@ -55,10 +53,10 @@ from hpu_duo.modeling.row_fusion import arrange
 from hpu_duo.modeling.scatters import without_scatters
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.modeling.weight_stream import WeightStream, buffer_numbers, mover_for, weight_bytes
-from hpu_duo.parallel import ContextParallelBlocks, SpreadLogits, StepExchanges, Sums, connect
+from hpu_duo.parallel import SpreadLogits, StepExchanges, Sums, connect
 from hpu_duo.parallel.mixers import check_gates
 from hpu_duo.startup.blueprint import Blueprint, ChosenKernels, choose_kernels
-from hpu_duo.startup.draft_model import DraftModel, within
+from hpu_duo.startup.draft_model import DraftModel, check_stores, draft_fields, within
 from hpu_duo.startup.heads import ChosenHeads
 from hpu_duo.startup.offloading import (
     check_runner,
@@ -70,7 +68,7 @@ from hpu_duo.startup.offloading import (
     streamed_layers,
 )
 from hpu_duo.startup.tables import StepTables, plan_with_graphs
-from kernels_ref import Blocks, ChosenBlocks, Implementation, Owner, Rings, Softmax
+from kernels_ref import Implementation, Owner, Softmax
 from kernels_ref.formats.trial import format_problem
 from kernels_ref.x86 import library as x86
 
@@ -381,7 +379,7 @@ def _plan_memory(
         drafts = None
         if speculation is not None and speculation.is_by_model:
             own = None if draft is None else (draft.blueprint.specs, draft.blueprint.text_config)
-            drafts = _draft_fields(speculation, tables, plan), own
+            drafts = draft_fields(speculation, tables, plan), own
         of_states = 0 if draft is None else draft.state_bytes(tables.largest(plan))
         return tables.graph_bytes(plan, dtype_bytes, drafts) + of_states
 
@@ -531,14 +529,14 @@ def _drafts(
 
     own, model = None, served
     if draft is None:
-        _check_stores(model)
+        check_stores(model)
     else:
         store, model = draft.build(memory, served)
         shapes_of = partial(message_fields, geometry)
         own = OwnStores(
             store, graphs_of(table, "draft model"), geometry, lambda bucket: pack(shapes_of(bucket))
         )
-    fields = _draft_fields(speculation, tables, memory)
+    fields = draft_fields(speculation, tables, memory)
     graphs = graphs_of(fields.table(table, geometry.row_len), "drafts")
     named = {
         "stages": place.runtime.compiles_operators,
@@ -552,32 +550,6 @@ def _drafts(
     layer: Any = model.model
     layer.attach(states.served, states.kept)
     return MtpSteps(states, model, fields, graphs, place.device, own, **named)
-
-
-def _draft_fields(speculation: SpeculativeConfig, tables: StepTables, memory: MemoryPlan) -> DraftTables:
-    """The fields of drafts that a model makes."""
-    window = None
-    if speculation.method == "mtp":
-        return MtpTables(tables.geometry(memory))
-    if speculation.method == "duo":
-        window = DraftWindow(speculation.draft_sink, speculation.draft_recent)
-    # Kinds of heads tell whether some of them read more than a window.
-    kinds = [group.kind for group in memory.groups_of_ranks if isinstance(group.kind, Blocks)]
-    reads_all = speculation.draft_sparsity is not None and not all(kind.drafts_in_window for kind in kinds)
-    return DraftTables(tables.geometry(memory), window, memory.uses_blocks, reads_all)
-
-
-def _check_stores(model: StepModel) -> None:
-    """Raise ValueError for a model with states that a draft would change."""
-    served = Blocks | ChosenBlocks | Rings | ContextParallelBlocks
-    kinds = [group.kind for spec in model.specs for group in spec.groups]
-    others = {kind.describe() or kind.name for kind in kinds if not isinstance(kind, served)}
-    others |= {kind.name for spec in model.specs for kind in spec.rows}
-    if others:
-        raise ValueError(
-            "speculative_config with method 'duo' drafts over the stores of the model: expected heads that "
-            f"store all tokens or a window, got {', '.join(sorted(others))}"
-        )
 
 
 def _budget(config: EngineConfig, runtime: DeviceRuntime, num_coming: int) -> DeviceBudget:

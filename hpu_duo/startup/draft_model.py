@@ -17,6 +17,8 @@ from graphs import BatchShape
 from hpu_duo.config.engine import EngineConfig, HeadConfig, ParallelConfig
 from hpu_duo.config.limits import DeviceBudget
 from hpu_duo.config.speculation import SpeculativeConfig
+from hpu_duo.engine.model_drafts.mtp import MtpTables
+from hpu_duo.engine.model_drafts.tables import DraftTables, DraftWindow
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.attention import LiveRows
@@ -26,8 +28,10 @@ from hpu_duo.modeling.mtp import load_mtp
 from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import DecoderLayer, probe
 from hpu_duo.modeling.step_model import StepModel
+from hpu_duo.parallel import ContextParallelBlocks
 from hpu_duo.startup.blueprint import Blueprint, choose_kernels, fix_served_len
-from kernels_ref import Blocks, Softmax
+from hpu_duo.startup.tables import StepTables
+from kernels_ref import Blocks, ChosenBlocks, Rings, Softmax
 from kernels_ref.groups.latents import LatentBlocks
 
 _KNOWN = (Blocks, LatentBlocks)
@@ -220,4 +224,30 @@ def check_vocabulary(path: str | Path, vocab_size: int, draft_path: Path, draft_
             f"speculative_config: expected a model with the vocabulary of {path}, got another one in "
             f"{draft_path}: {len(differing)} tokens differ, such as {differing[0][0]!r} with id "
             f"{differing[0][1]}"
+        )
+
+
+def draft_fields(speculation: SpeculativeConfig, tables: StepTables, memory: MemoryPlan) -> DraftTables:
+    """Return the fields of drafts that a model makes."""
+    window = None
+    if speculation.method == "mtp":
+        return MtpTables(tables.geometry(memory))
+    if speculation.method == "duo":
+        window = DraftWindow(speculation.draft_sink, speculation.draft_recent)
+    # Kinds of heads tell whether some of them read more than a window.
+    kinds = [group.kind for group in memory.groups_of_ranks if isinstance(group.kind, Blocks)]
+    reads_all = speculation.draft_sparsity is not None and not all(kind.drafts_in_window for kind in kinds)
+    return DraftTables(tables.geometry(memory), window, memory.uses_blocks, reads_all)
+
+
+def check_stores(model: StepModel) -> None:
+    """Raise ValueError for a model with states that a draft would change."""
+    served = Blocks | ChosenBlocks | Rings | ContextParallelBlocks
+    kinds = [group.kind for spec in model.specs for group in spec.groups]
+    others = {kind.describe() or kind.name for kind in kinds if not isinstance(kind, served)}
+    others |= {kind.name for spec in model.specs for kind in spec.rows}
+    if others:
+        raise ValueError(
+            "speculative_config with method 'duo' drafts over the stores of the model: expected heads that "
+            f"store all tokens or a window, got {', '.join(sorted(others))}"
         )
