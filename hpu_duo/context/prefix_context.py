@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hpu_duo.context.saved import Document, SavedContext, save_context
+from hpu_duo.context.record_file import open_context, save_context
+from hpu_duo.context.saved import Document
 from hpu_duo.generation import GenerativeModel
 from hpu_duo.not_picklable import NotPicklable
 
@@ -127,7 +128,7 @@ class PrefixContext(NotPicklable):
     def save(self, path: str | Path) -> None:
         """Write the text, its keys and values, and what they depend on, for ``HPUDuoModel.load_context``.
 
-        The file is in the format of safetensors. Requests are served meanwhile.
+        The file has records as the disk tier has them. Requests are served meanwhile.
 
         Raises:
             ValueError: the context is closed, or is so meanwhile; the file cannot be written; or the model
@@ -199,6 +200,6 @@ class ContextModel(GenerativeModel):
                 is no room, see ``prefill``; or the model has several ranks, or records its steps.
         """
         self.engine.contexts.copies.check()
-        saved = SavedContext.open(Path(path), self)
+        saved = open_context(Path(path), self)
         hold = self.engine.contexts.load(saved.document.token_ids, saved.cache_salt, saved)
         return PrefixContext(self, saved.document, saved.cache_salt, hold)

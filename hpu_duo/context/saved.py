@@ -1,20 +1,15 @@
-"""Token ids of texts, and contexts in files: safetensors with tokens and units of the stores."""
+"""Token ids of texts, and what contexts in files have in common: their model, text and tensors."""
 
 from __future__ import annotations
 
-import json
-import math
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
-from graphs.atomic_file import replacing
 from hpu_duo.kv.row_state import RowState
 from hpu_duo.kv.store import KVStore, UnitTensor, block_tensors
 from hpu_duo.startup.fingerprint import KV_FORMAT, fingerprint
@@ -24,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hpu_duo.generation import GenerativeModel
-    from hpu_duo.request import PrefixHold
 
 
 @dataclass(frozen=True)
@@ -130,10 +124,9 @@ def _short(value: object) -> str:
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 4] + " ..."
 
 
-FORMAT, VERSION = "hpu-duo context", "2"
-_VERSIONS = ("1", VERSION)
+FORMAT = "hpu-duo context"
+VERSIONS = ("1", "2", "3")
 """Those that are read. Files of version 1 have plain keys and values, and do not name a format."""
-_TOKENS, _TEXT = "token_ids", "text"
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -149,63 +142,22 @@ _DTYPES = {
 }
 
 
-def save_context(
-    path: Path, model: GenerativeModel, document: Document, salt: str | None, hold: PrefixHold
-) -> None:
-    """Write a context, chunk by chunk, so that at any moment the file is whole.
+def tensors_of(store: KVStore, num_blocks: int) -> dict[str, list[Any]]:
+    """Return dtype and shape of the tensors of a context by name, in the order of the store.
 
     Raises:
-        ValueError: the model's stores cannot be read, the context was lost meanwhile, or the file cannot be
-            written.
+        ValueError: a store has a dtype that files do not have.
     """
-    metadata = {
-        "format": FORMAT,
-        "version": VERSION,
-        "fingerprint": json.dumps(fingerprint_of(model)),
-        "cache_salt": json.dumps(salt),
-        "add_special_tokens": json.dumps(document.adds_special_tokens),
-    }
-    tokens = np.array(document.token_ids, "<i4")
-    arrays = {_TOKENS: ("I32", [len(tokens)], [tokens.tobytes()])}
-    if document.text is not None:
-        text = document.text.encode()
-        arrays[_TEXT] = ("U8", [len(text)], [text])
-    store = model.engine.runner.store
-    header: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for name, (dtype, shape, parts) in arrays.items():
-        begin, end = end, end + sum(map(len, parts))
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    for name, dtype, shape, num_bytes in _entries(store, hold.num_blocks):
-        begin, end = end, end + num_bytes
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    text_of_header = json.dumps(header).encode()
-    text_of_header += b" " * (-len(text_of_header) % 8)
-    copies = model.engine.contexts.copies
-    try:
-        with replacing(path) as file:
-            file.write(struct.pack("<Q", len(text_of_header)) + text_of_header)
-            for _, _, parts in arrays.values():
-                file.writelines(parts)
-            for each in block_tensors(store) if hold.num_blocks else ():
-                for data in copies.read_blocks(hold, each, _chunk_of(each, copies.chunk_bytes)):
-                    file.write(_bytes(data))
-            for state in store.row_states if hold.num_blocks else ():
-                file.writelines(map(_bytes, copies.read_row(hold, state).values()))
-    except OSError as error:
-        raise ValueError(f"cannot write the context to {path}: {error.strerror}") from error
-
-
-def _entries(store: KVStore, num_blocks: int) -> Iterator[tuple[str, str, list[int], int]]:
-    """Yield name, dtype, shape and bytes of the tensors of a context, in the order of its file."""
     if not num_blocks:
-        return
-    for each in block_tensors(store):
-        shape = [num_blocks, *each.unit_shape]
-        yield each.name, _dtype_name(each.flat.dtype), shape, num_blocks * each.unit_bytes
+        return {}
+    found = {
+        each.name: [_dtype_name(each.flat.dtype), [num_blocks, *each.unit_shape]]
+        for each in block_tensors(store)
+    }
     for state in store.row_states:
         for name, tensor in state.saved.items():
-            yield name, _dtype_name(tensor.dtype), [1, *tensor.shape], tensor.num_bytes
+            found[name] = [_dtype_name(tensor.dtype), [1, *tensor.shape]]
+    return found
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -214,13 +166,29 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return _DTYPES[dtype]
 
 
-def _bytes(data: torch.Tensor) -> bytes:
-    return data.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+def check_kind(path: Path, metadata: Mapping[str, Any], versions: Sequence[str]) -> None:
+    """Raise ValueError unless a file says that it is a context, of one of some versions."""
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{path}: expected a context of hpu-duo, got another file of tensors")
+    if metadata.get("version") not in versions:
+        raise ValueError(
+            f"{path}: expected version {', '.join(VERSIONS[:-1])} or {VERSIONS[-1]} of saved contexts, got "
+            f"{metadata.get('version')}"
+        )
 
 
-def _chunk_of(each: UnitTensor, chunk_bytes: int) -> int:
-    """Number of units that are copied at a time."""
-    return max(1, chunk_bytes // each.unit_bytes)
+def check_tensors(path: Path, found: Mapping[str, Any], model: GenerativeModel, num_blocks: int) -> None:
+    """Raise ValueError, which names the first, if a file lacks tensors or has others than a model."""
+    for name, expected in tensors_of(model.engine.runner.store, num_blocks).items():
+        if name not in found:
+            raise ValueError(f"{path}: expected a tensor {name}, found none")
+        if (got := found[name]) != expected:
+            raise ValueError(f"{path}: expected {name} to be {expected}, got {got}")
+
+
+def chunk_of(tensors: Sequence[UnitTensor], chunk_bytes: int) -> int:
+    """Return how many blocks are copied at a time."""
+    return max(1, chunk_bytes // sum(each.unit_bytes for each in tensors))
 
 
 @dataclass(frozen=True)
@@ -228,125 +196,43 @@ class SavedContext:
     """A context in a file, validated against a model; its keys and values are read lazily.
 
     Attributes:
-        path: of the file.
         document: the text.
         cache_salt: its salt.
+        num_blocks: blocks of the text.
         chunk_bytes: most bytes that are read at a time.
+        read: returns the units of a tensor by its name, from one to another.
     """
 
-    path: Path
     document: Document
     cache_salt: str | None
+    num_blocks: int
     chunk_bytes: int
+    read: Callable[[str, int, int], torch.Tensor]
 
-    @classmethod
-    def open(cls, path: Path, model: GenerativeModel) -> SavedContext:
-        """Read all of a file but keys and values.
-
-        Raises:
-            ValueError: it cannot be read, is no context, is damaged, or is of a model that differs; the
-                message names the difference.
-        """
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise ValueError(f"{path}: expected a context of hpu-duo, got another file of tensors")
-                if metadata.get("version") not in _VERSIONS:
-                    raise ValueError(
-                        f"{path}: expected version {' or '.join(_VERSIONS)} of saved contexts, got "
-                        f"{metadata.get('version')}"
-                    )
-                check_fingerprint(path, _json(path, metadata, "fingerprint"), model)
-                salt = _json(path, metadata, "cache_salt")
-                if not isinstance(salt, str | None):
-                    raise ValueError(f"{path}: expected cache_salt to be a text or null, got {salt!r}")
-                names = set(file.keys())
-                tokens = _array(path, file, names, _TOKENS, torch.int32).tolist()
-                text = None
-                if _TEXT in names:
-                    text = bytes(_array(path, file, names, _TEXT, torch.uint8).tolist()).decode()
-                adds = bool(_json(path, metadata, "add_special_tokens"))
-                copied = model.engine.contexts.copies.chunk_bytes
-                saved = cls(path, Document(tuple(tokens), text, adds), salt, copied)
-                saved._check_shapes(file, names, model)
-        except (SafetensorError, OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read the context {path}: {_reason(error)}") from error
-        return saved
-
-    def _check_shapes(self, file: Any, names: set[str], model: GenerativeModel) -> None:
-        num_blocks = len(self.document.token_ids) // model.engine.contexts.block_size
-        for name, dtype, shape, _ in _entries(model.engine.runner.store, num_blocks):
-            if name not in names:
-                raise ValueError(f"{self.path}: expected a tensor {name}, found none")
-            found = file.get_slice(name)
-            if (got := (found.get_dtype(), list(found.get_shape()))) != (expected := (dtype, shape)):
-                raise ValueError(f"{self.path}: expected {name} to be {expected}, got {got}")
-
-    def chunks(self, each: UnitTensor, first: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield blocks of a tensor, a bounded number at a time, with the number of the first of them.
-
-        Args:
-            first: block to begin with.
-
-        Raises:
-            ValueError: the file has changed or cannot be read.
-        """
-        try:
-            with safe_open(self.path, framework="pt") as file:
-                found, size = file.get_slice(each.name), _chunk_of(each, self.chunk_bytes)
-                for begin in range(first, found.get_shape()[0], size):
-                    data = found[begin : begin + size]
-                    if data.shape[1:] != each.unit_shape or data.dtype != each.flat.dtype:
-                        raise ValueError(f"{self.path}: {each.name} has changed since it was opened")
-                    yield begin, data
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"cannot read the context {self.path}: {_reason(error)}") from error
+    def chunks(
+        self, tensors: Sequence[UnitTensor], first: int
+    ) -> Iterator[tuple[UnitTensor, int, torch.Tensor]]:
+        """Yield blocks of tensors from ``first`` on, a bounded number at a time, with the first of them."""
+        size = chunk_of(tensors, self.chunk_bytes) if tensors else 1
+        for begin in range(first, self.num_blocks, size):
+            for each in tensors:
+                yield each, begin, self.read(each.name, begin, min(begin + size, self.num_blocks))
 
     def row(self, state: RowState) -> dict[str, torch.Tensor]:
-        """Return a row state.
-
-        Raises:
-            ValueError: the file has changed or cannot be read.
-        """
-        try:
-            with safe_open(self.path, framework="pt") as file:
-                found = {name: file.get_tensor(name)[0] for name in state.saved}
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"cannot read the context {self.path}: {_reason(error)}") from error
-        for name, tensor in state.saved.items():
-            if (tuple(found[name].shape), found[name].dtype) != tensor:
-                raise ValueError(f"{self.path}: {name} has changed since it was opened")
-        return found
+        """Return a row state."""
+        return {name: self.read(name, 0, 1)[0] for name in state.saved}
 
 
-def is_context(path: Path) -> bool:
-    """Whether a file begins like one of tensors, and so is no text."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(9)
-    except OSError:
-        return False
-    return len(start) == 9 and start[8:] == b"{" and struct.unpack("<Q", start[:8])[0] < 1 << 27
-
-
-def _json(path: Path, metadata: dict[str, str], name: str) -> Any:
-    try:
-        return json.loads(metadata[name])
-    except (KeyError, ValueError):
-        raise ValueError(f"{path}: expected {name} in the metadata, as JSON") from None
-
-
-def _array(path: Path, file: Any, names: set[str], name: str, dtype: torch.dtype) -> torch.Tensor:
-    if name not in names:
-        raise ValueError(f"{path}: expected a tensor {name}, found none")
-    array: torch.Tensor = file.get_tensor(name)
-    if array.ndim != 1 or array.dtype != dtype or not math.prod(array.shape):
-        raise ValueError(
-            f"{path}: expected {name} to be a list of {dtype}, got {array.dtype} {[*array.shape]}"
-        )
-    return array
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
+def saved_context(
+    path: Path,
+    model: GenerativeModel,
+    document: Document,
+    salt: Any,
+    read: Callable[[str, int, int], torch.Tensor],
+) -> SavedContext:
+    """Return a context of a file; raises ValueError for a salt that is none."""
+    if not isinstance(salt, str | None):
+        raise ValueError(f"{path}: expected cache_salt to be a text or null, got {salt!r}")
+    contexts = model.engine.contexts
+    num_blocks = len(document.token_ids) // contexts.block_size
+    return SavedContext(document, salt, num_blocks, contexts.copies.chunk_bytes, read)

@@ -24,8 +24,10 @@ from hpu_duo.sampling import SamplingParams
 class Source(Protocol):
     """Blocks and row states of a prefix on the host."""
 
-    def chunks(self, each: UnitTensor, first: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield chunks of a tensor's blocks from ``first`` on, each with the number of its first block."""
+    def chunks(
+        self, tensors: Sequence[UnitTensor], first: int
+    ) -> Iterator[tuple[UnitTensor, int, torch.Tensor]]:
+        """Yield chunks of the blocks from ``first`` on: their tensor, number of the first block, and data."""
         ...
 
     def row(self, state: RowState) -> Mapping[str, torch.Tensor]:
@@ -50,8 +52,10 @@ class PrefixCopies:
         self.chunk_bytes = 1 << 25
         self._runner, self._scheduler, self._stepper, self._turns = runner, scheduler, stepper, turns
 
-    def read_blocks(self, hold: PrefixHold, each: UnitTensor, chunk: int) -> Iterator[torch.Tensor]:
-        """Yield the blocks of a pinned prefix, ``chunk`` of them at a time; steps run in between.
+    def read_blocks(
+        self, hold: PrefixHold, tensors: Sequence[UnitTensor], chunk: int
+    ) -> Iterator[list[torch.Tensor]]:
+        """Yield the blocks of a pinned prefix in all tensors, ``chunk`` at a time; steps run in between.
 
         Raises:
             ValueError: the stores cannot be read here, see ``check``; or the prefix was released or lost.
@@ -59,7 +63,7 @@ class PrefixCopies:
         for begin in range(0, hold.num_blocks, chunk):
             with interrupts_deferred(), self._turns:
                 path = [node.block for node in self._node(hold).path][::-1]
-                data = each.read(path[begin : begin + chunk])
+                data = [each.read(path[begin : begin + chunk]) for each in tensors]
             yield data
 
     def read_row(self, hold: PrefixHold, state: RowState) -> dict[str, torch.Tensor]:
@@ -103,8 +107,8 @@ class PrefixCopies:
 
     def _fill(self, source: Source, adopted: Adoption) -> None:
         store, first, blocks = self._runner.store, adopted.first, adopted.blocks
-        for each in block_tensors(store) if blocks else ():
-            for begin, data in source.chunks(each, first):
+        if blocks:
+            for each, begin, data in source.chunks(tuple(block_tensors(store)), first):
                 each.write(blocks[begin - first : begin - first + len(data)], data)
         if adopted.row is not None:
             for state in store.row_states:

@@ -22,6 +22,23 @@ def digest_of(parent: bytes, key: bytes) -> bytes:
     return hashlib.sha256(parent + key).digest()
 
 
+def root_digest(namespace: Hashable) -> bytes:
+    """Return the digest of the empty prefix of a namespace."""
+    return digest_of(b"", repr(namespace).encode())
+
+
+def digests_of(root: bytes, tokens: npt.NDArray[np.int32], block_size: int) -> list[bytes]:
+    """Return the digests of the prefixes of a text by whole blocks, beginning with the empty one.
+
+    Args:
+        root: see ``root_digest``.
+    """
+    found = [root]
+    for end in range(block_size, len(tokens) + 1, block_size):
+        found.append(digest_of(found[-1], tokens[end - block_size : end].tobytes()))
+    return found
+
+
 class PrefixNode:
     """One block of tokens after those of its parents, that is, a prefix of ``depth`` blocks.
 
@@ -96,7 +113,7 @@ class PrefixRoot(PrefixNode):
     def __init__(self, namespace: Hashable) -> None:
         super().__init__(None, b"", NO_BLOCK)
         self.namespace = namespace
-        self.digest = digest_of(b"", repr(namespace).encode())
+        self.digest = root_digest(namespace)
 
 
 class PrefixTree:

@@ -15,7 +15,18 @@ from safetensors.torch import load_file, save_file
 
 from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.context import PrefixContext, saved
+from hpu_duo.context.record_file import open_context
+from hpu_duo.kv.store import block_tensors
+from hpu_duo.kv.tiers.segments import (
+    PAGE,
+    RECORD_START,
+    StoredRecord,
+    file_start,
+    parse_record,
+    write_record,
+)
 from hpu_duo.sampling import SamplingParams
+from tests.engine.tensor_contexts import save_tensors
 from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing, make_tiny, text_of, tokens_of
 from tests.modeling.families import (
     BASE,
@@ -41,6 +52,44 @@ def asked(served: HPUDuoModel, context: PrefixContext) -> Any:
     done = served.engine.generate(prompts, GREEDY, context=context.hold())
     assert min(sample.num_cached_tokens for [sample] in done) >= context.num_held_tokens
     return tokens_of(done)
+
+
+def records_of(path: Path) -> list[tuple[StoredRecord, bytes]]:
+    data, offset, found = path.read_bytes(), PAGE, []
+    while (stored := parse_record(data[offset:], "context", offset)) is not None:
+        begin = offset + RECORD_START
+        found.append((stored, data[begin : begin + stored.num_bytes]))
+        offset = stored.end
+    assert offset == len(data)
+    return found
+
+
+def rewrite(path: Path, changes: dict[str, Any]) -> None:
+    """Change metadata; checksums are right."""
+    start, [(_, metadata), *units] = path.read_bytes()[:PAGE], records_of(path)
+    first = records_of(path)[0][0]
+    text = json.dumps(json.loads(metadata) | changes).encode()
+    with path.open("wb") as file:
+        file.write(start)
+        file.flush()
+        offset = PAGE
+        for stored, data in [(first, text), *units]:
+            own = stored.num_own_tokens
+            offset = write_record(
+                file.fileno(), "context", offset, stored.key, stored.parent, own, [data]
+            ).end
+        file.truncate(offset)
+
+
+def contents_of(path: Path, served: HPUDuoModel) -> dict[str, torch.Tensor]:
+    """Tensors of a file by name."""
+    source, store, found = open_context(path, served), served.engine.runner.store, {}
+    for each, begin, data in source.chunks(tuple(block_tensors(store)), 0):
+        assert begin == 0
+        found[each.name] = data
+    for state in store.row_states:
+        found |= source.row(state)
+    return found
 
 
 def expected_of(tiny: Tiny, **options: Any) -> Any:
@@ -143,7 +192,8 @@ def test_text_and_salt_are_saved(tiny: Tiny, tmp_path: Path) -> None:
 def test_a_short_document_is_saved_without_keys(tiny: Tiny, tmp_path: Path) -> None:
     with tiny.load().prefill([5, 6]) as context:
         context.save(tmp_path / "document")
-    assert set(load_file(tmp_path / "document")) == {"token_ids"}
+    [(_, metadata)] = records_of(tmp_path / "document")
+    assert json.loads(metadata)["tensors"] == {}
     with tiny.load().load_context(tmp_path / "document") as context:
         assert (context.token_ids, context.num_held_tokens) == ((5, 6), 0)
 
@@ -158,7 +208,7 @@ def test_nothing_of_others_is_in_the_file(tiny: Tiny, tmp_path: Path) -> None:
         with served.prefill(short) as context:
             served.engine.generate([context.prompt([7, 7, 7])], GREEDY, context=context.hold())
             context.save(tmp_path / str(number))
-        files.append(load_file(tmp_path / str(number)))
+        files.append(contents_of(tmp_path / str(number), served))
     for name, data in files[0].items():
         assert torch.allclose(data, files[1][name], atol=1e-6), name
 
@@ -218,6 +268,35 @@ def test_contexts_with_other_rotary_frequencies_are_refused(tmp_path: Path) -> N
         long.load_context(tmp_path / "document")
 
 
+@pytest.fixture(scope="module")
+def tensors(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A context of version 2."""
+    path = tmp_path_factory.mktemp("tensors") / "document"
+    with tiny.load(pattern=PATTERN).prefill(DOCUMENT) as context:
+        save_tensors(context, path)
+    return path
+
+
+@pytest.mark.parametrize("version", ["1", *further("2")])
+@PATTERNS
+def test_contexts_of_earlier_versions_load(
+    tiny: Tiny, pattern: HeadPattern | None, version: str, tmp_path: Path
+) -> None:
+    with tiny.load(pattern=pattern).prefill(text_of(DOCUMENT), cache_salt="a") as context:
+        save_tensors(context, tmp_path / "document", version)
+    served = tiny.load(pattern=pattern)
+    with served.load_context(tmp_path / "document") as context:
+        assert (context.text, context.cache_salt) == (text_of(DOCUMENT), "a")
+        assert served.stats().num_prompt_tokens == 0
+        context.save(tmp_path / "again")
+        prompt = context.prompt([5, 6, 7])
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, cache_salt="a")
+        [[done]] = served.engine.generate([prompt], params, context=context.hold())
+    cold = tiny.load(enable_prefix_caching=False, pattern=pattern)
+    assert tokens_of([[done]]) == tokens_of(cold.engine.generate([prompt], GREEDY))
+    assert json.loads(records_of(tmp_path / "again")[0][1])["version"] == "3"
+
+
 def _cut(path: Path, to: int) -> None:
     path.write_bytes(path.read_bytes()[:to])
 
@@ -231,36 +310,101 @@ def _metadata(path: Path, **changes: str) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
 
 
+def _flip(path: Path, number: int | None, at: int = 0) -> None:
+    """Flip a bit of a record, or of the header of the file."""
+    data, offset = bytearray(path.read_bytes()), 0
+    if number is not None:
+        offset = records_of(path)[number][0].offset
+    data[offset + at] ^= 1
+    path.write_bytes(data)
+
+
+def _repeat(path: Path) -> None:
+    """Write the first block where the second one is, as a whole record."""
+    [(first, data), (second, _)] = records_of(path)[1:3]
+    with path.open("r+b") as file:
+        write_record(file.fileno(), "context", second.offset, first.key, first.parent, BLOCK, [data])
+
+
+def _end_of(path: Path, number: int) -> int:
+    return records_of(path)[number][0].end
+
+
+KEYS = "layers.0.groups.0.keys"
+DAMAGED = "at [0-9,]+ is damaged: expected checksum [0-9a-f]{8}, got [0-9a-f]{8}"
 DAMAGES = {
-    "cut": (lambda path: _cut(path, -100), "cannot read the context"),
-    "cut in its header": (lambda path: _cut(path, 60), "cannot read the context"),
+    "a flipped bit in the text": (lambda path: _flip(path, 0, 500), f"document: record 0 {DAMAGED}"),
+    "a flipped bit in a block": (
+        lambda path: _flip(path, 2, 200),
+        f"document: record 2 {DAMAGED}",
+    ),
+    "a flipped bit in the row": (
+        lambda path: _flip(path, 6, 200),
+        f"document: record 6 {DAMAGED}",
+    ),
+    "a flipped bit in a header": (lambda path: _flip(path, 3, 50), "expected record 3 at .*, got no header"),
+    "a flipped bit in the file's header": (lambda path: _flip(path, None, 20), "expected the header"),
+    "a block twice": (_repeat, "expected record 2 at .* to be .*, got "),
+    "cut between records": (
+        lambda path: _cut(path, _end_of(path, 3)),
+        "expected record 4 at .*, got the end of the file",
+    ),
+    "cut in a record": (
+        lambda path: _cut(path, _end_of(path, 2) + RECORD_START + 9),
+        "record 3 at .* is damaged: expected [0-9,]+ bytes, got 9$",
+    ),
+    "cut in its padding": (lambda path: _cut(path, -1), "expected [0-9,]+ bytes in records, got"),
+    "cut in its header": (lambda path: _cut(path, 30), "expected the header"),
     "empty": (lambda path: _cut(path, 0), "cannot read the context"),
     "a text": (lambda path: path.write_text("Once upon a time"), "cannot read the context"),
     "not there": (lambda path: path.unlink(), "cannot read the context"),
     "a checkpoint": (lambda path: save_file({"a": torch.zeros(3)}, path), "another file of tensors"),
-    "of a later version": (lambda path: _metadata(path, version="3"), "expected version 1 or 2"),
+    "a segment": (
+        lambda path: path.write_bytes(file_start(bytes(32)) + bytes(2 * PAGE)),
+        "expected record 0 at 4,096, got no header of one",
+    ),
+    "of a later version": (
+        lambda path: rewrite(path, {"version": "4"}),
+        "expected version 1, 2 or 3 of saved contexts, got 4",
+    ),
+    "without a fingerprint": (lambda path: rewrite(path, {"fingerprint": None}), "expected the fingerprint"),
+    "with a strange salt": (lambda path: rewrite(path, {"cache_salt": [1]}), "expected cache_salt"),
+    "without tokens": (lambda path: rewrite(path, {"token_ids": []}), "expected token_ids to be a list"),
+    "with a strange text": (lambda path: rewrite(path, {"text": 3}), "expected text to be"),
+    "with other tokens": (
+        lambda path: rewrite(path, {"token_ids": [500] * 43}),
+        "expected record 1 at .* to be .*, got ",
+    ),
+    "without tensors": (lambda path: rewrite(path, {"tensors": {}}), f"expected a tensor {KEYS}"),
+    "with keys of another shape": (
+        lambda path: rewrite(path, {"tensors": {KEYS: ["F32", [4, 1, BLOCK, 8]]}}),
+        f"expected {KEYS} to be .*, got ",
+    ),
+}
+TENSOR_DAMAGES = {
+    "cut": (lambda path: _cut(path, -100), "cannot read the context"),
+    "cut in its header": (lambda path: _cut(path, 60), "cannot read the context"),
+    "of a later version": (lambda path: _metadata(path, version="3"), "expected version 1, 2 or 3 .*, got 3"),
     "without a fingerprint": (lambda path: _metadata(path, fingerprint="{"), "expected fingerprint"),
     "with another fingerprint": (lambda path: _metadata(path, fingerprint="[]"), "expected the fingerprint"),
     "with a strange salt": (lambda path: _metadata(path, cache_salt="[1]"), "expected cache_salt"),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_files_and_others_are_refused(
-    tiny: Tiny, document: Path, tmp_path: Path, damage: str
+    tiny: Tiny, document: Path, tensors: Path, tmp_path: Path
 ) -> None:
-    path = tmp_path / "document"
-    path.write_bytes(document.read_bytes())
-    change, message = DAMAGES[damage]
-    change(path)
-    served = tiny.load(pattern=PATTERN)
-    with pytest.raises(ValueError, match=message):
-        served.load_context(path)
+    served, path = tiny.load(pattern=PATTERN), tmp_path / "document"
+    for source, damages in ((document, DAMAGES), (tensors, TENSOR_DAMAGES)):
+        for change, message in damages.values():
+            path.write_bytes(source.read_bytes())
+            change(path)
+            with pytest.raises(ValueError, match=message):
+                served.load_context(path)
     assert_holds_nothing(served)
 
 
 def _tensors(document: Path) -> Iterator[tuple[str, dict[str, torch.Tensor], str]]:
-    keys = "layers.0.groups.0.keys"
     for name, changes, message in (
         ("no tokens", {"token_ids": None}, "expected a tensor token_ids"),
         (
@@ -268,20 +412,20 @@ def _tensors(document: Path) -> Iterator[tuple[str, dict[str, torch.Tensor], str
             {"token_ids": torch.tensor([500] * 43, dtype=torch.int32)},
             "prompt tokens from 500",
         ),
-        ("no keys", {keys: None}, f"expected a tensor {keys}"),
-        ("keys of another shape", {keys: torch.zeros(4, 1, BLOCK, 8)}, f"expected {keys} to be"),
+        ("no keys", {KEYS: None}, f"expected a tensor {KEYS}"),
+        ("keys of another shape", {KEYS: torch.zeros(4, 1, BLOCK, 8)}, f"expected {KEYS} to be"),
         ("tokens of floats", {"token_ids": torch.zeros(43)}, "expected token_ids to be a list"),
     ):
         tensors = {**load_file(document), **changes}
         yield name, {key: value for key, value in tensors.items() if value is not None}, message
 
 
-def test_files_with_other_tensors_are_refused(tiny: Tiny, document: Path, tmp_path: Path) -> None:
-    data = document.read_bytes()
+def test_files_with_other_tensors_are_refused(tiny: Tiny, tensors: Path, tmp_path: Path) -> None:
+    data = tensors.read_bytes()
     metadata = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])["__metadata__"]
     served = tiny.load(pattern=PATTERN)
-    for name, tensors, message in _tensors(document):
-        save_file(tensors, tmp_path / name, metadata)
+    for name, others, message in _tensors(tensors):
+        save_file(others, tmp_path / name, metadata)
         with pytest.raises(ValueError, match=message):
             served.load_context(tmp_path / name)
     assert_holds_nothing(served)
@@ -293,10 +437,11 @@ def test_a_load_that_fails_leaves_nothing(
     served = tiny.load(pattern=PATTERN)
     chunks = saved.SavedContext.chunks
 
-    def failing(self: Any, each: Any, first: int) -> Any:
-        if each.name.startswith("layers.1"):
-            raise ValueError("the disk is gone")
-        return chunks(self, each, first)
+    def failing(self: Any, tensors: Any, first: int) -> Any:
+        for each, begin, data in chunks(self, tensors, first):
+            if each.name.startswith("layers.1"):
+                raise ValueError("the disk is gone")
+            yield each, begin, data
 
     monkeypatch.setattr(saved.SavedContext, "chunks", failing)
     with pytest.raises(ValueError, match="the disk is gone"):
@@ -328,9 +473,22 @@ def test_there_must_be_room(tiny: Tiny, document: Path, tmp_path: Path) -> None:
     assert list(tmp_path.glob("*document*")) == []
 
 
-def test_the_file_has_what_a_reader_expects(document: Path) -> None:
-    tensors = load_file(document)
-    assert tensors["token_ids"].tolist() == DOCUMENT
-    assert tensors["layers.0.groups.0.keys"].shape == (5, 1, BLOCK, 8)
-    assert tensors["layers.0.groups.1.values"].shape == (1, 1, 2 + 6, 8)
-    assert np.isfinite(tensors["layers.1.groups.0.keys"].numpy()).all()
+def test_the_file_has_records_as_the_disk_tier_does(tiny: Tiny, tmp_path: Path) -> None:
+    served = tiny.load(pattern=PATTERN)
+    with served.prefill(text_of(DOCUMENT), cache_salt="a") as context:
+        context.save(tmp_path / "document")
+        nodes = [*context.hold().node.path][::-1]
+    [(first, metadata), *blocks, (row, _)] = records_of(tmp_path / "document")
+    about = json.loads(metadata)
+    assert (about["token_ids"], about["text"], about["cache_salt"]) == (DOCUMENT, text_of(DOCUMENT), "a")
+    assert about["tensors"][KEYS] == ["F32", [5, 1, BLOCK, 8]]
+    assert about["tensors"]["layers.0.groups.1.values"] == ["F32", [1, 1, 2 + 6, 8]]
+    assert first.key.digest == nodes[0].parent.digest
+    assert [stored.key for stored, _ in blocks] == [(node.digest, False) for node in nodes]
+    assert (row.key, row.parent) == ((nodes[-1].digest, True), nodes[-2].digest)
+    plan = served.engine.runner.store.plan
+    assert ({len(data) for _, data in blocks}, row.num_bytes) == ({plan.block_bytes}, plan.row_bytes)
+    found = contents_of(tmp_path / "document", served)
+    assert found[KEYS].shape == (5, 1, BLOCK, 8)
+    assert np.isfinite(found[KEYS].numpy()).all()
+    assert blocks[1][1].startswith(found[KEYS][1].numpy().tobytes())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from kernels_ref.formats import PAIR, PLAIN, VectorFormat, names_of_formats
 from kernels_ref.formats.base import Rounded
 from kernels_ref.formats.int4 import Int4
 from kernels_ref.formats.int8 import Int8
+from tests.engine.tensor_contexts import save_tensors
 from tests.engine.tiny import PATTERN, Tiny, make_tiny, serve, tokens_of
 from tests.modeling.families import BLOCK, prompts_of
 from tests.tiers import EXHAUSTIVE, crossed, further
@@ -272,25 +271,11 @@ def test_a_saved_context_loads_into_its_own_format_only(tiny: Tiny, mixed: str, 
         with pytest.raises(ValueError, match=f"with kv_cache_dtype {other}, got one with {mixed}"):
             tiny.load(kv_cache_dtype=other, **DUO).load_context(saved)
     with tiny.load(**DUO).prefill(TEXT) as context:
-        context.save(saved)
-    _as_version_1(saved)
+        save_tensors(context, saved, "1")
     with tiny.load(**DUO).load_context(saved) as context:
         assert context.num_held_tokens > 0
     with pytest.raises(ValueError, match="with kv_cache_dtype fp8, got one with auto"):
         tiny.load(kv_cache_dtype="fp8", **DUO).load_context(saved)
-
-
-def _as_version_1(path: Path) -> None:
-    """Write a file again as it was before formats had names."""
-    data = path.read_bytes()
-    [size] = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + size])
-    about = header["__metadata__"]
-    fingerprint = json.loads(about["fingerprint"])
-    del fingerprint["kv_cache_dtype"]
-    about |= {"version": "1", "fingerprint": json.dumps(fingerprint)}
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
 
 
 def test_a_device_that_reads_codes_differently_is_found_at_load(

@@ -100,7 +100,7 @@ def open_context(model: HPUDuoModel, name: str, save_as: Path | None, *, is_chat
     Raises:
         ValueError: the file cannot be read, or the document cannot be kept; see ``HPUDuoModel.prefill``.
     """
-    from hpu_duo.context.saved import is_context
+    from hpu_duo.context.record_file import is_context
 
     before, after = _around(tokenizer_of(model)) if is_chat else ("", "")
     is_loaded = name != STDIN and is_context(Path(name))

@@ -182,7 +182,7 @@ class SegmentFolder:
             if self._current is None or self._end + size > self._segment_bytes:
                 dropped += self._begin_segment()
             assert self._current is not None, "expected a segment"
-            stored.append(write_record(self._file, self._current, self._end, key, parent, num_own, data))
+            stored.append(write_record(self._file, self._current, self._end, key, parent, num_own, [data]))
             self._end += size
         return Written(stored, dropped, time.perf_counter() - began)
 

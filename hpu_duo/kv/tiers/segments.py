@@ -1,4 +1,4 @@
-"""Files with records of blocks and snapshots: segments of a folder, with checksums."""
+"""Files with records of blocks and snapshots, with checksums: segments of a folder, and saved contexts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,7 +117,7 @@ def segments_of(folder: Path) -> list[Segment]:
             continue
         try:
             with path.open("rb", buffering=0) as file:
-                found.append(Segment(path.name, _fingerprint(file.read(PAGE)), path.stat().st_size))
+                found.append(Segment(path.name, read_start(file.read(PAGE)), path.stat().st_size))
         except FileNotFoundError:  # the process that writes has dropped it
             continue
         except OSError:  # of another user, for instance
@@ -125,7 +125,23 @@ def segments_of(folder: Path) -> list[Segment]:
     return found
 
 
-def _fingerprint(page: bytes) -> bytes | None:
+def file_start(fingerprint: bytes) -> bytes:
+    """Return the header of a file with records.
+
+    Args:
+        fingerprint: SHA-256 of all that the records depend on.
+    """
+    start = _FILE.pack(_FILE_MAGIC, fingerprint, 0)[:-4]
+    return start + _CHECKSUM.pack(zlib.crc32(start))
+
+
+def has_records(start: bytes) -> bool:
+    """Whether a file begins like one with records."""
+    return start.startswith(_FILE_MAGIC)
+
+
+def read_start(page: bytes | memoryview) -> bytes | None:
+    """Return the fingerprint of a file with records by its first bytes; None without a valid header."""
     if len(page) < _FILE.size:
         return None
     magic, fingerprint, checksum = _FILE.unpack_from(page)
@@ -143,8 +159,7 @@ def create_segment(folder: Path, number: int, fingerprint: bytes, num_bytes: int
     file = os.open(folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
     try:
         os.posix_fallocate(file, 0, num_bytes)
-        start = _FILE.pack(_FILE_MAGIC, fingerprint, 0)[:-4]
-        os.pwrite(file, start + _CHECKSUM.pack(zlib.crc32(start)), 0)
+        os.pwrite(file, file_start(fingerprint), 0)
     except OSError:
         (folder / name).unlink()
         raise
@@ -173,34 +188,44 @@ def number_of(name: str) -> int:
 
 
 def write_record(
-    file: int, segment: str, offset: int, key: RecordKey, parent: bytes, num_own_tokens: int, data: bytes
+    file: int,
+    segment: str,
+    offset: int,
+    key: RecordKey,
+    parent: bytes,
+    num_own_tokens: int,
+    parts: Iterable[bytes | memoryview],
 ) -> StoredRecord:
     """Write a record: its payload first, so that a header without it does not occur.
 
     Args:
         file: descriptor of the segment.
-        data: the payload.
+        segment: name of the file, or of its kind.
+        parts: the payload, in pieces of bytes.
 
     Raises:
         OSError: it cannot be written.
     """
-    stored = StoredRecord(key, parent, num_own_tokens, len(data), zlib.crc32(data), segment, offset)
+    num_bytes = checksum = 0
+    for part in parts:
+        _write_all(file, part, offset + RECORD_START + num_bytes)
+        num_bytes, checksum = num_bytes + len(part), zlib.crc32(part, checksum)
+    stored = StoredRecord(key, parent, num_own_tokens, num_bytes, checksum, segment, offset)
     start = _RECORD.pack(
         _RECORD_MAGIC,
         key.is_row,
         num_own_tokens,
         zlib.crc32(segment.encode()),
-        len(data),
+        num_bytes,
         key.digest,
         parent,
-        stored.checksum,
+        checksum,
     )
-    _write_all(file, data, offset + RECORD_START)
     _write_all(file, start + _CHECKSUM.pack(zlib.crc32(start)), offset)
     return stored
 
 
-def _write_all(file: int, data: bytes, offset: int) -> None:
+def _write_all(file: int, data: bytes | memoryview, offset: int) -> None:
     view = memoryview(data)
     while view:
         written = os.pwrite(file, view, offset)
@@ -220,10 +245,23 @@ def read_record(folder: Path, stored: StoredRecord) -> bytes:
         data = _read_all(file, stored.end - stored.offset, stored.offset)
     finally:
         os.close(file)
-    payload = memoryview(data)[RECORD_START : RECORD_START + stored.num_bytes]
-    if _parse(data, stored.segment, stored.offset) != stored or zlib.crc32(payload) != stored.checksum:
+    if parse_record(data, stored.segment, stored.offset) != stored:
         raise DamagedRecord(f"{stored.segment}: the record at {stored.offset:,} is damaged")
-    return bytes(payload)
+    return bytes(payload_of(memoryview(data), stored))
+
+
+def payload_of(data: memoryview, stored: StoredRecord) -> memoryview:
+    """Return the payload in the bytes of a record.
+
+    Raises:
+        DamagedRecord: its checksum is another one, or bytes are missing.
+    """
+    payload = data[RECORD_START : RECORD_START + stored.num_bytes]
+    if len(payload) < stored.num_bytes:
+        raise DamagedRecord(f"expected {stored.num_bytes:,} bytes, got {len(payload):,}")
+    if (got := zlib.crc32(payload)) != stored.checksum:
+        raise DamagedRecord(f"expected checksum {stored.checksum:08x}, got {got:08x}")
+    return payload
 
 
 def _read_all(file: int, num_bytes: int, offset: int) -> bytes:
@@ -237,8 +275,13 @@ def _read_all(file: int, num_bytes: int, offset: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _parse(start: bytes, segment: str, offset: int) -> StoredRecord | None:
-    """Return the record with this start; None without a valid header."""
+def parse_record(start: bytes | memoryview, segment: str, offset: int) -> StoredRecord | None:
+    """Return the record that begins with some bytes; None without a valid header.
+
+    Args:
+        segment: see ``write_record``.
+        offset: of the record in the file.
+    """
     if len(start) < RECORD_START:
         return None
     magic, is_row, num_own, name, num_bytes, digest, parent, checksum = _RECORD.unpack_from(start)
@@ -268,7 +311,7 @@ def scan(folder: Path, segment: str, offset: int = PAGE) -> Iterator[StoredRecor
         end, was_valid = os.fstat(file).st_size, True
         while offset + RECORD_START <= end:
             start = os.pread(file, RECORD_START, offset)
-            stored = _parse(start, segment, offset)
+            stored = parse_record(start, segment, offset)
             if stored is not None and stored.end <= end:
                 yield stored
                 offset, was_valid = stored.end, True
