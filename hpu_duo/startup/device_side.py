@@ -33,6 +33,7 @@ from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.attention import LiveRows
 from hpu_duo.modeling.experts import stacked_weights
 from hpu_duo.modeling.fused_modules import fuse_modules
+from hpu_duo.modeling.hpu_forms import use_hpu_forms
 from hpu_duo.modeling.latents import keep_latents
 from hpu_duo.modeling.mtp import keep_hidden
 from hpu_duo.modeling.packed_linear import (
@@ -50,7 +51,6 @@ from hpu_duo.modeling.quantised.execution import PUBLISHED, separate_rounded_inp
 from hpu_duo.modeling.quantised.state import quantised_layers
 from hpu_duo.modeling.recurrent import layers_besides
 from hpu_duo.modeling.row_fusion import arrange
-from hpu_duo.modeling.scatters import without_scatters
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.modeling.weight_stream import WeightStream, buffer_numbers, mover_for, weight_bytes
 from hpu_duo.parallel import SpreadLogits, StepExchanges, Sums, connect
@@ -309,7 +309,7 @@ def _fit_modules(
             keep_latents(layer.attention, layer.call.num_heads, layer.call.value_head_dim)
     if blueprint.device.type == "hpu":
         for each in models:
-            without_scatters(each)
+            use_hpu_forms(each)
     if kernels.impl is Implementation.HPU:
         fused = fuse_modules(models[0], [layer.attention for layer in layers], blueprint.device)
         _log.info("by fused operators: %s", ", ".join((*kernels.operators.names, *fused)))

@@ -11,7 +11,6 @@ import torch
 from hpu_duo import HPUDuoModel
 from hpu_duo.heads import HeadPattern
 from hpu_duo.lab import sim
-from hpu_duo.modeling.scatters import DenseScatters
 from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams
 from kernels_ref import LatentBlocks, LatentRings
@@ -113,12 +112,3 @@ def test_streaming_heads_read_rings_and_a_layer_of_them_stores_nothing_else(
     token_bytes = 4 * (16 + 8)
     assert (plan.block_bytes, plan.row_bytes) == (3 * BLOCK * token_bytes, 3 * (2 + 6) * token_bytes)
     assert served.engine.runner.store.num_bytes == plan.total_bytes
-
-
-def test_dense_writes_of_a_router_are_its_scattered_ones() -> None:
-    scores, index = torch.randn(5, 8), torch.randint(8, (5, 3))
-    expected = scores.clone().scatter_(1, index, 1)
-    with DenseScatters():
-        found = scores.scatter_(1, index, 1)
-    assert found is scores
-    assert torch.equal(found, expected)

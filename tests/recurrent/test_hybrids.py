@@ -88,14 +88,12 @@ def _cases() -> Iterator[Any]:
     Two are compiled, of each kind of states; convolutions stand before both.
     """
     for number, name in enumerate(HYBRIDS):
-        # Rotary positions of these are written to a part of a tensor, in transformers' code.
-        ways = [each for each in CAPTURE if not (each == "hpu-sim" and name.startswith("Qwen3_5"))]
-        for way in ways:
+        for way in CAPTURE:
             if name in FAST:
                 compiled = (pytest.mark.slow,) if (name, way) == (FAST[-1], "compile") else EXHAUSTIVE
                 marks: Any = () if way in ("replay", "hpu-sim") else compiled
             else:
-                first = [each for each in ways if each != "compile" or name == "GraniteMoeHybridConfig"]
+                first = [each for each in CAPTURE if each != "compile" or name == "GraniteMoeHybridConfig"]
                 marks = pytest.mark.slow if way == first[number % len(first)] else EXHAUSTIVE
             yield pytest.param(name, CAPTURE[way], marks=marks, id=f"{name}-{way}")
 

@@ -1,0 +1,52 @@
+"""Forms for an HPU's graphs of what transformers' modules compute."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpu_duo.modeling.hpu_forms import DenseScatters, use_hpu_forms
+from tests.modeling.families import BASE, is_known, make_config
+
+
+def test_dense_writes_of_a_router_are_its_scattered_ones() -> None:
+    scores, index = torch.randn(5, 8), torch.randint(8, (5, 3))
+    expected = scores.clone().scatter_(1, index, 1)
+    with DenseScatters():
+        found = scores.scatter_(1, index, 1)
+    assert found is scores
+    assert torch.equal(found, expected)
+
+
+class Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inv_freq = torch.ones(4)
+
+    def recomposition_frequencies(self, freq: torch.Tensor) -> torch.Tensor:
+        return torch.cat([freq[0], -freq[1]], dim=-1)
+
+
+def test_rotary_positions_of_text_are_those_of_transformers() -> None:
+    if not is_known("Qwen3_5TextConfig"):
+        pytest.skip("transformers has no such model yet")
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
+
+    config = make_config("Qwen3_5TextConfig", **{**BASE, "head_dim": 256})
+    module: Any = Qwen3_5TextRotaryEmbedding(config)
+    x, positions = torch.randn(1, 40, 8), torch.arange(40)[None]
+    expected = [each.clone() for each in module(x, positions)]
+    with pytest.MonkeyPatch.context() as patch:
+        assert use_hpu_forms(module) == 1
+        patch.delattr(type(module), "recomposition_frequencies")
+        found = module(x, positions)
+    assert expected[0].shape == (1, 40, 64)
+    for ours, theirs in zip(found, expected):
+        assert torch.equal(ours, theirs)
+
+
+def test_modules_with_other_results_keep_their_code() -> None:
+    module = Rotary()
+    assert use_hpu_forms(module) == 0
+    assert module.recomposition_frequencies(torch.ones(3, 4)).min() == -1
