@@ -14,11 +14,22 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 _SCATTER = "scatter_"
+_UPDATES = "altup"
 _COMPOSE = "recomposition_frequencies"
+_SPARSIFY = "_gaussian_topk"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class DenseScatters(TorchFunctionMode):
-    """Computes ``x.scatter_(dim, index, number)`` by comparisons, in all calls within the context."""
+class DenseWrites(TorchFunctionMode):
+    """Writes whole tensors for writes to parts, in all calls within the context.
+
+    Those are ``x.scatter_(dim, index, number)``, by comparisons, and ``x[a:b] += y``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._whole: Any = None
+        self._part: Any = None
 
     def __torch_function__(
         self,
@@ -28,33 +39,50 @@ class DenseScatters(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Replace such a call, and call any other function."""
-        is_plain = func is torch.Tensor.scatter_ and not kwargs and len(args) == 4
-        if not is_plain or isinstance(args[3], torch.Tensor) or args[1] not in (-1, args[0].dim() - 1):
-            return func(*args, **(kwargs or {}))
-        x, _, index, number = args
-        place = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
-        is_written = (index.to(torch.int32)[..., None] == place).any(dim=-2)
-        return x.copy_(torch.where(is_written, number, x))
+        if func is torch.Tensor.scatter_ and not kwargs and _is_of_last(*args):
+            x, _, index, number = args
+            place = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
+            is_written = (index.to(torch.int32)[..., None] == place).any(dim=-2)
+            return x.copy_(torch.where(is_written, number, x))
+        if func is torch.Tensor.add_ and not kwargs and args[0] is self._part:
+            x, place = self._whole
+            x.copy_(torch.cat([x[: place.start], args[0] + args[1], x[place.stop :]]))
+            return args[0]
+        if func is torch.Tensor.__setitem__ and args[2] is self._part:
+            return None
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.__getitem__:
+            x, place = args
+            is_range = isinstance(place, slice) and place.step is None
+            self._whole = (x, slice(*place.indices(len(x)))) if is_range else None
+            self._part = result if is_range else None
+        return result
+
+
+def _is_of_last(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any = None) -> bool:
+    return isinstance(value, float | int) and dim in (-1, x.dim() - 1)
 
 
 def use_hpu_forms(model: nn.Module) -> int:
     """Exchange such parts in the modules of a model of text; return the number of exchanges."""
-    exchanges = (_scatter_densely, _compose_text_positions)
+    exchanges = (_write_densely, _compose_text_positions, _sparsify_by_number)
     return sum(exchange(module) for module in model.modules() for exchange in exchanges)
 
 
-def _scatter_densely(module: nn.Module) -> bool:
-    """Routers of expert groups, for example."""
-    code = getattr(getattr(type(module), "forward", None), "__code__", None)
-    if code is None or _SCATTER not in code.co_names:
+def _write_densely(module: nn.Module) -> bool:
+    """Routers of expert groups and layers of alternating updates (AltUp), for example."""
+    kind = type(module)
+    code = getattr(getattr(kind, "forward", None), "__code__", None)
+    if not hasattr(module, _UPDATES) and (code is None or _SCATTER not in code.co_names):
         return False
-    vars(module)["forward"] = partial(_run, module)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with DenseWrites():
+            return kind.forward(self, *args, **kwargs)
+
+    # A served layer runs the method of its class.
+    module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
     return True
-
-
-def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    with DenseScatters():
-        return type(module).forward(module, *args, **kwargs)
 
 
 def _compose_text_positions(module: nn.Module) -> bool:
@@ -63,7 +91,7 @@ def _compose_text_positions(module: nn.Module) -> bool:
     frequencies = getattr(module, "inv_freq", None)
     if code is None or code.co_argcount != 2 or not isinstance(frequencies, torch.Tensor):
         return False
-    drawn = torch.randn(1, 1, 3, len(frequencies)).repeat(3, 1, 1, 1)
+    drawn = _drawn(1, 1, 3, len(frequencies)).repeat(3, 1, 1, 1)
     if not torch.equal(getattr(module, _COMPOSE)(drawn.clone()), _of_first_axis(drawn)):
         return False
     vars(module)[_COMPOSE] = _of_first_axis
@@ -73,3 +101,30 @@ def _compose_text_positions(module: nn.Module) -> bool:
 def _of_first_axis(values: torch.Tensor) -> torch.Tensor:
     """Cosines or sines ``[..., 2 * D]`` of both halves of a head, from those of each axis ``[3, ..., D]``."""
     return torch.cat([values[0], values[0]], dim=-1)
+
+
+def _sparsify_by_number(module: nn.Module) -> bool:
+    """An MLP's threshold by the mean and deviation of its inputs, with a quantile made on the host."""
+    share = getattr(module, "activation_sparsity", None)
+    # Nothing is sparse at 0, and its quantile is not finite.
+    if not hasattr(module, _SPARSIFY) or not isinstance(share, float) or not 0 < share < 1:
+        return False
+    quantile = torch.distributions.Normal(0, 1).icdf(torch.tensor(share))
+    sparsify = partial(_above_quantile, {dtype: float(quantile.to(dtype)) for dtype in _DTYPES})
+    drawn = _drawn(3, 64)
+    for dtype in _DTYPES:
+        x = drawn.to(dtype)
+        if not torch.equal(getattr(module, _SPARSIFY)(x), sparsify(x)):
+            return False
+    vars(module)[_SPARSIFY] = sparsify
+    return True
+
+
+def _above_quantile(quantiles: Mapping[torch.dtype, float], x: torch.Tensor) -> torch.Tensor:
+    """What elements ``[..., D]`` exceed a quantile by, as if they were normally distributed; 0 below it."""
+    deviation = x.std(dim=-1, keepdim=True, unbiased=False)
+    return nn.functional.relu(x - (x.mean(dim=-1, keepdim=True) + deviation * quantiles[x.dtype]))
+
+
+def _drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))

@@ -6,17 +6,29 @@ import pytest
 import torch
 from torch import nn
 
-from hpu_duo.modeling.hpu_forms import DenseScatters, use_hpu_forms
+from hpu_duo.modeling.hpu_forms import DenseWrites, use_hpu_forms
 from tests.modeling.families import BASE, is_known, make_config
 
 
 def test_dense_writes_of_a_router_are_its_scattered_ones() -> None:
     scores, index = torch.randn(5, 8), torch.randint(8, (5, 3))
     expected = scores.clone().scatter_(1, index, 1)
-    with DenseScatters():
+    with DenseWrites():
         found = scores.scatter_(1, index, 1)
     assert found is scores
     assert torch.equal(found, expected)
+
+
+def test_a_sum_with_a_part_writes_the_whole() -> None:
+    x, y = torch.randn(4, 3), torch.randn(2, 3)
+    expected = x.clone()
+    expected[1:3] += y
+    before, view = x, x[1:3]
+    with DenseWrites():
+        x[1:3] += y
+        view += 0
+    assert x is before
+    assert torch.equal(x, expected)
 
 
 class Rotary(nn.Module):
@@ -44,6 +56,21 @@ def test_rotary_positions_of_text_are_those_of_transformers() -> None:
     assert expected[0].shape == (1, 40, 64)
     for ours, theirs in zip(found, expected):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sparse_activations_are_those_of_transformers(dtype: torch.dtype) -> None:
+    from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
+
+    changes = {"activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0]}
+    config = make_config("Gemma3nTextConfig", **{**BASE, **changes})
+    sparse, dense = (Gemma3nTextMLP(config, layer_idx=layer).to(dtype) for layer in range(2))
+    x = torch.randn(3, 7, BASE["hidden_size"]).to(dtype)
+    expected = sparse(x)
+    assert [use_hpu_forms(module) for module in (sparse, dense)] == [1, 0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(Gemma3nTextMLP, "_gaussian_topk")
+        assert torch.equal(sparse(x), expected)
 
 
 def test_modules_with_other_results_keep_their_code() -> None:

@@ -13,7 +13,6 @@ from graphs.backends.compile import CompileBackend
 from hpu_duo import HPUDuoModel
 from hpu_duo.heads import HeadPattern
 from hpu_duo.lab.identify import Band, FullFrom, GatedModel
-from hpu_duo.lab.rules import HpuRuleViolation
 from hpu_duo.modeling.attention import Probe
 from hpu_duo.sampling import SamplingParams
 from kernels_ref import QuestBlocks
@@ -59,17 +58,6 @@ def shared(tmp_path: Path, name: str, **changes: Any) -> Any:
     return save_random(make_config(name, **{**SHARED, **FAMILIES[name], **changes}), tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("default_buckets")
-def test_gemma3n_is_an_error_on_an_hpu_whose_graphs_cannot_read_the_host(tmp_path: Path) -> None:
-    """Its MLPs copy a tensor of the host in each step."""
-    shared(tmp_path, "Gemma3nTextConfig")
-    limits = {"max_model_len": 32, "max_num_seqs": 1, "max_num_batched_tokens": 32, "block_size": BLOCK}
-    served = HPUDuoModel.from_pretrained(tmp_path, **limits, **CAPTURE["hpu-sim"])
-    with pytest.raises(HpuRuleViolation, match=r"host and device meet inside a captured graph"):
-        served.engine.generate(prompts_of([20]), SamplingParams(temperature=0, max_tokens=3))
-
-
 @pytest.mark.usefixtures("default_buckets")
 @pytest.mark.parametrize(
     ("name", "capture"),
@@ -79,7 +67,6 @@ def test_gemma3n_is_an_error_on_an_hpu_whose_graphs_cannot_read_the_host(tmp_pat
             marks=() if case[1] == "hpu-sim" or case in zip(FAMILIES, ("eager", "replay")) else EXHAUSTIVE,
         )
         for case in product(FAMILIES, CAPTURE)
-        if case != ("Gemma3nTextConfig", "hpu-sim")
     ],
 )
 def test_layers_that_share_keys_and_values_have_one_store(tmp_path: Path, name: str, capture: str) -> None:
