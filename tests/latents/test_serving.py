@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,3 +113,31 @@ def test_streaming_heads_read_rings_and_a_layer_of_them_stores_nothing_else(
     token_bytes = 4 * (16 + 8)
     assert (plan.block_bytes, plan.row_bytes) == (3 * BLOCK * token_bytes, 3 * (2 + 6) * token_bytes)
     assert served.engine.runner.store.num_bytes == plan.total_bytes
+
+
+class OtherLinear(torch.nn.Linear):
+    """A projection of a kind that is not split into one for keys and one for values."""
+
+
+def test_latents_that_no_matrix_expands_are_stored_expanded_with_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = saved(tmp_path, "deepseek_v3")
+    kind = type(model.model.layers[0].self_attn)
+    make = kind.__init__
+
+    def make_other(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self.kv_b_proj.__class__ = OtherLinear
+
+    monkeypatch.setattr(kind, "__init__", make_other)
+    served = HPUDuoModel.from_pretrained(tmp_path, **OPTIONS)
+    [note] = [each for each in served.stats().notes if "stored expanded" in each]
+    assert "160 elements" in note
+    assert "have 24 (6.7 times as much memory)" in note
+    plan = served.engine.runner.store.plan
+    assert not any(isinstance(group.kind, LatentBlocks) for layer in plan.layers for group in layer.groups)
+    prompts = prompts_of((1, 9, 41))
+    params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
+    done = served.engine.generate(prompts, params)
+    assert [sample.token_ids for [sample] in done] == [greedy(model, each, NUM_NEW) for each in prompts]
