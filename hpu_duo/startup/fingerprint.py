@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpu_duo.kv.store import block_tensors
+from hpu_duo.kv.tiers.host_link import RECORD_ORDER
 from hpu_duo.modeling.config_checks import served_len, short_len
 from hpu_duo.modeling.hub import model_fingerprint
 from hpu_duo.modeling.quantised.execution import inc_scales, rounding_of
@@ -57,7 +58,8 @@ def fingerprint(engine: Engine, config: EngineConfig) -> dict[str, str]:
         if speculation is not None and speculation.draft_sparsity is not None:
             # Stores have the heads in another order.
             scores = hashlib.sha256(pattern.scores.tobytes()).hexdigest()
-            found["heads of drafts"] = f"{speculation.draft_sparsity} of {scores}"
+            how = f"{config.heads.tie_break} {config.heads.balance} {config.heads.max_layer_kinds}"
+            found["heads of drafts"] = f"{speculation.draft_sparsity} of {scores}, {how}"
     if (plan := read_kv_plan(config)) is not None:
         found["KV plan"] = json.dumps(plan.as_dict(), sort_keys=True)
     found[KV_FORMAT] = ", ".join(format_names(engine.runner.model.specs))
@@ -93,7 +95,7 @@ def records_digest(engine: Engine, config: EngineConfig) -> bytes:
         **fingerprint(engine, config),
         "eviction": f"{cache.kv_policy} {cache.kv_budget} {cache.kv_prompt}",
         "grid": str(engine.scheduler.limits.prefix_grid),
-        "records": f"{plan.block_bytes} {plan.row_bytes}",
+        "records": f"{plan.block_bytes} {plan.row_bytes}, {RECORD_ORDER}",
         "layers": json.dumps(layers),
     }
     if (size := config.parallel.tensor_parallel_size) > 1:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from hpu_duo.config.engine import EngineConfig
 from hpu_duo.device.streams import Mark
 from hpu_duo.kv.row_state import Units
 from hpu_duo.kv.store import block_units, row_units
-from hpu_duo.kv.tiers.host_link import HostLink
+from hpu_duo.kv.tiers.host_link import RECORD_ORDER, HostLink
 from hpu_duo.kv.tiers.link import Link, Transfer, Transfers
 from hpu_duo.kv.tiers.policy import LoadPolicy
 from hpu_duo.kv.tiers.staged_link import StagedLink
@@ -263,6 +264,17 @@ def test_an_error_of_a_transfer_is_raised_where_it_is_waited_for(monkeypatch: py
     link.begin(Transfers(loads=(block := Transfer(is_row=False, unit=0, slots=(1,)),)))
     with pytest.raises(MemoryError, match="no room"):
         link.wait([block])
+
+
+def test_tensors_of_a_record_are_in_the_order_that_the_fingerprint_has() -> None:
+    """Another order needs another ``RECORD_ORDER``: folders of disks have records of earlier programs."""
+    codes, scales = torch.full((3, 4), 7, dtype=torch.uint8), torch.ones(3, 1)
+    link = HostLink([Units(codes), Units(scales)], (), 2, 8, 2)
+    link.begin(Transfers(stores=(stored := Transfer(is_row=False, unit=1, slots=(0,)),)))
+    link.wait([stored])
+    assert (link.slots[0, :4].view(np.float32) == 1).all()
+    assert (link.slots[0, 4:] == 7).all()
+    assert RECORD_ORDER == "widest numbers first"
 
 
 def test_a_link_that_is_gone_leaves_no_memory_pinned(tiny: Tiny) -> None:

@@ -46,7 +46,7 @@ class StagedRecords(NamedTuple):
 class HostRecords(NotPicklable):
     """Records in host memory, and the tensors whose units they hold.
 
-    A record has the bytes of its unit in all tensors, those of the widest numbers first.
+    A record has the bytes of its unit in all tensors, in ``RECORD_ORDER``.
 
     Args:
         blocks, rows: tensors of the stores.
@@ -269,6 +269,10 @@ def timed(move: Callable[[Sequence[Transfer]], None], batch: Sequence[Transfer])
     began = time.perf_counter()
     move(batch)
     return (time.perf_counter() - began) / len(batch)
+
+
+RECORD_ORDER = "widest numbers first"
+"""Order of the tensors in a record, a part of the fingerprint of records on a disk."""
 
 
 def _by_dtype(units: Units) -> tuple[int, str]:

@@ -69,7 +69,7 @@ def numa_node(device: str, root: Path = Path("/")) -> int | None:
         domain, *others = (f"{each:x}" for each in ids)
         places = [f"sys/bus/pci/devices/{domain.zfill(4)}:{':'.join(each.zfill(2) for each in others)}.0"]
     elif kind == "hpu":
-        opened = (os.readlink(file) for file in (root / "proc/self/fd").iterdir() if file.is_symlink())
+        opened = (_target(file) for file in (root / "proc/self/fd").iterdir())
         cards = (re.fullmatch(r"/dev/accel/(accel\d+)", path) for path in opened)
         places = [f"sys/class/accel/{card[1]}/device" for card in cards if card is not None]
     else:
@@ -82,6 +82,14 @@ def numa_node(device: str, root: Path = Path("/")) -> int | None:
         if node >= 0:
             return node
     return None
+
+
+def _target(file: Path) -> str:
+    """What a link points to; nothing of a file that is none, or that another thread has closed."""
+    try:
+        return os.readlink(file)
+    except OSError:
+        return ""
 
 
 def _mib(size: int) -> str:
