@@ -121,7 +121,7 @@ def _sparsify_by_number(module: nn.Module) -> bool:
 
 
 def _above_quantile(quantiles: Mapping[torch.dtype, float], x: torch.Tensor) -> torch.Tensor:
-    """What elements ``[..., D]`` exceed a quantile by, as if they were normally distributed; 0 below it."""
+    """Excess of elements ``[..., D]`` over the quantile of a normal distribution like theirs; 0 below it."""
     deviation = x.std(dim=-1, keepdim=True, unbiased=False)
     return nn.functional.relu(x - (x.mean(dim=-1, keepdim=True) + deviation * quantiles[x.dtype]))
 

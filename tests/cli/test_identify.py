@@ -11,10 +11,11 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from typer.testing import Result
 
-from hpu_duo.builtin import PATTERN_DIR
+from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
 from hpu_duo.heads import HeadPattern
 from hpu_duo.lab.identify import Identification, LossForm, Method
 from tests.identify.induction import save_induction_model
+from tests.modeling.test_value_sizes import saved
 from tests.tiers import crossed
 
 Run = Callable[..., Result]
@@ -54,12 +55,35 @@ def test_the_pattern_is_in_the_published_format_with_a_heat_map(identify: Run, t
     assert table.shape == (2, 4)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["sink_size"], config["recent_size"], config["num_passkeys"]) == (4, 24, 2)
-    assert json.loads(result.stdout)["scores"] == HeadPattern.load(tmp_path / "out").scores.tolist()
+    told = json.loads(result.stdout)
+    assert told["has_latents"] is False
+    assert told["scores"] == HeadPattern.load(tmp_path / "out").scores.tolist()
     assert (tmp_path / "out" / "heads.png").read_bytes().startswith(b"\x89PNG")
     losses = (tmp_path / "out" / "losses.tsv").read_text().splitlines()
     assert losses[0].split("\t") == ["step", "distillation", "penalty", "total"]
     assert len(losses) == 5
     assert "4 of 4  loss" in result.stderr
+
+
+def test_streaming_heads_and_layers_are_counted_where_heads_share_latents(
+    identify: Run, tmp_path: Path
+) -> None:
+    model, output = tmp_path / "model", tmp_path / "out"
+    model.mkdir()
+    saved(model, "deepseek_v3", vocab_size=1152)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL_DIR / name, model / name)
+    result = identify(output, "--method", "profile", "--samples", "1", model=model)
+    assert result.exit_code == 0, result.stderr
+    pattern = HeadPattern.load(output)
+    told = " ".join(result.stdout.split())
+    assert "where latents are stored, not expanded:" in told
+    for name, cut in (("> 0.5", pattern.binarise(threshold=0.5)), ("at 0.5", pattern.binarise(sparsity=0.5))):
+        streams = ~cut.mask
+        assert (
+            f"{name}: {streams.sum()} of 16 heads stream and read less; "
+            f"{streams.all(axis=1).sum()} of 4 layers have no other heads and store less" in told
+        )
 
 
 # A model that says no passkey has no head that copies one.

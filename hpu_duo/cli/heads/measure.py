@@ -22,7 +22,7 @@ from hpu_duo.cli.heads.identify_options import (
     choice,
     request_of,
 )
-from hpu_duo.cli.heads.views import heads_table, pattern_fields
+from hpu_duo.cli.heads.views import heads_table, latent_savings, pattern_fields
 from hpu_duo.cli.options import Json, Model, Only, grouped, option_in
 from hpu_duo.cli.terminal import INTERRUPTED, user_errors
 from hpu_duo.extras import install_command
@@ -85,6 +85,7 @@ def identify(
 
 def _show(request: IdentifyRequest, pattern: HeadPattern, as_json: bool) -> None:
     from hpu_duo.lab.identify.identification import PICTURE_FILE
+    from hpu_duo.modeling.loading import read_config
 
     cuts = {"> 0.5": pattern.binarise(threshold=0.5), "at 0.5": pattern.binarise(sparsity=0.5)}
     picture = None
@@ -96,13 +97,19 @@ def _show(request: IdentifyRequest, pattern: HeadPattern, as_json: bool) -> None
         draw_heads([(title, cuts["> 0.5"])], picture)
     else:
         typer.echo(f"no heat map: matplotlib is not installed ({install_command('plot')})", err=True)
+    has_latents = bool(getattr(read_config(request.model).get_text_config(), "kv_lora_rank", None))
     if as_json:
-        fields = {"output": str(request.output), "picture": picture and str(picture)}
+        output, drawn = str(request.output), picture and str(picture)
+        fields = {"output": output, "picture": drawn, "has_latents": has_latents}
         typer.echo(json.dumps({**fields, **pattern_fields(pattern, cuts)}, indent=2))
         return
     console = Console()
     console.print("retrieval heads: scores above 0.5, and the better half of all", highlight=False)
     console.print(heads_table(pattern, cuts, console))
+    if has_latents:
+        console.print(
+            "where latents are stored, not expanded:", *latent_savings(cuts), sep="\n", highlight=False
+        )
     names = "full_attention_heads.tsv, config.json" + (f", {PICTURE_FILE}" if picture else "")
     console.print(f"\n{request.output}: {names}", highlight=False)
 

@@ -89,6 +89,15 @@ def _num_streaming_layers(cut: HeadPattern) -> int:
     return int((~cut.mask.any(axis=1)).sum())
 
 
+def latent_savings(cuts: dict[str, HeadPattern]) -> list[str]:
+    """Savings by streaming where the heads of a layer share latents, a sentence for each named cut."""
+    return [
+        f"{name}: {int((~cut.mask).sum())} of {cut.mask.size} heads stream and read less; "
+        f"{_num_streaming_layers(cut)} of {cut.num_layers} layers have no other heads and store less"
+        for name, cut in cuts.items()
+    ]
+
+
 def pattern_fields(pattern: HeadPattern, cuts: dict[str, HeadPattern]) -> dict[str, Any]:
     """The same as JSON values."""
     return {
