@@ -208,7 +208,8 @@ class HPUDuoModel(ContextModel, NotPicklable):
         Raises:
             ValueError: the numbers of prompts and params differ, or there is no prompt.
         """
-        return OfflineBatch(self.engine, self.tokenizer, prompts, params or SamplingParams()).run(on_result)
+        one = SamplingParams() if params is None else params
+        return OfflineBatch(self.engine, self.tokenizer, prompts, one).run(on_result)
 
     def score(
         self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[Sequence[int]]]

@@ -144,4 +144,7 @@ def _ids_of(tokenizer: PreTrainedTokenizerBase | None, prompt: OfflinePrompt, na
             raise ValueError(f"{name}: expected a text or token ids, got {prompt!r:.60}") from None
     if tokenizer is None:
         raise ValueError(f"{name}: expected token ids of a checkpoint without a tokenizer, got a text")
-    return tuple(tokenizer(prompt)["input_ids"])
+    try:
+        return tuple(tokenizer(prompt)["input_ids"])
+    except (TypeError, ValueError) as error:  # TypeError for half of a surrogate pair
+        raise ValueError(f"{name}: expected a text that can be tokenized, got {prompt!r:.60}") from error

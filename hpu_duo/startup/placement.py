@@ -20,6 +20,7 @@ from hpu_duo.config.limits import DeviceBudget
 from hpu_duo.device import resolve_device, runtime_for
 from hpu_duo.device.runtime import host_memory
 from hpu_duo.modeling.loading import read_config, resolve_dtype
+from hpu_duo.modeling.quantised.config import stored_weight_bytes
 from hpu_duo.planning import Format
 from hpu_duo.planning.offload import (
     T4,
@@ -57,16 +58,14 @@ def placed(config: EngineConfig) -> tuple[EngineConfig, tuple[str, ...]]:
     ``max_num_seqs`` at most; ``max_num_batched_tokens`` is then that of a group.
 
     Raises:
-        ValueError: the options do not go with "auto", no placement fits, or scipy is not installed.
+        ValueError: the options do not go with "auto", no placement fits, scipy is not installed, or the
+            search cannot read the sizes of a model whose weights do not fit.
     """
     if config.model.offload_policy != AUTO:
         return config, ()
     _check(config)
     device = resolve_device(config.model.device)
     resident = replace(config, model=replace(config.model, offload_policy=None, offload_disk=None))
-    sizes = _sizes(config, device)
-    if sizes is None:
-        return resident, ("offload_policy=auto: layers have states, so all weights stay on the device",)
     runtime = runtime_for(device)
     budget = DeviceBudget(
         runtime.total_bytes(),
@@ -75,6 +74,16 @@ def placed(config: EngineConfig) -> tuple[EngineConfig, tuple[str, ...]]:
         config.cache.device_memory_utilization,
     )
     work, left = _work(config), float(max(1, budget.left_bytes))
+    try:
+        sizes = _sizes(config, device)
+    except ValueError as error:
+        weights = _weight_bytes(config, device)
+        if weights > left:
+            raise
+        note = f"offload_policy=auto: all {weights:,} bytes of weights stay on the device: {error}"
+        return resident, (note,)
+    if sizes is None:
+        return resident, ("offload_policy=auto: layers have states, so all weights stay on the device",)
     # Rates do not decide whether it fits.
     if Formula(sizes, work, replace(T4, device_memory=left, flexgen_memory=False), 1, 1, False).fits(
         _ON_DEVICE
@@ -124,6 +133,14 @@ def _sizes(config: EngineConfig, device: torch.device) -> OffloadModel | None:
         kv_bytes=model.kv_bytes * (scale if kv_format.is_plain else 1.0),
         resident_bytes=model.resident_bytes * scale,
     )
+
+
+def _weight_bytes(config: EngineConfig, device: torch.device) -> int:
+    """The bytes of a checkpoint's weights in the dtype that they are served in, by its files."""
+    path = Path(config.model.path)
+    own = read_config(path)
+    served, stored = resolve_dtype(config.model.dtype, own, device.type), resolve_dtype("auto", own)
+    return stored_weight_bytes(path) * served.itemsize // stored.itemsize
 
 
 def _work(config: EngineConfig) -> OffloadWork:

@@ -15,6 +15,8 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import Result
 
+from graphs import RecompileError
+from hpu_duo.cli.text import offline
 from hpu_duo.generation.offline import OfflineBatch, OfflineResult
 
 Run = Callable[..., Result]
@@ -247,7 +249,7 @@ def test_offline_writes_a_line_for_each_prompt_and_goes_on_behind_bad_ones(
     assert len(told[3]["token_ids"]) == 6
     for place, message in (
         (2, "line 2"),
-        (4, "temperature"),
+        (4, f"{tmp_path / 'in.jsonl'}, line 4: temperature"),
         (5, "prompts[5] has prompt tokens"),
         (6, "got 'top'"),
     ):
@@ -269,22 +271,79 @@ def test_offline_refuses_what_it_does_not_do(hpu_duo: Run, options: tuple[str, .
     assert message in result.stderr
 
 
-def test_an_interrupted_offline_run_writes_what_has_ended(
-    hpu_duo: Run, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(KeyboardInterrupt(), 130), (RecompileError("a new shape"), 2), (RuntimeError("out of memory"), 1)],
+)
+def test_an_offline_run_that_ends_early_writes_what_has_ended(
+    hpu_duo: Run, model_dir: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
 ) -> None:
     run = OfflineBatch.run
 
     def interrupted(self: OfflineBatch, on_result: Any = None) -> Any:
         def put(result: OfflineResult) -> None:
             on_result(result)
-            raise KeyboardInterrupt
+            raise error
 
         return run(self, put)
 
     monkeypatch.setattr(OfflineBatch, "run", interrupted)
     prompts = ("--prompt", "ab", "--prompt", "cd")
     result = hpu_duo("generate", "--offline", "--model", model_dir, "--max-new-tokens", "3", *prompts)
-    assert result.exit_code == 130
+    assert result.exit_code == code
     [told] = [json.loads(line) for line in result.stdout.splitlines()]
     assert len(told["token_ids"]) == 3
     assert "1 of 2 prompts" in result.stderr
+
+
+def test_offline_writes_lines_in_order_as_they_complete(
+    hpu_duo: Run, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, written = tmp_path / "out.jsonl", list[list[int]]()
+
+    def run(self: OfflineBatch, on_result: Any = None) -> None:
+        for index in (1, 0, 2):
+            on_result(OfflineResult(index, ()))
+            written.append([json.loads(line)["index"] for line in output.read_text("utf-8").splitlines()])
+
+    monkeypatch.setattr(OfflineBatch, "run", run)
+    prompts = (each for text in "abc" for each in ("--prompt", text))
+    hpu_duo("generate", "--offline", "--model", model_dir, "--output", output, *prompts)
+    assert written == [[], [0, 1], [0, 1, 2]]
+
+
+def test_offline_reads_and_writes_any_characters(hpu_duo: Run, model_dir: Path, tmp_path: Path) -> None:
+    lines = ['{"id": "\\ud800", "prompt": "a\u2028b"}', '{"prompt": "\\ud800"}']
+    (tmp_path / "in.jsonl").write_bytes("\r\n".join(lines).encode())
+    result = hpu_duo(
+        *("generate", "--offline", "--model", model_dir, "--max-new-tokens", "3"),
+        *("--prompts", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl"),
+    )
+    assert result.exit_code == 1, result.output
+    good, bad = map(json.loads, (tmp_path / "out.jsonl").read_text("utf-8").splitlines())
+    assert (good["id"], good["num_prompt_tokens"], good["error"]) == ("\ud800", 3, None)
+    assert f"{tmp_path / 'in.jsonl'}, line 2: " in bad["error"]
+
+
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [
+        ((), "auto"),
+        (("--offload-num-batches", "2"), None),
+        (("--cpu-offload-gb", "1"), None),
+        (("--tensor-parallel-size", "2"), None),
+        (("--offload-policy", "0,100,100,0,100,0"), "0,100,100,0,100,0"),
+    ],
+)
+def test_offline_places_weights_by_the_search_without_other_placement(
+    hpu_duo: Run, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], policy: str | None
+) -> None:
+    loaded = list[Any]()
+
+    def load(path: Path | None, settings: Any, *_: Any) -> None:
+        loaded.append(settings.get("offload_policy"))
+        raise ValueError("not loaded here")
+
+    monkeypatch.setattr(offline, "load_model", load)
+    assert hpu_duo("generate", "--offline", "--prompt", "a", *options).exit_code == 2
+    assert loaded == [policy]

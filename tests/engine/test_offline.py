@@ -60,9 +60,16 @@ def test_a_bad_prompt_has_an_error_with_its_index_and_the_others_their_tokens(de
         with pytest.raises((TypeError, ValueError), match="prompts"):
             _ = result.text
     assert [of_results(results)[at] for at in (0, -1)] == tokens_of(serve(model, PROMPTS[:2], GREEDY))
-    for prompts, params in (([], GREEDY), ("text", GREEDY), (PROMPTS[:2], [GREEDY])):
+    for prompts, params in (([], GREEDY), ("text", GREEDY), (PROMPTS[:2], [GREEDY]), (PROMPTS[:2], [])):
         with pytest.raises(ValueError, match="expected"):
             model.generate_offline(prompts, params)
+
+
+def test_a_text_that_cannot_be_tokenized_costs_no_other_prompt(tiny: Tiny) -> None:
+    good, bad = tiny.load().generate_offline(["ab", "\ud800"], GREEDY)
+    assert len(good.samples[0].token_ids) == 6
+    assert isinstance(bad.error, ValueError)
+    assert "prompts[1]: expected a text that can be tokenized" in str(bad.error)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -135,6 +142,24 @@ def test_auto_is_refused_with_what_it_does_not_place(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         deep.load(offload_policy="auto", **options)
+
+
+def test_auto_serves_a_model_that_fits_and_whose_sizes_cannot_be_read(
+    deep: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: object) -> None:
+        raise ValueError("the cost model does not cover it")
+
+    monkeypatch.setattr(placement, "read_model", refuse)
+    num_bytes = sum(file.stat().st_size for file in deep.path.glob("*.safetensors"))
+    monkeypatch.setattr(DeviceBudget, "left_bytes", property(lambda _: num_bytes))
+    config = EngineConfig.of(deep.path, offload_policy="auto", dtype="float32")
+    chosen, [note] = placement.placed(config)
+    assert chosen.model.offload_policy is None
+    assert "stay on the device: the cost model does not cover it" in note
+    monkeypatch.setattr(DeviceBudget, "left_bytes", property(lambda _: num_bytes // 2))
+    with pytest.raises(ValueError, match="the cost model does not cover it"):
+        placement.placed(config)
 
 
 def test_auto_on_an_hpu_takes_models_that_fit(

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hpu_duo.cli.options import encode, load_model, read_text, tokenizer_of
-from hpu_duo.cli.terminal import INTERRUPTED, user_errors
+from hpu_duo.cli.terminal import user_errors
+from hpu_duo.config.engine import SETTINGS
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
@@ -30,7 +31,11 @@ _SAMPLING = {
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "seed", "max_tokens", "min_tokens", "ignore_eos", "stop"),
 }
-_PLACING = ("offload_policy", "cpu_offload_gb", "offload_num_batches", "cpu_attention")
+_PLACING = (
+    *("offload_policy", "cpu_offload_gb", "offload_num_batches", "cpu_attention"),
+    "tensor_parallel_size",
+)
+"""Settings that do not go with the search, or that replace it."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +46,14 @@ class Item:
         prompt: a text or token ids.
         sampling: parameters of its own.
         name: ``id`` of its line.
+        where: file and line, for errors.
         problem: why its line cannot be read.
     """
 
     prompt: str | Sequence[int] = ""
     sampling: dict[str, Any] | None = None
     name: Any = None
+    where: str = ""
     problem: ValueError | None = None
 
 
@@ -62,27 +69,28 @@ def read_items(files: Sequence[str]) -> list[Item]:
         ValueError: a file cannot be read.
     """
     return [
-        _item(line, f"{name}, line {number}") if name.endswith(".jsonl") else Item(line)
+        replace(
+            _item(line) if name.endswith(".jsonl") else Item(line.removesuffix("\r")),
+            where=f"{name}, line {number}",
+        )
         for name in files
-        for number, line in enumerate(read_text(name).splitlines(), start=1)
+        # JSON and texts may have other separators of str.splitlines, such as U+2028.
+        for number, line in enumerate(read_text(name).split("\n"), start=1)
         if line.strip()
     ]
 
 
-def _item(line: str, where: str) -> Item:
+def _item(line: str) -> Item:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        return Item(problem=ValueError(f"{where}: expected an object of JSON: {error}"))
+        return Item(problem=ValueError(f"expected an object of JSON: {error}"))
     if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str | list):
-        return Item(
-            problem=ValueError(
-                f"{where}: expected an object with a prompt, a text or token ids, got {line:.60}"
-            )
-        )
+        problem = f"expected an object with a prompt, a text or token ids, got {line:.60}"
+        return Item(problem=ValueError(problem))
     prompt, name = fields.pop("prompt"), fields.pop("id", None)
     if unknown := sorted(set(fields) - _SAMPLING):
-        problem = f"{where}: expected {', '.join(sorted(_SAMPLING))} beside id and prompt, got {unknown[0]!r}"
+        problem = f"expected {', '.join(sorted(_SAMPLING))} beside id and prompt, got {unknown[0]!r}"
         return Item(name=name, problem=ValueError(problem))
     return Item(prompt, fields, name)
 
@@ -99,10 +107,11 @@ def run_offline(
 ) -> None:
     """Load a model, serve all prompts, and write a line for each.
 
-    Without other options of placement, ``offload_policy`` is "auto".
+    Without other options of placement, ``offload_policy`` is "auto" on one device.
 
     Raises:
-        typer.Exit: a prompt failed, or the user has interrupted; what had ended by then is written.
+        typer.Exit: a prompt failed, a shape was not captured, or the user has interrupted; what had ended
+            by then is written, as it is before any other error.
     """
     with user_errors():
         if not items:
@@ -110,45 +119,72 @@ def run_offline(
         if output is not None:
             check_file("--output", output)
         settings = dict(engine)
-        if not any(settings.get(name) for name in _PLACING):
+        if all(settings.get(name, SETTINGS[name].default) == SETTINGS[name].default for name in _PLACING):
             settings["offload_policy"] = "auto"
         loaded = load_model(model, cast("EngineOverrides", settings), len(items), seed)
     stats = loaded.stats()
     typer.echo(f"hpu-duo: {stats.resolved.computation}", err=True)
     for note in stats.notes:
         typer.echo(f"hpu-duo: {note}", err=True)
-    results, is_interrupted, began = dict[int, Any](), False, time.perf_counter()
-    try:
-        _serve(loaded, items, sampling, results, is_chat=is_chat)
-    except KeyboardInterrupt:
-        is_interrupted = True
-    seconds = time.perf_counter() - began
+    from graphs import GraphMissError, RecompileError
+
     with ExitStack() as stack:
         file: TextIO = sys.stdout
         if output is not None:
             file = stack.enter_context(output.open("w", encoding="utf-8"))
-        for index in sorted(results):
-            file.write(json.dumps(results[index], ensure_ascii=False) + "\n")
-    num_failed = sum(one["error"] is not None for one in results.values())
-    num_tokens = sum(len(one["token_ids"]) for one in results.values())
-    typer.echo(
-        f"hpu-duo: {len(results) - num_failed} of {len(items)} prompts, {num_tokens:,} output tokens in "
-        f"{seconds:,.1f} s, {num_tokens / seconds:,.1f} tokens/s",
-        err=True,
-    )
-    if num_failed or is_interrupted:
-        raise typer.Exit(INTERRUPTED if is_interrupted else FAILED)
+        lines = _Lines(file)
+        try:
+            with user_errors((RecompileError, GraphMissError)):
+                _serve(loaded, items, sampling, lines, is_chat=is_chat)
+        finally:
+            lines.end(len(items))
+    if lines.num_failed:
+        raise typer.Exit(FAILED)
+
+
+class _Lines:
+    """Results of prompts, each written as soon as all before it are there.
+
+    Args:
+        file: to write to.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self.file, self.num_put, self.num_failed = file, 0, 0
+        self._waiting: dict[int, dict[str, Any]] = {}
+        self._next, self._num_tokens, self._began = 0, 0, time.perf_counter()
+
+    def put(self, place: int, fields: dict[str, Any]) -> None:
+        """Write the line of a prompt, or store it until its turn."""
+        self.num_put += 1
+        self.num_failed += fields["error"] is not None
+        self._num_tokens += len(fields["token_ids"])
+        self._waiting[place] = fields
+        while self._next in self._waiting:
+            self._write(self._next)
+            self._next += 1
+
+    def end(self, num_prompts: int) -> None:
+        """Write what still waits for others, and the counts for the user."""
+        for place in sorted(self._waiting):
+            self._write(place)
+        seconds = time.perf_counter() - self._began
+        typer.echo(
+            f"hpu-duo: {self.num_put - self.num_failed} of {num_prompts} prompts, {self._num_tokens:,} "
+            f"output tokens in {seconds:,.1f} s, {self._num_tokens / seconds:,.1f} tokens/s",
+            err=True,
+        )
+
+    def _write(self, place: int) -> None:
+        self.file.write(json.dumps(self._waiting[place]) + "\n")
+        self.file.flush()
+        del self._waiting[place]
 
 
 def _serve(
-    loaded: HPUDuoModel,
-    items: Sequence[Item],
-    sampling: dict[str, Any],
-    results: dict[int, Any],
-    *,
-    is_chat: bool,
+    loaded: HPUDuoModel, items: Sequence[Item], sampling: dict[str, Any], lines: _Lines, *, is_chat: bool
 ) -> None:
-    """Fill ``results`` with the fields of each prompt, by its place."""
+    """Put the fields of each prompt into ``lines``."""
     from hpu_duo.generation.offline import OfflineBatch
 
     prompts, params, places = [], list[Any](), []
@@ -156,21 +192,25 @@ def _serve(
         try:
             if item.problem is not None:
                 raise item.problem
-            params.append(_params({**sampling, **(item.sampling or {})}))
+            one = _params({**sampling, **(item.sampling or {})})
             text = item.prompt
-            prompts.append(encode(tokenizer_of(loaded), text, is_chat) if isinstance(text, str) else text)
-            places.append(place)
+            if is_chat and isinstance(text, str):
+                text = encode(tokenizer_of(loaded), text, is_chat)
+            prompts.append(text)
         except (TypeError, ValueError) as error:
-            del params[len(places) :]
-            results[place] = _fields(place, item, error=error)
+            lines.put(place, _fields(place, item, error=error))
+        else:
+            params.append(one)
+            places.append(place)
     console = Console(stderr=True)
     columns = TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("prompts", total=len(items), completed=len(results))
+    is_hidden = lines.file.isatty() or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
+        task = progress.add_task("prompts", total=len(items), completed=lines.num_put)
 
         def put(result: OfflineResult) -> None:
             place = places[result.index]
-            results[place] = _fields(place, items[place], result)
+            lines.put(place, _fields(place, items[place], result))
             progress.advance(task)
 
         if prompts:
@@ -196,5 +236,5 @@ def _fields(
         "token_ids": [] if sample is None else sample.token_ids,
         "finish_reason": None if sample is None else str(sample.finish_reason),
         "num_prompt_tokens": 0 if result is None else len(result.prompt_token_ids),
-        "error": None if error is None else str(error),
+        "error": None if error is None else f"{item.where}: {error}".removeprefix(": "),
     }
