@@ -85,7 +85,7 @@ def numa_node(device: str, root: Path = Path("/")) -> int | None:
 
 
 def _target(file: Path) -> str:
-    """What a link points to; nothing of a file that is none, or that another thread has closed."""
+    """The target of a link; "" for a file that is none, or that another thread has closed."""
     try:
         return os.readlink(file)
     except OSError:
