@@ -59,6 +59,8 @@ from hpu_duo.startup.blueprint import Blueprint, ChosenKernels, choose_kernels
 from hpu_duo.startup.draft_model import DraftModel, check_stores, draft_fields, within
 from hpu_duo.startup.heads import ChosenHeads
 from hpu_duo.startup.offloading import (
+    CUT,
+    bucket_bytes,
     check_runner,
     host_link,
     is_in_memory,
@@ -68,7 +70,7 @@ from hpu_duo.startup.offloading import (
     streamed_layers,
 )
 from hpu_duo.startup.tables import StepTables, plan_with_graphs
-from kernels_ref import Implementation, Owner, Softmax
+from kernels_ref import Implementation, LayerSpec, Owner, Softmax
 from kernels_ref.formats.trial import format_problem
 from kernels_ref.x86 import library as x86
 
@@ -243,7 +245,7 @@ class DeviceSide:
             sizes = list(map(weight_bytes, streamed))
             num_buffers = max(buffer_numbers(len(sizes), config.model.offload_prefetch_step)) + 1
             num_coming -= max(0, sum(sizes) - num_buffers * max(sizes))
-        num_coming += link_bytes(config, blueprint.memory_of(1, 1), runtime)
+        num_coming += link_bytes(config, blueprint.memory_of(1, 1), runtime, _cut(blueprint, place.backend))
         budget = _budget(config, runtime, num_coming)
         tables = blueprint.tables(place.backend, is_padding=runtime.compiles_operators)
         if config.scheduler.trim_chunks and not tables.uses_table:  # refused before weights are packed
@@ -356,6 +358,11 @@ def _agreed(memory: MemoryPlan, blueprint: Blueprint, tables: StepTables, shared
     return memory
 
 
+def _cut(blueprint: Blueprint, backend: CaptureBackend) -> tuple[LayerSpec, ...]:
+    """Layers whose graphs are cut where ``cpu_attention`` meets them."""
+    return tuple(blueprint.specs) if backend.name in CUT else ()
+
+
 def _plan_memory(
     blueprint: Blueprint, budget: DeviceBudget, tables: StepTables, draft: DraftModel | None
 ) -> MemoryPlan:
@@ -370,7 +377,7 @@ def _plan_memory(
         budget = within(budget, share)
         if cache.kv_cache_bytes is not None:
             cache = replace(cache, kv_cache_bytes=int(share * cache.kv_cache_bytes))
-    if asked is not None:
+    if asked is not None and cache.cpu_attention is None:
         return blueprint.memory(budget, cache, graph_bytes=asked)
     bound, dtype_bytes = budget.graph_bytes(), blueprint.dtype.itemsize
     speculation = blueprint.config.scheduler.speculation
@@ -383,12 +390,14 @@ def _plan_memory(
         of_states = 0 if draft is None else draft.state_bytes(tables.largest(plan))
         return tables.graph_bytes(plan, dtype_bytes, drafts) + of_states
 
+    def set_aside(plan: MemoryPlan) -> int:
+        beside = bucket_bytes(blueprint.config, _cut(blueprint, tables.backend), tables.largest(plan))
+        return (min(bound, needed_of(plan)) if asked is None else asked) + beside
+
     plan = plan_with_graphs(
-        lambda graph_bytes: blueprint.memory(budget, cache, graph_bytes=graph_bytes),
-        lambda plan: min(bound, needed_of(plan)),
+        lambda graph_bytes: blueprint.memory(budget, cache, graph_bytes=graph_bytes), set_aside
     )
-    needed = needed_of(plan)
-    if needed > bound:
+    if asked is None and (needed := needed_of(plan)) > bound:
         _log.warning(
             "graphs may keep %.1f GiB if each has intermediates of its own, and %.1f GiB are reserved: fewer "
             "buckets keep less, and graph_memory_bytes reserves more",

@@ -21,6 +21,7 @@ from hpu_duo.device.ranks import Membership
 from hpu_duo.device.runtime import CpuRuntime, DeviceRuntime, host_memory
 from hpu_duo.device.streams import CopiesAside, CopiesStaged
 from hpu_duo.engine.on_host.attention import planned_bytes
+from hpu_duo.engine.on_host.captured import BucketSizes
 from hpu_duo.engine.on_host.choice import HostDecodes
 from hpu_duo.engine.on_host.runner import HostRunner
 from hpu_duo.engine.stepper import Runner
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from hpu_duo.engine.engine import Engine
     from hpu_duo.engine.executor import Executor
     from hpu_duo.engine.scheduler import Scheduler
+    from kernels_ref import LayerSpec
 
 _log = logging.getLogger(__name__)
 
@@ -307,14 +309,45 @@ class HostSlots(NamedTuple):
         return cls(total // sum(sizes), sizes[0], per_row, swap // sum(sizes), sizes[0] / sum(sizes))
 
 
-def link_bytes(config: EngineConfig, records: MemoryPlan, runtime: DeviceRuntime) -> int:
-    """Return the bytes of the device that tiers allocate beside the stores.
+def bucket_bytes(config: EngineConfig, cut: Sequence[LayerSpec], largest: BatchShape) -> int:
+    """Return the bytes of the device that ``cpu_attention`` allocates for the tokens of a bucket.
+
+    Args:
+        cut: layers whose graphs are cut for it, if any.
+        largest: bucket.
+    """
+    if config.cache.cpu_attention is None:
+        return 0
+    num_rows = largest.num_logits * config.scheduler.decode_len
+    return BucketSizes.of(cut, largest.query_len, num_rows).on_device
+
+
+def staged_bytes(config: EngineConfig, cut: Sequence[LayerSpec], records: MemoryPlan, in_tiles: int) -> int:
+    """Return the most bytes of pinned memory of ``cpu_attention`` beside graphs that are cut for it.
+
+    Args:
+        cut: layers of these graphs.
+        records: stores of the device, of whatever number of blocks.
+        in_tiles: bytes of tiles.
+    """
+    scheduler, block_size = config.scheduler, records.block_size
+    num_rows = scheduler.max_num_seqs * scheduler.decode_len
+    of_rows = BucketSizes.of(cut, num_rows, num_rows).pinned(records.dtype_bytes)
+    moves = fewest_blocks(block_moves(scheduler.max_num_batched_tokens, block_size), scheduler.max_num_seqs)
+    return in_tiles + of_rows + moves * records.block_bytes
+
+
+def link_bytes(
+    config: EngineConfig, records: MemoryPlan, runtime: DeviceRuntime, cut: Sequence[LayerSpec] = ()
+) -> int:
+    """Return the bytes of the device that tiers allocate beside the stores, whatever the buckets.
 
     These are buffers of a link and what its graphs gather, or tiles of ``cpu_attention``, and its blocks
     where the device is a CPU.
 
     Args:
         records: stores of this rank, of whatever number of units.
+        cut: layers whose graphs are cut for ``cpu_attention``, if any.
 
     Raises:
         ValueError: ``cpu_attention`` is more than the free memory.
@@ -325,7 +358,8 @@ def link_bytes(config: EngineConfig, records: MemoryPlan, runtime: DeviceRuntime
         is_apart = not isinstance(runtime, CpuRuntime)
         planned = planned_bytes(records, num_blocks, is_apart=is_apart)
         free = host_memory().free if is_apart else runtime.free_bytes()
-        if (needed := planned.on_host + (0 if is_apart else planned.in_tiles)) > free:
+        beside = staged_bytes(config, cut, records, planned.in_tiles) if cut else 0
+        if (needed := planned.on_host + (beside if is_apart else planned.in_tiles)) > free:
             raise ValueError(
                 f"expected cpu_attention within the free memory of the host, {free:,} bytes, got {needed:,} "
                 "bytes"

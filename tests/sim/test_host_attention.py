@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,9 @@ from hpu_duo.engine.on_host.captured import CapturedHostAttention
 from hpu_duo.engine.on_host.runner import HostRunner
 from hpu_duo.lab import sim
 from hpu_duo.lab.sim.runtime import SimRuntime
+from hpu_duo.lab.sim.tensor import SimTensor
 from hpu_duo.sampling import SamplingParams
+from hpu_duo.startup import device_side, offloading
 from tests.engine.test_looped_layers import VendorsOnCpu, num_compiled
 from tests.engine.test_random_workload import random_params, run_all
 from tests.engine.tiny import Tiny, assert_holds_nothing, serve, tokens_of
@@ -92,6 +96,50 @@ def test_tokens_are_those_of_a_larger_device_and_nothing_new_is_compiled(
     q_bytes = rows * heads * text.head_dim * 4
     crossed = [step.d2h_bytes for step in report.steps if step.d2h_reads > 1]
     assert max(crossed) <= NUM_LAYERS * q_bytes * (1 + DRAFTS["num_speculative_tokens"]) + 200
+
+
+def test_device_memory_is_planned_and_made_before_serving(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tokens of several buckets, and of tiles."""
+    planned = dict[str, int]()
+
+    def note(plan: Callable[..., int], *given: Any) -> int:
+        planned[plan.__name__] = plan(*given)
+        return planned[plan.__name__]
+
+    for module, name in (
+        (device_side, "link_bytes"),
+        (device_side, "bucket_bytes"),
+        (offloading, "staged_bytes"),
+    ):
+        monkeypatch.setattr(module, name, partial(note, getattr(offloading, name)))
+    table = BucketTable.from_strings(["csu/q8/s11/u11/l3", "csu/q16/s11/u11/l3", "--u/q3/s0/u11/l3"])
+    model = load(tiny, buckets=table, pattern=PATTERN, graph_memory_bytes=1 << 20)
+    model.warmup()
+    runner = model.engine.runner
+    assert isinstance(runner, HostRunner)
+    host = runner.host
+    assert isinstance(host, CapturedHostAttention)
+
+    def on_device(tensors: dict[Any, torch.Tensor]) -> dict[Any, tuple[int, int]]:
+        """Address and bytes of the memory behind each."""
+        stored = {
+            key: each.host.untyped_storage() for key, each in tensors.items() if isinstance(each, SimTensor)
+        }
+        return {key: (each.data_ptr(), each.nbytes()) for key, each in stored.items()}
+
+    made, whole = on_device(host._made), on_device(host._whole)
+    serve(model, PROMPTS, [GREEDY, DRAWN] * 3)
+    assert min(host.traffic.triples, host.traffic.contexts) > 0
+    assert (on_device(host._made), on_device(host._whole)) == (made, whole)
+    assert {name for name, _ in host._views} == {"empty", "triples"}
+    assert set(on_device(host._views).values()) == set(whole.values())
+    in_tokens = sum(num_bytes for _, num_bytes in whole.values())
+    pinned = [each for each in host._made.values() if not isinstance(each, SimTensor)]
+    assert planned.pop("staged_bytes") >= sum(each.nbytes for each in pinned)
+    assert planned == {"link_bytes": host.staging_bytes, "bucket_bytes": in_tokens}
+    assert runner.store.plan.graph_bytes == (1 << 20) + in_tokens
 
 
 @pytest.mark.slow

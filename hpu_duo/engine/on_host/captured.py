@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -27,7 +27,7 @@ from hpu_duo.engine.on_host.cut import CutAttention, places_of, register
 from hpu_duo.engine.on_host.plans import WholeBlocks
 from hpu_duo.engine.on_host.worker import Worker
 from hpu_duo.kv.row_state import Units
-from kernels_ref import Implementation, KVUnits, LayerCache, LayerSpec, NewKV, Partial, loops
+from kernels_ref import Blocks, Implementation, KVUnits, LayerCache, LayerSpec, NewKV, Partial, loops
 from kernels_ref.impl import kernels
 from kernels_ref.partial import FLOOR, empty, fold, packed, unfold
 from kernels_ref.step import PartInputs
@@ -69,6 +69,52 @@ def copies_of(runtime: DeviceRuntime) -> QueuesCopies:
     return runtime if isinstance(runtime, QueuesCopies) else EndedCopies()
 
 
+class BucketSizes(NamedTuple):
+    """Sizes of what crosses the link in the largest bucket; other buckets use its first tokens.
+
+    Attributes:
+        num_tokens: query tokens (Q).
+        num_rows: tokens of decode rows (N * M).
+        kinds: shapes ``[K, G, D]`` of a token's queries, each with the elements of a value.
+    """
+
+    num_tokens: int
+    num_rows: int
+    kinds: frozenset[tuple[tuple[int, int, int], int]]
+
+    @classmethod
+    def of(cls, specs: Sequence[LayerSpec], num_tokens: int, num_rows: int) -> BucketSizes:
+        """Return those of layers."""
+        kinds = frozenset(
+            ((group.num_heads, spec.group_size, spec.head_dim), spec.value_dim)
+            for spec in specs
+            for group in spec.groups
+            if isinstance(group.kind, Blocks)
+        )
+        return cls(num_tokens, num_rows, kinds)
+
+    @property
+    def triples(self) -> frozenset[tuple[int, int, int]]:
+        """Shapes ``[K, G, D + 2]`` of a token's triples."""
+        return frozenset((heads, size, value_dim + 2) for (heads, size, _), value_dim in self.kinds)
+
+    @property
+    def on_device(self) -> int:
+        """Bytes of the device: triples of decode rows, and empty ones of all tokens."""
+        num_tokens = self.num_rows + max(self.num_tokens, self.num_rows)
+        return torch.float32.itemsize * num_tokens * sum(map(math.prod, self.triples))
+
+    def pinned(self, dtype_bytes: int) -> int:
+        """Bytes of pinned memory: queries and triples of decode rows.
+
+        Args:
+            dtype_bytes: of an element of a query.
+        """
+        queries = dtype_bytes * sum(math.prod(shape) for shape in {shape for shape, _ in self.kinds})
+        triples = torch.float32.itemsize * sum(map(math.prod, self.triples))
+        return self.num_rows * (queries + triples)
+
+
 class CapturedHostAttention(HostAttention):
     """The same between the graphs of captured steps.
 
@@ -80,6 +126,7 @@ class CapturedHostAttention(HostAttention):
 
     Args:
         copies: of the device.
+        largest: sizes of the largest bucket.
         layers, specs, num_blocks, worker: see ``HostAttention``.
     """
 
@@ -90,6 +137,7 @@ class CapturedHostAttention(HostAttention):
         num_blocks: int,
         worker: Worker,
         copies: QueuesCopies,
+        largest: BucketSizes,
     ) -> None:
         super().__init__(layers, specs, num_blocks, worker)
         self._copies, self._specs = copies, tuple(specs)
@@ -100,6 +148,15 @@ class CapturedHostAttention(HostAttention):
         self._leaving = list[Callable[[], None]]()
         self._coming: Callable[[], torch.Tensor] | None = None
         self._number = register(self)
+        self._largest = largest
+        self._whole = dict[tuple[str, tuple[int, ...]], torch.Tensor]()
+        self._views = dict[tuple[str, tuple[int, ...]], torch.Tensor]()
+        device = next(iter(self._device.values())).tensors[0].device
+        for shape in largest.triples:
+            none = torch.zeros(max(largest.num_tokens, largest.num_rows), *shape)
+            none[..., -2] = FLOOR
+            self._whole["empty", shape] = none.to(device, copy=True)
+            self._whole["triples", shape] = none[: largest.num_rows].to(device, copy=True)
 
     def of_layers(self, num_layers: int) -> list[Elsewhere]:
         """Return the cuts of each layer."""
@@ -176,7 +233,7 @@ class CapturedHostAttention(HostAttention):
         self._coming = None
         if self._is_serving and not self._now.there:
             return
-        on_host = self._staging("q", q.shape, q.dtype)
+        on_host = self._staged_rows("q", q.shape, q.dtype)
         on_host.copy_(q, non_blocking=True)
         key, arrived = (self._layer, place), self._copies.mark()
         self._coming = self.worker.begin(partial(self._attend_rows, key, on_host, decode_len, arrived))
@@ -188,7 +245,7 @@ class CapturedHostAttention(HostAttention):
         arrived()
         host, now, dim = self._host[key], self._now, self._host[key].encoding.value_dim
         # Its copy for the layer before has ended, as it was queued before that of the queries.
-        found = self._staging("triples", (*q.shape[:-1], dim + 2), torch.float32)
+        found = self._staged_rows("triples", (*q.shape[:-1], dim + 2), torch.float32)
         found.zero_()[..., dim] = FLOOR
         if not now.there:
             return found
@@ -208,7 +265,7 @@ class CapturedHostAttention(HostAttention):
         if self._coming is None:
             return self._empty(q, place)
         found, self._coming = self._coming(), None
-        return self._buffer("triples", found, q.device).copy_(found, non_blocking=True)
+        return self._first("triples", found.shape).copy_(found, non_blocking=True)
 
     def of_tokens(
         self, q: torch.Tensor, row: torch.Tensor, row_start: torch.Tensor, place: int
@@ -230,7 +287,7 @@ class CapturedHostAttention(HostAttention):
         )
         q, numbers = q.contiguous(), self._numbers(size, q.device)
         total: Sequence[torch.Tensor] = empty(q, host.encoding.value_dim)
-        for number, tile in enumerate(self._now.tiles(size) if self._is_serving else [_NOTHING]):
+        for number, tile in enumerate(self._now.tiles(size) if self._is_serving else [_NOTHING] * 2):
             ring_row, blocks, units = tile.row.ring_row, tile.blocks, buffers[number % 2]
             first = begun.get(ring_row, 0)
             begun[ring_row] = first + len(blocks)
@@ -290,12 +347,19 @@ class CapturedHostAttention(HostAttention):
     def _numbers(self, size: int, device: torch.device) -> torch.Tensor:
         return self._buffer("numbers", torch.arange(size, dtype=torch.int32), device)
 
+    def _staged_rows(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Pinned memory of decode rows: the first of those of the largest bucket."""
+        return self._staging(name, (self._largest.num_rows, *shape[1:]), dtype)[: shape[0]]
+
+    def _first(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """The same of the device, of triples of tokens."""
+        num_tokens, *each = shape
+        key = name, tuple(shape)
+        if key not in self._views:
+            self._views[key] = self._whole[name, tuple(each)][:num_tokens]
+        return self._views[key]
+
     def _empty(self, q: torch.Tensor, place: int) -> torch.Tensor:
         """Triples of queries that see nothing, on the device."""
         dim = self._host[self._layer, place].encoding.value_dim
-        key = "empty", (*q.shape[:-1], dim + 2), q.device
-        if key not in self._made:
-            made = torch.zeros(key[1])
-            made[..., dim] = FLOOR
-            self._made[key] = made.to(q.device)
-        return self._made[key]
+        return self._first("empty", (*q.shape[:-1], dim + 2))

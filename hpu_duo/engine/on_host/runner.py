@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hpu_duo.engine.executor import Executor
 from hpu_duo.engine.on_host.attention import HostAttention, HostContext, check_specs
-from hpu_duo.engine.on_host.captured import CapturedHostAttention, copies_of
+from hpu_duo.engine.on_host.captured import BucketSizes, CapturedHostAttention, copies_of
 from hpu_duo.engine.on_host.choice import HostDecodes
 from hpu_duo.engine.on_host.crossing import crossing_of
 from hpu_duo.engine.on_host.worker import WorkerThread
@@ -48,7 +48,9 @@ class HostRunner(Runner):
         known, enter = (executor.store.layers, specs, num_blocks, WorkerThread()), None
         self.host: HostAttention
         if is_captured:
-            self.host = captured = CapturedHostAttention(*known, copies_of(executor.runtime))
+            num_rows = executor.largest.num_logits * executor.geometry.decode_len
+            largest = BucketSizes.of(specs, executor.largest.query_len, num_rows)
+            self.host = captured = CapturedHostAttention(*known, copies_of(executor.runtime), largest)
             captured.warm_up()
             enter = captured.enter
         else:
