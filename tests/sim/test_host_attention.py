@@ -8,44 +8,27 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from graphs import BucketTable
-from hpu_duo import HeadPattern, HPUDuoModel
+from hpu_duo import HPUDuoModel
 from hpu_duo.engine.on_host.captured import CapturedHostAttention
 from hpu_duo.engine.on_host.runner import HostRunner
 from hpu_duo.lab import sim
 from hpu_duo.lab.sim.runtime import SimRuntime
 from hpu_duo.lab.sim.tensor import SimTensor
-from hpu_duo.sampling import SamplingParams
 from hpu_duo.startup import device_side, offloading
+from tests.engine.test_host_attention import DRAFTS, DRAWN, GREEDY, NUM_ON_HOST, PATTERN, PROMPTS, tiny
 from tests.engine.test_looped_layers import VendorsOnCpu, num_compiled
 from tests.engine.test_random_workload import random_params, run_all
 from tests.engine.tiny import Tiny, assert_holds_nothing, serve, tokens_of
-from tests.modeling.families import BASE, prompts_of, save_random
+from tests.modeling.families import prompts_of
 from tests.vendor import choose_mode, importable
 
+__all__ = ["tiny"]  # a fixture
+
 pytestmark = pytest.mark.usefixtures("simulated_hpu", "default_buckets")
-
-NUM_LAYERS, NUM_ON_HOST = 2, 24
-PATTERN = HeadPattern(
-    np.zeros((2, 2), np.float32), sink=2, recent=6, retrieval=np.array([[True, False], [False, True]])
-)
-GREEDY = SamplingParams(temperature=0, max_tokens=8)
-DRAWN = SamplingParams(temperature=1, max_tokens=12, seed=3)
-PROMPTS = prompts_of((76, 5, 81, 9, 70, 33))
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 2}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """A tiny Llama, whose heads are large enough for all kernels of CPUs."""
-    path = tmp_path_factory.mktemp("host")
-    sizes = {"num_hidden_layers": NUM_LAYERS, "head_dim": 32}
-    return Tiny(path, save_random(LlamaConfig(**{**BASE, **sizes}), path))
 
 
 def load(tiny: Tiny, num_on_host: int = NUM_ON_HOST, **options: Any) -> HPUDuoModel:
@@ -90,12 +73,12 @@ def test_tokens_are_those_of_a_larger_device_and_nothing_new_is_compiled(
     assert (report.new_graphs, report.new_recipes) == (0, 0)
     assert not report.excused
     # One read of results, and one of queries for each layer if a decode has blocks on the host.
-    assert {step.d2h_reads for step in report.steps} == {0, 1, 1 + NUM_LAYERS}
     text = tiny.model.config
+    assert {step.d2h_reads for step in report.steps} == {0, 1, 1 + text.num_hidden_layers}
     heads, rows = text.num_attention_heads * (1 if options.get("pattern") is None else 1 / 2), 3
     q_bytes = rows * heads * text.head_dim * 4
     crossed = [step.d2h_bytes for step in report.steps if step.d2h_reads > 1]
-    assert max(crossed) <= NUM_LAYERS * q_bytes * (1 + DRAFTS["num_speculative_tokens"]) + 200
+    assert max(crossed) <= text.num_hidden_layers * q_bytes * (1 + DRAFTS["num_speculative_tokens"]) + 200
 
 
 def test_device_memory_is_planned_and_made_before_serving(
