@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -235,6 +236,61 @@ def test_a_rank_that_is_behind_waits_on_its_device() -> None:
     link.wait(two)
     assert (store[:2] == 9).all()
     assert (numbers[:2] == 9).all()
+    assert link.poll() == []
+
+
+@pytest.mark.parametrize("move", ["_to_slots", "_from_slots"])
+def test_a_rank_that_is_behind_fails_where_it_waits(monkeypatch: pytest.MonkeyPatch, move: str) -> None:
+    """Not of what rank 0 has dropped; the buffers are free, and the next transfers are right."""
+    store, numbers = torch.arange(7 * 3, dtype=torch.bfloat16).view(7, 3), torch.arange(7, dtype=torch.int32)
+    link, expected = graphs_link(store, numbers, FakeBuffers(0)), store.clone()
+    is_load, two = move == "_from_slots", FIVE[:2]
+    transfers = Transfers(loads=two) if is_load else Transfers(stores=two)
+
+    def broken(*_: object) -> None:
+        raise OSError("no such memory")
+
+    def fail() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(link, move, broken)
+            link.begin(transfers)
+            link.wait_any()
+
+    fail()
+    link.wait(())
+    with pytest.raises(OSError, match="no such memory"):
+        link.wait(two)
+    fail()
+    link.begin(Transfers(stores=two))
+    link.wait_any()
+    store[:2] = 0
+    link.begin(Transfers(loads=two))
+    link.wait(two)
+    assert torch.equal(store, expected)
+    link.drain()
+    assert all(len(lane.free) == len(lane.buffers) for lane in link._lanes.values())
+
+
+@pytest.mark.parametrize("is_load", [False, True])
+def test_what_fails_behind_a_wait_ends_a_later_step(monkeypatch: pytest.MonkeyPatch, is_load: bool) -> None:
+    """A load ends the step that waits for it, and a store one behind it: another rank has its record."""
+    store, numbers = torch.zeros(7, 3, dtype=torch.bfloat16), torch.zeros(7, dtype=torch.int32)
+    link, two, is_open = graphs_link(store, numbers, FakeBuffers(0)), FIVE[:2], Event()
+
+    def broken(*_: object) -> None:
+        is_open.wait()
+        raise OSError("no such memory")
+
+    for move in ("_to_slots", "_from_slots"):
+        monkeypatch.setattr(link, move, broken)
+    link.begin(Transfers(loads=two) if is_load else Transfers(stores=two))
+    if is_load:
+        is_open.set()
+    else:
+        link.wait(two)
+        is_open.set()
+    with pytest.raises(OSError, match="no such memory"):
+        link.wait(two) if is_load else link.begin(Transfers(loads=two))
     assert link.poll() == []
 
 

@@ -141,7 +141,8 @@ class StagedLink(HostRecords):
     A graph gathers units to a buffer on the device, behind the copies of the step that fill them. The buffer
     is copied to pinned memory on a stream, and from there to the records by a thread. The other direction is
     the reverse. ``begin`` and ``poll`` look at marks and threads, and begin what comes next; they wait for
-    nothing. Every graph and copy has the same shape, padded with the null unit.
+    nothing. Every graph and copy has the same shape, padded with the null unit. A transfer that fails ends no
+    step of rank 0, where ``poll`` raises its error; elsewhere the step that waits for it fails.
 
     Args:
         blocks, rows, num_slots, slot_bytes: see ``HostRecords``.
@@ -181,6 +182,7 @@ class StagedLink(HostRecords):
         self._streams: tuple[CopyQueue, CopyQueue] = runtime.copy_stream(), runtime.copy_stream()
         self._threads = [ThreadPoolExecutor(1, f"hpu-duo-{name}") for name in ("kv-store", "kv-load")]
         self._landed: list[Landed] = []
+        self._failed: dict[tuple[Transfer, bool], Exception] = {}
         self._has_begun = False
 
     def _buffer(self, groups: Groups, size: int, *, is_load: bool, is_row: bool) -> _Buffer:
@@ -202,12 +204,17 @@ class StagedLink(HostRecords):
 
     @torch.inference_mode()
     def begin(self, transfers: Transfers) -> None:
-        """Begin the transfers of a step."""
+        """Begin the transfers of a step.
+
+        Raises:
+            Exception: of a transfer that ``wait`` has forgotten.
+        """
         self._finish_stores(transfers)
         self._begin_disk(transfers)
         self._has_begun = True
         for is_load, each in ((False, transfers.stores), (True, transfers.loads)):
             for transfer in each:
+                self._failed.pop((transfer, is_load), None)  # an earlier one that rank 0 has dropped
                 if (lane := self._lanes.get((is_load, transfer.is_row))) is not None:
                     lane.waiting.append(transfer)
                 else:  # heads that need it are on other ranks
@@ -221,6 +228,10 @@ class StagedLink(HostRecords):
             Exception: of a transfer.
         """
         self._go_on()
+        if self._failed:
+            error = next(iter(self._failed.values()))
+            self._failed.clear()
+            raise error
         landed, self._landed = self._landed, []
         return landed
 
@@ -230,18 +241,27 @@ class StagedLink(HostRecords):
 
         The host waits for a thread, or where a rank is behind by all of its buffers. What leaves has been
         gathered as it began, so nothing waits for that.
+
+        Raises:
+            Exception: of one of them, or of one that has been forgotten.
         """
         self._go_on()
         for (is_load, _), lane in self._lanes.items() if transfers else ():
             while any(each in transfers for each in lane.waiting):
                 lane.flying[0].block()
                 self._go_on()
-            for flight in lane.flying:
+            for flight in list(lane.flying):
                 known = [each for each in flight.batch if each in transfers]
-                flight.forgotten.update(known)
                 if is_load and known and not flight.is_spread:
-                    self._hold_for(flight)
+                    try:
+                        self._hold_for(flight)
+                    except Exception as error:
+                        self._end(lane, flight, error, is_load=True)
+                flight.forgotten.update(known)
         self._landed = [each for each in self._landed if each.transfer not in transfers]
+        errors = [self._failed.pop(key) for key in list(self._failed) if key[0] in transfers]
+        if errors:
+            raise errors[0]
 
     def _hold_for(self, flight: _Flight) -> None:
         """Let the computation wait for a load, whose buffer is not free before its copies have ended."""
@@ -273,7 +293,7 @@ class StagedLink(HostRecords):
         """Wait until one more has ended, or another thread's work."""
         while others or any(lane.flying or lane.waiting for lane in self._lanes.values()):
             self._go_on()
-            if self._landed or any(each.done() for each in others):
+            if self._landed or self._failed or any(each.done() for each in others):
                 return
             time.sleep(_POLL_S)
 
@@ -285,6 +305,7 @@ class StagedLink(HostRecords):
                     flight.block()
             lane.reset()
         self._landed.clear()
+        self._failed.clear()
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -300,22 +321,47 @@ class StagedLink(HostRecords):
 
     @torch.inference_mode()
     def _go_on(self) -> None:
-        """Begin what can begin, and note what has ended; waits for nothing."""
+        """Begin what can begin, and note what has ended; waits for nothing.
+
+        Raises:
+            Exception: of a transfer that ``wait`` has forgotten.
+        """
+        lost: list[Exception] = []
         for (is_load, _), lane in self._lanes.items():
             for flight in list(lane.flying):
-                if self._has_landed(flight, is_load=is_load):
-                    lane.flying.remove(flight)
-                    lane.free.append(flight.buffer)
-                    known = [each for each in flight.batch if each not in flight.forgotten]
-                    self._landed += (Landed(each, is_load, flight.seconds) for each in known)
+                try:
+                    if self._has_landed(flight, is_load=is_load):
+                        self._end(lane, flight, None, is_load=is_load)
+                except Exception as error:
+                    self._end(lane, flight, error, is_load=is_load)
+                    if flight.forgotten:
+                        lost.append(error)
             while lane.waiting and lane.free:
                 flight = lane.take()
-                if is_load:
-                    flight.moved = self._threads[1].submit(timed, self._fill(flight.buffer), flight.batch)
-                else:
-                    flight.buffer.send_ids()
-                    flight.buffer.run()
-                    self._copy(flight, is_load=False)
+                try:
+                    self._start(flight, is_load=is_load)
+                except Exception as error:
+                    self._end(lane, flight, error, is_load=is_load)
+        if lost:
+            raise lost[0]
+
+    def _start(self, flight: _Flight, *, is_load: bool) -> None:
+        if is_load:
+            flight.moved = self._move(flight, is_load=True)
+        else:
+            flight.buffer.send_ids()
+            flight.buffer.run()
+            self._copy(flight, is_load=False)
+
+    def _end(self, lane: _Lane, flight: _Flight, error: Exception | None, *, is_load: bool) -> None:
+        """Free the buffer of a flight that has landed or failed, and note that of what is not forgotten."""
+        lane.flying.remove(flight)
+        lane.free.append(flight.buffer)
+        known = [each for each in flight.batch if each not in flight.forgotten]
+        if error is None:
+            self._landed += (Landed(each, is_load, flight.seconds) for each in known)
+        else:
+            self._failed.update(((each, is_load), error) for each in known)
 
     def _has_landed(self, flight: _Flight, *, is_load: bool) -> bool:
         if flight.moved is not None and flight.moved.done() and (is_load == (flight.marks is None)):
@@ -330,7 +376,7 @@ class StagedLink(HostRecords):
                 if not flight.is_spread:
                     flight.buffer.run()
                 return True
-            flight.moved = self._threads[0].submit(timed, self._empty(flight.buffer), flight.batch)
+            flight.moved = self._move(flight, is_load=False)
         return False
 
     def _copy(self, flight: _Flight, *, is_load: bool) -> None:
@@ -345,23 +391,17 @@ class StagedLink(HostRecords):
                 target.copy_(source, non_blocking=True)
             flight.marks = began, stream.mark()
 
-    def _fill(self, buffer: _Buffer) -> Callable[[Sequence[Transfer]], None]:
-        def fill(batch: Sequence[Transfer]) -> None:
+    def _move(self, flight: _Flight, *, is_load: bool) -> Future[float]:
+        """Let a thread copy between pinned memory and records."""
+        move = self._from_slots if is_load else self._to_slots
+
+        def copy(batch: Sequence[Transfer]) -> None:
             begin = 0
-            for data in buffer.host_bytes:
-                self._from_slots(batch, data, begin)
+            for data in flight.buffer.host_bytes:
+                move(batch, data, begin)
                 begin += data.shape[1]
 
-        return fill
-
-    def _empty(self, buffer: _Buffer) -> Callable[[Sequence[Transfer]], None]:
-        def empty(batch: Sequence[Transfer]) -> None:
-            begin = 0
-            for data in buffer.host_bytes:
-                self._to_slots(batch, data, begin)
-                begin += data.shape[1]
-
-        return empty
+        return self._threads[is_load].submit(timed, copy, flight.batch)
 
 
 def gather_units(ids: torch.Tensor, data: tuple[torch.Tensor, ...], groups: Groups) -> None:
