@@ -135,8 +135,8 @@ def test_a_transfer_that_fails_ends_no_request(
     monkeypatch.setattr(LoadPolicy, "loads", lambda *_: True)
     cache = {**CACHE, "num_prefix_snapshots": 6}
     cold, served = on_cpu(tiny), tiny.load(device="hpu-sim", buckets=TABLE, **cache, **OPTIONS)
-    cases = [(move, number) for move in ("_to_slots", "_from_slots") for number in (1, 3, 5)]
-    for seed, (move, number) in enumerate(cases):
+    # Which call fails decides whether a poll or the wait before a step meets the error first.
+    for seed, (move, number) in enumerate([("_to_slots", 3), ("_from_slots", 1), ("_from_slots", 3)]):
         texts = prompts_of([3 * BLOCK + extra for extra in range(6)], seed=seed) * 2
         caplog.clear()
         with monkeypatch.context() as patch:
@@ -148,7 +148,7 @@ def test_a_transfer_that_fails_ends_no_request(
         assert "failed, so records are dropped: OSError('no such memory')" in caplog.text
 
 
-@pytest.mark.parametrize("move", ["_to_slots", "_from_slots"])
+@pytest.mark.parametrize("move", ["_to_slots", pytest.param("_from_slots", marks=pytest.mark.slow)])
 def test_a_transfer_that_fails_computes_swapped_requests_again(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, move: str
 ) -> None:
