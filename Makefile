@@ -29,7 +29,7 @@ run: $(VENV)/installed ## Install, then find passkeys in a long document with ha
 	$(BIN)/hpu-duo passkey
 
 # Tests wait for processes and timeouts, too: half as many workers more than cores.
-WORKERS ?= $(or $(shell expr $$(nproc) '*' 3 / 2 2>/dev/null),auto)
+WORKERS ?= $(or $(shell expr $$(env -u OMP_NUM_THREADS nproc) '*' 3 / 2 2>/dev/null),auto)
 # A file's tests share what they load, so one worker runs all of a file. Slow ones share less, and differ more.
 suite: PYTEST_ARGS ?= -n $(WORKERS) --dist loadfile
 slow exhaustive: PYTEST_ARGS ?= -n $(WORKERS) --dist worksteal
