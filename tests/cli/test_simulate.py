@@ -216,17 +216,19 @@ def test_steps_measured_here_are_simulated_with(hpu_duo: Run, model_dir: Path, t
     assert "expected --max-seconds above 0" in nonsense.stderr
 
 
-def test_host_memory_brings_chats_back_at_the_speed_of_the_link(hpu_duo: Run, config_dir: Path) -> None:
-    chats = "chats:per_s=200,turns=4,pause_s=0.05,messages=32,outputs=8,system_len=16,num_users=4"
+def run_of_chats(hpu_duo: Run, config_dir: Path, pause_s: float, *options: object) -> dict[str, Any]:
+    """Simulate chats of four turns on a device of 40 blocks; returns the fields of the run."""
+    chats = f"chats:per_s=200,turns=4,pause_s={pause_s},messages=32,outputs=8,system_len=16,num_users=4"
+    sizes = "--model", config_dir, *SMALL, "--workload", chats, "--num-blocks", 40
+    result = hpu_duo("simulate", *sizes, "--json", *options)
+    assert result.exit_code == 0, result.stderr
+    [found] = json.loads(result.stdout)["runs"]
+    return dict(found)
 
+
+def test_host_memory_brings_chats_back_at_the_speed_of_the_link(hpu_duo: Run, config_dir: Path) -> None:
     def run(*more: object) -> dict[str, Any]:
-        result = hpu_duo(
-            *("simulate", "--model", config_dir, *SMALL, "--workload", chats, "--num-requests", 60),
-            *("--num-blocks", 40, "--json", *more),
-        )
-        assert result.exit_code == 0, result.stderr
-        [found] = json.loads(result.stdout)["runs"]
-        return dict(found)
+        return run_of_chats(hpu_duo, config_dir, 0.05, "--num-requests", 60, *more)
 
     without, fast, slow = (
         run(*each)
@@ -242,16 +244,10 @@ def test_host_memory_brings_chats_back_at_the_speed_of_the_link(hpu_duo: Run, co
 
 def test_a_disk_and_swap_space_bring_back_what_the_host_cannot_hold(hpu_duo: Run, config_dir: Path) -> None:
     """Of chats that come back after others have filled host memory."""
-    chats = "chats:per_s=200,turns=4,pause_s=0.5,messages=32,outputs=8,system_len=16,num_users=4"
 
     def run(*more: object) -> dict[str, Any]:
-        result = hpu_duo(
-            *("simulate", "--model", config_dir, *SMALL, "--workload", chats, "--num-requests", 120),
-            *("--num-blocks", 40, "--kv-offloading-size", 0.0003, "--json", *more),
-        )
-        assert result.exit_code == 0, result.stderr
-        [found] = json.loads(result.stdout)["runs"]
-        return dict(found)
+        sizes = "--num-requests", 120, "--kv-offloading-size", 0.0003
+        return run_of_chats(hpu_duo, config_dir, 0.5, *sizes, *more)
 
     on_host = run()
     disk = ("--kv-offloading-disk-size", 0.5)

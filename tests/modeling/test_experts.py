@@ -28,6 +28,8 @@ from tests.modeling.families import BASE, IS_5, make_config, prompts_of
 from tests.recurrent import hybrids
 
 pytestmark = pytest.mark.skipif(not IS_5, reason="before 5, experts are modules of their own")
+# CI runs these tests once more without our kernels, which other CPUs do not have either.
+with_our_kernels = pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C")
 
 NUM_EXPERTS = 16
 # Gated; gated in another way, with biases and transposed weights; without gates.
@@ -167,7 +169,7 @@ def test_only_a_cpu_that_runs_uncaptured_looks_at_the_routing(monkeypatch: pytes
 
 
 @pytest.mark.instruction_set
-@pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C")
+@with_our_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_keep_16_bits_with_float32_arithmetic(kind: str, dtype: torch.dtype) -> None:
@@ -186,7 +188,7 @@ def test_experts_keep_16_bits_with_float32_arithmetic(kind: str, dtype: torch.dt
 
 
 @pytest.mark.instruction_set
-@pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C")
+@with_our_kernels
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_alone_gets_bit_for_bit_what_it_gets_beside_others(kind: str) -> None:
     made = share_of(make_experts(kind), 0, NUM_EXPERTS)
@@ -233,7 +235,7 @@ WITH_EXPERTS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C")
+@with_our_kernels
 @pytest.mark.parametrize(
     "name",
     [
