@@ -28,11 +28,9 @@ help: ## Show the targets
 run: $(VENV)/installed ## Install, then find passkeys in a long document with half of the heads streaming
 	$(BIN)/hpu-duo passkey
 
-# Tests wait for processes and timeouts, too: half as many workers more than cores.
-WORKERS ?= $(or $(shell expr $$(env -u OMP_NUM_THREADS nproc) '*' 3 / 2 2>/dev/null),auto)
 # A file's tests share what they load, so one worker runs all of a file. Slow ones share less, and differ more.
-suite: PYTEST_ARGS ?= -n $(WORKERS) --dist loadfile
-slow exhaustive: PYTEST_ARGS ?= -n $(WORKERS) --dist worksteal
+suite: PYTEST_ARGS ?= -n auto --dist loadfile
+slow exhaustive: PYTEST_ARGS ?= -n auto --dist worksteal
 
 # mypy keeps one core busy: the tests have the others meanwhile.
 test: $(VENV)/installed-dev ## Install with the development tools, check everything, run the tests

@@ -40,6 +40,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         patch.setenv("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")))
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray ends a proxy that is not up within 5 s, which imports take on busy cores.
+        patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
         with closing(Cluster()) as running:
             yield running
 
