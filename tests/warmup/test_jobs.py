@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from graphs import BatchShape
 from graphs.backends.compile import CompileBackend, cpu_compile_problem
 from graphs.manifest import GraphRecord, read_manifest
+from hpu_duo.device.plain import decode
 from hpu_duo.device.runtime import HostMemory
 from hpu_duo.startup import warm_up, warm_up_jobs
 from hpu_duo.startup.warm_up import WarmUpStoppedError
@@ -51,13 +54,23 @@ def test_what_another_process_compiles_is_found_in_the_cache(
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     assert json.loads(found.splitlines()[-1])["misses"] == 1
     assert read_manifest(path).is_complete
-    # A process whose engine is another one does nothing.
-    wrong = replace(prepared._task, graphs={**prepared._task.graphs, "dtype": "float64"})
-    differs = r"job 2 of the warm-up: .* dtype: expected float64, got float32"
-    jobs = Jobs(1, wrong, BucketQueue(tuple(TABLE_OF_TWO)), records.append)
-    with jobs, pytest.raises(ValueError, match=differs):
-        jobs.wait()
-    assert len(records) == 1
+
+
+def test_a_process_whose_engine_is_another_one_captures_nothing(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.load(graphs="compile", pattern=PATTERN, buckets=TABLE_OF_TWO)
+    task = model.prepare_warmup(num_jobs=2)._task
+    assert task is not None
+    wrong = replace(task, graphs={**task.graphs, "dtype": "float64"})
+    # The main function of the other process, in this one.
+    monkeypatch.setattr(warm_up_jobs.os, "_exit", lambda status: None)
+    monkeypatch.setattr(warm_up_jobs.signal, "signal", lambda *_: None)
+    ours, theirs = Pipe()
+    with ours:
+        warm_up_jobs._work(theirs, wrong)
+        error = decode(ours.recv_bytes())
+    assert re.search("dtype: expected float64, got float32", error)
 
 
 @pytest.mark.parametrize(
