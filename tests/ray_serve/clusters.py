@@ -40,13 +40,17 @@ class Cluster:
             free.bind((HOST, 0))
             port = free.getsockname()[1]
         self.url = f"http://{HOST}:{port}{PREFIX}"
+        self._deployed: dict[str, Any] | None = None
         ray.init(
             num_cpus=2, object_store_memory=_STORE_BYTES, include_dashboard=False, configure_logging=False
         )
         serve.start(http_options={"host": HOST, "port": port})
 
     def deploy(self, **arguments: Any) -> None:
-        """Run the application with arguments, and wait until all of its replicas take calls."""
+        """Run the application with arguments, unless it does, and wait until all replicas take calls."""
+        if arguments == self._deployed:
+            return
+        self._deployed = arguments
         given: dict[str, Any] = {"device": "cpu", "num_cpus": 0.1, "ingress_num_cpus": 0.1, "engine": SMALL}
         args = RayServeArgs.model_validate({**given, **arguments})
         serve.run(build_app(args), name=APP, route_prefix=PREFIX)

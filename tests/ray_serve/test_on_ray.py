@@ -180,7 +180,7 @@ def test_a_replica_that_hangs_is_found_by_its_health_check_and_replaced(
 
 
 def test_a_caller_who_leaves_frees_the_engine(cluster: Cluster) -> None:
-    cluster.deploy(num_replicas=1, router="round-robin")
+    cluster.deploy(num_replicas=2, router="least-loaded", **HEALTH)
     with cluster.http() as http:
         with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
             lines = answer.iter_lines()  # which closes the stream when nobody holds it
