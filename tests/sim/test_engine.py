@@ -93,7 +93,7 @@ def test_120_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_
 
 @pytest.mark.parametrize("pattern", [*further(None), PATTERN], ids=["full", "duo"])
 def test_cached_prefixes_need_nothing_new_after_warm_up(tiny: Tiny, pattern: HeadPattern | None) -> None:
-    work = Workload.random(40, seed=4)
+    work = Workload.random(20, seed=4)
     options = {**LIMITS, "pattern": pattern, "buckets": COARSE}
     snapshots = {"num_prefix_snapshots": 5} if pattern else {}  # more than the share of so few blocks
     served = tiny.load(device="hpu-sim", **options, **snapshots)

@@ -18,6 +18,7 @@ from hpu_duo.startup import device_side
 from hpu_duo.startup.offloading import link_bytes
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import BLOCK, prompts_of
+from tests.tiers import further
 
 pytestmark = pytest.mark.usefixtures("simulated_hpu", "default_buckets")
 
@@ -129,26 +130,31 @@ def assert_nothing_is_in_use(served: HPUDuoModel) -> None:
     assert tiers.swap is None or tiers.swap.num_used_slots == 0
 
 
+# Which call fails decides whether a poll or the wait before a step meets the error first.
+@pytest.mark.parametrize(
+    ("move", "number"),
+    [
+        ("_from_slots", 1),
+        pytest.param("_to_slots", 3, marks=pytest.mark.slow),
+        *further(("_from_slots", 3)),
+    ],
+)
 def test_a_transfer_that_fails_ends_no_request(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, move: str, number: int
 ) -> None:
     monkeypatch.setattr(LoadPolicy, "loads", lambda *_: True)
     cache = {**CACHE, "num_prefix_snapshots": 6}
     cold, served = on_cpu(tiny), tiny.load(device="hpu-sim", buckets=TABLE, **cache, **OPTIONS)
-    # Which call fails decides whether a poll or the wait before a step meets the error first.
-    for seed, (move, number) in enumerate([("_to_slots", 3), ("_from_slots", 1), ("_from_slots", 3)]):
-        texts = prompts_of([3 * BLOCK + extra for extra in range(6)], seed=seed) * 2
-        caplog.clear()
-        with monkeypatch.context() as patch:
-            calls = fail_once(served, move, number, patch)
-            found = [tokens_of(serve(served, [text], GREEDY))[0] for text in texts]
-            assert found == tokens_of(serve(cold, texts, GREEDY))
-            assert_nothing_is_in_use(served)
-        assert len(calls) > number
-        assert "failed, so records are dropped: OSError('no such memory')" in caplog.text
+    calls = fail_once(served, move, number, monkeypatch)
+    found = [tokens_of(serve(served, [text], GREEDY))[0] for text in TEXTS * 2]
+    assert found == tokens_of(serve(cold, TEXTS * 2, GREEDY))
+    assert_nothing_is_in_use(served)
+    assert len(calls) > number
+    assert "failed, so records are dropped: OSError('no such memory')" in caplog.text
 
 
-@pytest.mark.parametrize("move", ["_to_slots", pytest.param("_from_slots", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("move", ["_to_slots", *further("_from_slots")])
 def test_a_transfer_that_fails_computes_swapped_requests_again(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, move: str
 ) -> None:
