@@ -5,6 +5,7 @@ Sizes of a bucket may be arrays: all counts are then arrays too, of which each e
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -142,7 +143,8 @@ class GroupSizes:
     def looped_rounds(self, num_rows: Size, num_blocks: Size) -> Any:
         """Chunks of them where a loop outside the graph of a layer reads them; several are gathered."""
         chunk = self.unique_chunk(num_rows)
-        gathered = by_size(_gathered, chunk, self.chunks, self.key_bytes)
+        # A table of all sizes of chunks would be long.
+        gathered = np.minimum(np.maximum(1, chunk), self.chunks.gathered(sys.maxsize, self.key_bytes))
         return np.where(num_blocks <= chunk, 1, -(-num_blocks // gathered))
 
     def unique_bytes(self, num_rows: Size, num_blocks: Size) -> Any:
@@ -185,10 +187,6 @@ class GroupSizes:
 
 def _unique_chunk(num_rows: int, chunks: ChunkBounds, *sizes: int) -> int:
     return chunks.unique(num_rows, *sizes)
-
-
-def _gathered(chunk: int, chunks: ChunkBounds, key_bytes: int) -> int:
-    return chunks.gathered(max(1, chunk), key_bytes)
 
 
 def _shared_chunk(
