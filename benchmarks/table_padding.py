@@ -22,8 +22,9 @@ import numpy as np
 
 from benchmarks.table_traffic import TRAFFICS
 from graphs import BatchShape, BucketTable, CostFunction, StepLimits
-from graphs.planner.cells import QUERY, Cells, Floats, Levels, cheapest, price, to_levels
+from graphs.planner.cells import Cells, cheapest
 from graphs.planner.replan import replan
+from graphs.prices import QUERY, Floats, Levels, price, to_levels
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.lab.simulate.sessions import SessionArrivals
 from hpu_duo.lab.traces.workloads import make_workload

@@ -15,6 +15,7 @@ from operator import or_
 import numpy as np
 
 from graphs.limits import StepLimits
+from graphs.prices import price, to_levels
 from graphs.shape import BatchShape, CostFunction, Phase, StepCost, row_len
 
 _TEXT = re.compile(r"padding: (?P<padding>\S+) by (?P<measure>\w+)")
@@ -259,16 +260,16 @@ def thin(shapes: Iterable[BatchShape], cost: CostFunction, slack: float) -> tupl
     In order of descending cost, so a shape that holds all others stays, and every dropped shape has a
     replacement in the result.
     """
-    priced = sorted(((cost(shape), shape) for shape in set(shapes)), reverse=True)
-    costs = np.array([price for price, _ in priced])
-    levels = np.array([shape.levels for _, shape in priced], dtype=np.int64)
+    shapes = tuple(set(shapes))
+    ordered = sorted(zip(price(cost, to_levels(shapes)), shapes, strict=True), reverse=True)
+    costs, levels = np.array([each for each, _ in ordered]), to_levels(shape for _, shape in ordered)
     kept: list[int] = []
-    for i in range(len(priced)):
+    for i in range(len(ordered)):
         holds = (levels[kept] >= levels[i]).all(axis=1)
         affordable = costs[kept] <= slack * costs[i]
         if not (holds & affordable).any():
             kept.append(i)
-    return tuple(priced[i][1] for i in kept)
+    return tuple(ordered[i][1] for i in kept)
 
 
 _NUM_NEAREST = 3

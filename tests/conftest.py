@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
+from typer.main import get_command
 
 from hpu_duo.garbage import collector_paused, leave_out_what_is_there
 from tests.forked import start_forked
@@ -100,6 +101,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_built_once() -> Iterator[None]:
+    """Build the options of all commands once, not for each call of a test: 0.1 s of a CPU less for each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("typer.testing._get_command", cache(get_command))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,46 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphs.limits import StepLimits
-from graphs.shape import BatchShape, BroadcastCost, CostFunction, Phase
+from graphs.prices import PHASES, QUERY, Floats, Levels, phase_numbers, price
+from graphs.shape import BroadcastCost, CostFunction, Phase
 
-# n, m shapes; the 7 columns are those of ``BatchShape.levels``: c, s, u, Q, NS, NU, N.
-Levels = NDArray[np.int64]
-Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-CAUSAL, QUERY, SHARED, UNIQUE, LOGITS = 0, 3, 4, 5, 6
+CAUSAL, SHARED, UNIQUE, LOGITS = 0, 4, 5, 6
 _ROWS_AT_ONCE = 1 << 14
-_PHASES = tuple(Phase.all())
-_CAUSAL_CODE = 4
-
-
-def to_levels(shapes: Iterable[BatchShape]) -> Levels:
-    """Shapes as int64 ``[n, 7]``."""
-    return np.array([shape.levels for shape in shapes], dtype=np.int64).reshape(-1, 7)
-
-
-def to_shapes(levels: Levels) -> tuple[BatchShape, ...]:
-    """Rows of int64 ``[n, 7]`` as shapes."""
-    rows = levels.tolist()
-    return tuple(BatchShape(Phase(bool(c), bool(s), bool(u)), *sizes) for c, s, u, *sizes in rows)
-
-
-def price(cost: CostFunction, levels: Levels) -> Floats:
-    """The cost of every row, float64 ``[n]``."""
-    # ``isinstance`` of the class is cached by Python; of the instance it costs more than pricing a few rows.
-    if not issubclass(type(cost), BroadcastCost):
-        return np.array([cost(shape) for shape in to_shapes(levels)], dtype=np.float64)
-    code, sizes = _codes(levels), levels[:, QUERY:].T.astype(np.float64)
-    at = cast(BroadcastCost, cost).at
-    prices = np.empty(len(levels))
-    numbers = sorted({*code.tolist()})
-    if len(numbers) == 1:
-        prices[:] = at(_PHASES[numbers[0]], *sizes)
-        return prices
-    for number in numbers:
-        rows = np.flatnonzero(code == number)
-        prices[rows] = at(_PHASES[number], *sizes[:, rows])
-    return prices
 
 
 def price_along(cost: CostFunction, bucket: Levels, column: int, sizes: Levels) -> Floats:
@@ -61,7 +27,7 @@ def price_along(cost: CostFunction, bucket: Levels, column: int, sizes: Levels) 
     # The other sizes are numbers, which takes half the time.
     levels: list[Any] = bucket[QUERY:].astype(np.float64).tolist()
     levels[column - QUERY] = sizes.astype(np.float64)
-    prices = cast(BroadcastCost, cost).at(_PHASES[int(_codes(bucket[None])[0])], *levels)
+    prices = cast(BroadcastCost, cost).at(PHASES[int(phase_numbers(bucket[None])[0])], *levels)
     return np.broadcast_to(np.asarray(prices, dtype=np.float64), sizes.shape)
 
 
@@ -78,12 +44,7 @@ def serves(buckets: Levels, shapes: Levels) -> Bools:
 
     Steps without prompts are served by buckets with exactly their parts; see ``graphs.table``.
     """
-    return _holds_sizes(buckets, shapes) & _PHASE_SERVES[_codes(buckets)][:, _codes(shapes)]
-
-
-def _codes(levels: Levels) -> Levels:
-    """The number of each row's phase in ``Phase.all()``."""
-    return levels[:, 0] * _CAUSAL_CODE + levels[:, 1] * 2 + levels[:, 2]
+    return _holds_sizes(buckets, shapes) & _PHASE_SERVES[phase_numbers(buckets)][:, phase_numbers(shapes)]
 
 
 def _holds_sizes(buckets: Levels, shapes: Levels) -> Bools:
@@ -95,8 +56,8 @@ def _holds_sizes(buckets: Levels, shapes: Levels) -> Bools:
 
 _PHASE_SERVES = np.array(
     [
-        [own == other or (own.causal and other.causal and own.holds(other)) for other in _PHASES]
-        for own in _PHASES
+        [own == other or (own.causal and other.causal and own.holds(other)) for other in PHASES]
+        for own in PHASES
     ]
 )
 """Whether a bucket of one phase serves shapes of another, by their numbers."""

@@ -15,20 +15,9 @@ from itertools import product
 import numpy as np
 
 from graphs.limits import StepLimits
-from graphs.planner.cells import (
-    LOGITS,
-    QUERY,
-    SHARED,
-    UNIQUE,
-    Floats,
-    Levels,
-    cheapest,
-    lowest_of,
-    price,
-    reachable_corners,
-    to_levels,
-)
+from graphs.planner.cells import LOGITS, SHARED, UNIQUE, cheapest, lowest_of, reachable_corners
 from graphs.planner.evaluation import Traffic
+from graphs.prices import QUERY, Floats, Levels, price, to_levels
 from graphs.shape import BatchShape, BroadcastCost, CostFunction, Phase
 
 _UNIFIED_POINTS = 10

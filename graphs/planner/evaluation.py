@@ -8,17 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphs.limits import StepLimits
-from graphs.planner.cells import (
-    QUERY,
-    SHARED,
-    UNIQUE,
-    Floats,
-    Levels,
-    cheapest,
-    lowest_of,
-    price,
-    to_levels,
-)
+from graphs.planner.cells import SHARED, UNIQUE, cheapest, lowest_of
+from graphs.prices import QUERY, Floats, Levels, price, to_levels
 from graphs.shape import BatchShape, CostFunction
 from graphs.table import BucketTable
 

@@ -10,9 +10,10 @@ from operator import or_
 import numpy as np
 
 from graphs.limits import StepLimits
-from graphs.planner.cells import cheapest, price, to_levels, to_shapes
+from graphs.planner.cells import cheapest
 from graphs.planner.evaluation import Blur, Traffic, check_within, smoothed
 from graphs.planner.search import Resolution, TableSearch
+from graphs.prices import price, to_levels, to_shapes
 from graphs.shape import BatchShape, CostFunction, StepCost
 from graphs.table import BucketTable, decode_only_buckets
 

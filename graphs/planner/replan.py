@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphs.limits import StepLimits
-from graphs.planner.cells import Bools, Floats, holds, price, to_levels, to_shapes
+from graphs.planner.cells import Bools, holds
 from graphs.planner.evaluation import Traffic
 from graphs.planner.plan import plan_table
+from graphs.prices import Floats, price, to_levels, to_shapes
 from graphs.shape import BatchShape
 from graphs.table import BucketTable
 

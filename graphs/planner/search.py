@@ -11,22 +11,9 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from graphs.limits import StepLimits
-from graphs.planner.cells import (
-    CAUSAL,
-    LOGITS,
-    QUERY,
-    SHARED,
-    UNIQUE,
-    Bools,
-    Cells,
-    Floats,
-    Levels,
-    price,
-    price_along,
-    serves,
-    to_levels,
-)
+from graphs.planner.cells import CAUSAL, LOGITS, SHARED, UNIQUE, Bools, Cells, price_along, serves
 from graphs.planner.evaluation import Prototypes, Traffic
+from graphs.prices import QUERY, Floats, Levels, price, to_levels
 from graphs.shape import CostFunction
 
 _SPREAD_SIZES = 20

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from bias_builders import Quest, Rule, Tile, TopBlocks
 from graphs import BatchShape, BucketTable, Phase, StepLimits
 from graphs.bucket_file import write_shapes
-from graphs.planner.cells import price, to_levels
+from graphs.prices import price, to_levels
 from graphs.table import ShapeReservoir
 from hpu_duo.kv.plan import SparseKind
 from kernels_ref import Budget, ChosenBlocks, QuestBlocks

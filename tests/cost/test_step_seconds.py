@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from graphs import BatchShape, Phase, StepCost, StepLimits
 from graphs.planner import Resolution, mean_padding, plan_table
-from graphs.planner.cells import price, to_levels
+from graphs.prices import price, to_levels
 from hpu_duo.planning import (
     FITTED,
     GAUDI3,

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import BatchShape, BucketTable, Miss, StepCost
-from graphs.planner.cells import price, to_levels, to_shapes
 from graphs.planner.search import Demand, Descent, Duties
+from graphs.prices import price, to_levels, to_shapes
 from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
 
 

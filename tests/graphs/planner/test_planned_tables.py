@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from graphs import BatchShape, BucketTable, CostFunction, Miss, SkippingCost, StepCost, StepLimits
 from graphs.planner import ASSUMED, GraphBudget, Resolution, evaluate, plan_table
-from graphs.planner.cells import Cells, holds, price, to_levels
+from graphs.planner.cells import Cells, holds
+from graphs.prices import price, to_levels
 from hpu_duo.planning.simulation import plan_buckets, prior
 from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
 from tests.tiers import crossed, further

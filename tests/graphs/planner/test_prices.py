@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from graphs import StepCost
-from graphs.planner.cells import price, price_along
+from graphs.planner.cells import price_along
+from graphs.prices import price
 from graphs.shape import CostFunction, SkippingCost
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from graphs import BatchShape, BucketTable, Miss, StepCost, StepLimits
 from graphs.planner import evaluate, exponential, linear, padding_aware, upstream_unified
-from graphs.planner.cells import to_levels, to_shapes
+from graphs.prices import to_levels, to_shapes
 from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
 
 
