@@ -4,7 +4,12 @@
 
 Both engines have equally many blocks for requests, too few for what comes back, and are timed in turn, a few
 requests at a time. Every number is a ratio of CPU time, without over with, so that above 1 the tier is
-faster; CPU time has that of its threads.
+faster; CPU time has that of its threads. They compute in float32. Another token in an answer is an
+error, here and in the next three.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.offload --storm LAYERS --policy mlfq:quantum=4 --answers short
+
+Requests that are preempted, with swapping and without.
 
     OMP_NUM_THREADS=1 python -m benchmarks.offload --many-chats LAYERS
 
@@ -34,7 +39,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,9 +46,10 @@ import numpy as np
 import torch
 import transformers
 
-from benchmarks.cpu_systems import HEADS, LAYERS, VOCAB, make_checkpoint, seconds
+from benchmarks.cpu_systems import HEADS, LAYERS, make_checkpoint, seconds
 from benchmarks.offload_returning import returning
-from benchmarks.prefix_cache import NUM_KV_HEADS, Tokens, run
+from benchmarks.offload_storm import STORMS, storms
+from benchmarks.prefix_cache import NUM_KV_HEADS, Tokens, run, same_tokens
 from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.engine.on_host.attention import TILE_BYTES, HostAttention
 from hpu_duo.engine.on_host.choice import HostContextSizes, HostRates
@@ -66,47 +71,55 @@ CONTEXT, LINKS = 16_384, (1e9, 8e9, 32e9)
 PIECE = 4
 """Requests of ``mixed`` that are served together, before the other engine has its turn."""
 
-Work = Callable[[HPUDuoModel, Tokens], Iterable[float]]
+
+class Served(NamedTuple):
+    """Requests that were served: seconds, and the tokens of their answers."""
+
+    seconds: float
+    answers: list[list[int]]
+
+    @classmethod
+    def of(cls, model: HPUDuoModel, prompts: list[list[int]], num_new: int) -> Served:
+        """Serve prompts at once, and wait for copies, with which another engine would be timed otherwise."""
+        answers = list[list[int]]()
+
+        def serve() -> None:
+            answers.extend(run(model, prompts, num_new))
+            if isinstance(link := model.engine.runner.executor.link, HostLink):
+                wait(set(link._flying.values()))
+
+        return cls(seconds(serve), answers)
 
 
-def documents(model: HPUDuoModel, tokens: Tokens) -> list[float]:
-    """Seconds to the first token of documents of 8,192 tokens, two in turn, when they come back."""
+Work = Callable[[HPUDuoModel, Tokens], Iterable[Served]]
+
+
+def documents(model: HPUDuoModel, tokens: Tokens) -> list[Served]:
+    """First tokens of documents of 8,192 tokens, two in turn, when they come back."""
     texts = [tokens.draw(8192) for _ in range(2)]
-    times = [seconds(partial(run, model, [[*text, *tokens.draw(16)]], 1)) for text in texts * 2]
+    times = [Served.of(model, [[*text, *tokens.draw(16)]], 1) for text in texts * 2]
     return times[len(texts) :]
 
 
-def chats(model: HPUDuoModel, tokens: Tokens) -> list[float]:
-    """Seconds of each turn of 512 tokens and 16 sampled ones, of chats in turn, from the second turn on."""
+def chats(model: HPUDuoModel, tokens: Tokens) -> list[Served]:
+    """Turns of 512 tokens and 16 sampled ones, of chats in turn, from the second turn on."""
     texts: list[list[int]] = [[] for _ in range(NUM_CHATS)]
     found = []
     for turn in range(NUM_TURNS):
         for text in texts:
             text += tokens.draw(512)
-            answer: list[int] = []
-
-            def serve(text: list[int] = text, answer: list[int] = answer) -> None:
-                answer += run(model, [text], 16)[0]
-
-            taken = seconds(serve)
-            text += answer
+            served = Served.of(model, [text], 16)
+            text += served.answers[0]
             if turn:
-                found.append(taken)
+                found.append(served)
     return found
 
 
-def mixed(model: HPUDuoModel, tokens: Tokens) -> Iterator[float]:
-    """Yield seconds of 32 requests of 64 to 1,024 tokens that share nothing, some at a time."""
+def mixed(model: HPUDuoModel, tokens: Tokens) -> Iterator[Served]:
+    """Yield 32 requests of 64 to 1,024 tokens that share nothing, some at a time."""
     prompts = [tokens.draw(64 + 31 * number) for number in range(32)]
     for begin in range(0, len(prompts), PIECE):
-        some = prompts[begin : begin + PIECE]
-
-        def serve(some: list[list[int]] = some) -> None:
-            run(model, some, 32)
-            if isinstance(link := model.engine.runner.executor.link, HostLink):
-                wait(set(link._flying.values()))  # else the other engine would be timed with its threads
-
-        yield seconds(serve)
+        yield Served.of(model, prompts[begin : begin + PIECE], 32)
 
 
 WORKS: dict[str, Work] = {
@@ -114,65 +127,6 @@ WORKS: dict[str, Work] = {
     f"{NUM_CHATS} chats of {NUM_TURNS} turns, room for 7 at the end, a turn": chats,
     "32 mixed requests that share nothing": mixed,
 }
-
-
-class Storm(NamedTuple):
-    """Requests that displace one another; prompts have 300 to 700 tokens.
-
-    Attributes:
-        num_requests: number of requests.
-        quantum: of ``mlfq``.
-        gap: steps between two arrivals in the mean.
-        answers: fewest and most tokens of an answer.
-    """
-
-    num_requests: int
-    quantum: int
-    gap: float
-    answers: tuple[int, int]
-
-
-STORMS = {"long": Storm(16, 16, 2.0, (100, 200)), "short": Storm(40, 4, 8.0, (60, 119))}
-
-
-def storm(path: Path, kind: Storm, *, swaps: bool) -> tuple[float, str]:
-    """Tokens per CPU second of requests in 1,024 tokens of blocks, and what was preempted.
-
-    A request of an upper level of ``mlfq`` displaces one of a lower level, which comes back later.
-    """
-    swap = {"kv_offloading_size": 0.02, "preemption_mode": "swap", "swap_space": 1.0}
-    # Of ten blocks, two are reserved.
-    model = HPUDuoModel.from_pretrained(
-        path,
-        num_blocks=10 if swaps else 8,
-        max_num_seqs=8,
-        max_model_len=1024,
-        max_num_batched_tokens=1024,
-        graphs="replay",
-        scheduling_policy=f"mlfq:quantum={kind.quantum}",
-        **(swap if swaps else {}),
-    )
-    model.warmup()
-    engine, random, at = model.engine, np.random.default_rng(7), 0.0
-    coming: list[tuple[float, list[int], int]] = []
-    for _ in range(kind.num_requests):
-        length, num_new = int(random.integers(300, 701)), int(random.integers(*kind.answers, endpoint=True))
-        at += random.exponential(kind.gap)
-        coming.append((at, random.integers(0, VOCAB, length).tolist(), num_new))
-    total = sum(num_new for *_, num_new in coming)
-
-    def serve() -> None:
-        step = 0
-        while coming or engine.has_unfinished:
-            while coming and (coming[0][0] <= step or not engine.has_unfinished):
-                _, text, num_new = coming.pop(0)
-                params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
-                engine.add_request(text, params)
-            engine.step()
-            step += 1
-
-    taken, offload = seconds(serve), model.stats().offload
-    return total / taken, f"{model.stats().num_preemptions} preemptions, {offload and offload.swap}"
 
 
 @dataclass
@@ -238,8 +192,9 @@ def many_chats(path: Path, folder: Path) -> str:
     """Serve the chats with the tiers, and of every fifth turn without; returns rows of a table."""
     layers, per_chat = read_config(path).num_hidden_layers, CHAT_TURNS * (CHAT_ASKS + CHAT_NEW) // CHAT_BLOCK
     blocks = 8 * per_chat + 2 * (482 // CHAT_BLOCK + 1)
-    record = layers * NUM_KV_HEADS * 64 * 2 * 2 * CHAT_BLOCK
+    record = layers * NUM_KV_HEADS * 64 * 2 * 4 * CHAT_BLOCK
     common = {
+        "dtype": "float32",
         "block_size": CHAT_BLOCK,
         "max_num_seqs": 4,
         "max_model_len": 1024,
@@ -273,9 +228,9 @@ def many_chats(path: Path, folder: Path) -> str:
             text += tokens.draw(CHAT_ASKS)
             num_tokens += len(text)
             prompt = list(text)
-            text += tiered.turn(prompt, some if not turn % 5 else times)
+            text += (answer := tiered.turn(prompt, some if not turn % 5 else times))
             if not turn % 5:
-                plain.turn(prompt, without)
+                same_tokens([answer], [plain.turn(prompt, without)])
     stats = tiered.model.stats()
     assert stats.offload is not None
     assert stats.offload.disk is not None
@@ -292,7 +247,8 @@ def many_chats(path: Path, folder: Path) -> str:
             times.row("tiers, the other turns"),
             "",
             f"Of {num_tokens:,} prompt tokens {hits:,} hit: {hits - loaded:,} on the device, "
-            f"{loaded - from_disk:,} on the host, {from_disk:,} on disk. {stats.offload}",
+            f"{loaded - from_disk:,} on the host, {from_disk:,} on disk. Answers of turns that both served "
+            f"are the same. {stats.offload}",
         )
     )
 
@@ -427,6 +383,7 @@ def main() -> None:
         help="only compare swapping with recomputing, on a model of so many layers",
     )
     parser.add_argument("--answers", choices=STORMS, default="long", help="of the requests of --storm")
+    parser.add_argument("--policy", help="of --storm; mlfq with the quantum of --answers by default")
     parser.add_argument("--requests", type=int, help="of --storm; as many as --answers has by default")
     parser.add_argument("--returning", action="store_true", help="only a document from host and disk")
     parser.add_argument("--many-chats", type=int, metavar="LAYERS", help="only 64 chats of 20 turns")
@@ -443,11 +400,7 @@ def main() -> None:
         if given.storm:
             path, kind = make_checkpoint(Path(directory), NUM_KV_HEADS, given.storm), STORMS[given.answers]
             kind = kind._replace(num_requests=given.requests or kind.num_requests)
-            swapped, of_swap = storm(path, kind, swaps=True)
-            print(f"swap {swapped:.2f} tokens a second ({of_swap})", flush=True)
-            computed, of_recompute = storm(path, kind, swaps=False)
-            print(f"recompute {computed:.2f} tokens a second ({of_recompute})")
-            print(f"swap : recompute {swapped / computed:.2f}")
+            storms(path, kind, given.policy or f"mlfq:quantum={kind.quantum}")
             return
         if given.returning:
             path = make_checkpoint(Path(directory), NUM_KV_HEADS, given.layers)
@@ -468,8 +421,8 @@ def main() -> None:
         given.out.write_text(page)
 
 
-def pairs(first: Iterable[float], second: Iterable[float]) -> Iterator[tuple[float, float]]:
-    """Yield the times of two engines for the same work; which of them is first changes from time to time."""
+def pairs(first: Iterable[Served], second: Iterable[Served]) -> Iterator[tuple[Served, Served]]:
+    """Yield the same work of two engines; which of them is first changes from time to time."""
     one, other = iter(first), iter(second)
     while (taken := next(one, None)) is not None:
         yield taken, next(other)
@@ -487,6 +440,7 @@ def measure(path: Path, rounds: int, sparsity: float, works: dict[str, Work]) ->
         "max_model_len": 12_000,
         "max_num_batched_tokens": STEP,
         "graphs": "replay",
+        "dtype": "float32",
     }
     plain = HPUDuoModel.from_pretrained(
         path, num_blocks=FREE, **({"num_prefix_snapshots": 16} if heads else {}), **common
@@ -504,10 +458,12 @@ def measure(path: Path, rounds: int, sparsity: float, works: dict[str, Work]) ->
         ratios, rounds_found = list[float](), list[float]()
         for number in range(rounds + 1):
             found = list(pairs(work(tiered, Tokens(name, number)), work(plain, Tokens(name, number))))
-            ratio = sum(each[1] for each in found) / sum(each[0] for each in found)
+            for with_tier, without in found:
+                same_tokens(with_tier.answers, without.answers)
+            ratio = sum(each[1].seconds for each in found) / sum(each[0].seconds for each in found)
             print(f"round {number}: {ratio:.3f}", flush=True)
             if number:
-                ratios += [without / with_tier for with_tier, without in found]
+                ratios += [without.seconds / with_tier.seconds for with_tier, without in found]
                 rounds_found.append(ratio)
         middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
         of_rounds = ", ".join(f"{each:.3f}" for each in rounds_found)
@@ -530,10 +486,10 @@ def measure(path: Path, rounds: int, sparsity: float, works: dict[str, Work]) ->
             f"{platform.machine()}, torch {torch.__version__}, transformers {transformers.__version__}, "
             f"{torch.get_num_threads()} thread.",
             "",
-            f"Llama of the 110M class with {layers} layers, random weights in bfloat16, {sparsity:.0%} of "
+            f"Llama of the 110M class with {layers} layers, random weights in float32, {sparsity:.0%} of "
             "the heads streaming. "
             f"Both engines have {FREE} blocks of {BLOCK} tokens for requests. Ratios of CPU time, without "
-            "over with the tier: median, and range.",
+            "over with the tier: median, and range. All answers had the same tokens with it and without.",
             "",
             "| work | without : with | range | sums of each round |",
             "| --- | --- | --- | --- |",

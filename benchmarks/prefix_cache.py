@@ -56,6 +56,17 @@ def run(model: HPUDuoModel, prompts: Sequence[Sequence[int]], num_new: int) -> l
     return [samples[0].token_ids for samples in model.engine.generate(prompts, params)]
 
 
+def same_tokens(answers: list[list[int]], expected: list[list[int]]) -> None:
+    """Check the answers of one engine against those of another one.
+
+    Raises:
+        ValueError: an answer has other tokens.
+    """
+    for place, (answer, wanted) in enumerate(zip(answers, expected, strict=True)):
+        if answer != wanted:
+            raise ValueError(f"expected the same tokens of both engines, got other ones in {place}")
+
+
 class Tokens:
     """Random tokens of one round of one workload; no two draws begin alike, in whatever round or workload.
 

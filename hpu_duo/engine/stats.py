@@ -301,7 +301,8 @@ class OffloadStats:
         num_hit_tokens: tokens that requests did not compute because they were loaded.
         num_busy: blocks and snapshots that were lost, because all slots or units of transfers were busy.
         num_computed: prefixes that were predicted to be computed faster than loaded.
-        num_abandoned: loads that ended early, for lack of blocks.
+        num_abandoned: loads that ended early, for lack of blocks, or because a record was lost.
+        num_damaged: blocks and snapshots that did not have their checksum on the host, and were dropped.
         num_cached: blocks and snapshots in the cache of the device.
         num_records: blocks and snapshots on the host, or on their way there.
         num_leaving: of them, those that are on their way from the device.
@@ -324,6 +325,7 @@ class OffloadStats:
     num_busy: int
     num_computed: int
     num_abandoned: int
+    num_damaged: int
     num_cached: int
     num_records: int
     num_leaving: int

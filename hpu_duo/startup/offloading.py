@@ -476,7 +476,7 @@ def _rank_disk(
     except ValueError as error:
         raise ValueError(f"{error} for rank {own.rank} of {own.size}") from None
     exchange = membership.exchange_aside(config.parallel.timeout_s)
-    return (RankDisk if ranks.rank else LeadingDisk)(own, link.slots, exchange)
+    return (RankDisk if ranks.rank else LeadingDisk)(own, link.memory, exchange)
 
 
 def attach_disk(engine: Engine, config: EngineConfig) -> tuple[str, ...]:
@@ -504,7 +504,7 @@ def attach_disk(engine: Engine, config: EngineConfig) -> tuple[str, ...]:
                     f"expected kv_offloading_disk_size within the free space of {path}, {free:,} bytes, got "
                     f"{limit:,} bytes"
                 )
-            access = DiskThreads(folder, link.slots)
+            access = DiskThreads(folder, link.memory)
         else:
             assert isinstance(disk, LeadingDisk), "expected the folder of rank 0"
             # Close it before the worker ranks are stopped: its exchanges need them.

@@ -12,10 +12,11 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner, Result
 
 from hpu_duo.cli.app import app
+from hpu_duo.cli.planning.offload import Tier
 from hpu_duo.cli.planning.tables import hardware_table, print_report
 from hpu_duo.extras import install_command
 from hpu_duo.heads import HeadPattern
-from hpu_duo.planning import GAUDI2, GAUDI3, Serving, capacity
+from hpu_duo.planning import GAUDI2, GAUDI3, CapacityPoint, Serving, capacity
 from hpu_duo.planning.read_model import read_mtp_layer
 from kernels_ref import PLAIN
 from kernels_ref.formats import format_of
@@ -354,6 +355,7 @@ def test_capacity_has_the_host_and_the_disk(hpu_duo: Run) -> None:
     result = hpu_duo(
         *("--sparsity", "0", "--context", "512", "--json", "--link", "1GB/s"),
         *("--kv-offloading-size", "1", "--kv-offloading-disk-size", "2", "--disk-rate", "500MB/s"),
+        *("--answer-tokens", "32"),
     )
     assert result.exit_code == 0, result.stderr
     one = json.loads(result.stdout)["capacities"][0]
@@ -364,6 +366,27 @@ def test_capacity_has_the_host_and_the_disk(hpu_duo: Run) -> None:
     assert host["seconds_back"] == pytest.approx(num_bytes / 1e9)
     assert disk["seconds_back"] == pytest.approx(num_bytes * 3 / 1e9)
     assert (host["binds"], disk["binds"]) == ("link", "disk")
+    # Answers of 32 tokens: many requests share the slowest part of the way.
+    [point] = one["points"]
+    assert host["tokens_per_s"] == pytest.approx(32 / (num_bytes / 1e9))
+    assert disk["tokens_per_s"] == pytest.approx(32 / (num_bytes / 5e8))
+    assert (host["tokens_per_s_bound_by"], disk["tokens_per_s_bound_by"]) == ("link", "disk")
+    computing = point["first_token_s"] + 32 / point["tokens_per_s"]
+    assert host["tokens_per_s_computed"] == pytest.approx(32 / computing)
+
+
+@pytest.mark.parametrize(
+    ("num_running", "expected"),
+    # Ten contexts of 1 MB pass in a second, decodes take 1 s for 100 tokens; alone both add up.
+    [(1, (32 / (0.1 + 0.32), "link")), (2, (50.0, "device")), (40, (97.5, "device")), (None, None)],
+)
+def test_tokens_with_contexts_that_come_back(
+    num_running: int | None, expected: tuple[float, str] | None
+) -> None:
+    tier = Tier("host", 10**9, 1e-7, 1e-7, "link", answer=32)
+    rate = None if num_running is None else 100.0
+    point = CapacityPoint(512, num_running or 0, 10**6, num_running or 0, rate, rate, 0.5)
+    assert tier.tokens_per_s(point) == (expected and (pytest.approx(expected[0]), expected[1]))
 
 
 def test_capacity_has_weights_on_the_host_and_the_disk(hpu_duo: Run) -> None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from hpu_duo.kv.tiers.disk import DiskThreads, Scanned, SegmentFolder
 from hpu_duo.kv.tiers.link import Landed, Transfer, Transfers
+from hpu_duo.kv.tiers.records import RecordMemory
 from hpu_duo.kv.tiers.segments import PAGE, RECORD_START
 from tests.engine_host.simulated_device import SimulatedDevice, Slot
 
@@ -36,15 +37,15 @@ class SlotLink:
     """Moves slots of a simulated device when told to; units of transfers on their way are empty.
 
     Args:
-        slots: of the host, ``[num_slots, SLOT_BYTES]``.
+        memory: of the host, slots ``[num_slots, SLOT_BYTES]``.
         most_polls: a transfer lands after so many polls at the latest.
 
     Attributes:
         num_landed: transfers that a poll has returned, by ``is_load``, ``is_row`` and first slot.
     """
 
-    def __init__(self, device: SimulatedDevice, slots: npt.NDArray[np.uint8], most_polls: int = 6) -> None:
-        self.device, self.slots, self.most_polls = device, slots, most_polls
+    def __init__(self, device: SimulatedDevice, memory: RecordMemory, most_polls: int = 6) -> None:
+        self.device, self.memory, self.slots, self.most_polls = device, memory, memory.slots, most_polls
         self.flying: list[Flight] = []
         self.next: list[int] = []
         self.fails = False
@@ -90,13 +91,15 @@ class SlotLink:
             self.flying.remove(each)
             transfer, is_load = each.transfer, each.is_load
             units, slots = self._units(transfer), list(transfer.slots)
-            width = len(units[transfer.unit])
+            width, is_damaged = len(units[transfer.unit]), False
             if is_load:
+                is_damaged = not self.memory.is_sound(slots, is_row=transfer.is_row)
                 units[transfer.unit] = _decoded(self.slots[slots], width)
             else:
                 self.slots[slots] = _encoded(units[transfer.unit], len(slots))
+                self.memory.seal(slots, is_row=transfer.is_row)
                 units[transfer.unit] = [None] * width
-            found.append(Landed(transfer, is_load, 1.0))
+            found.append(Landed(transfer, is_load, 1.0, is_damaged))
         return found
 
     def wait(self, transfers: Sequence[Transfer]) -> None:
@@ -138,8 +141,8 @@ class SlotDisk(DiskThreads):
         written_bytes, read_bytes: payloads that were moved.
     """
 
-    def __init__(self, folder: SegmentFolder, slots: npt.NDArray[np.uint8], most_polls: int = 6) -> None:
-        super().__init__(folder, slots)
+    def __init__(self, folder: SegmentFolder, memory: RecordMemory, most_polls: int = 6) -> None:
+        super().__init__(folder, memory)
         self._writer = self._readers = self  # type: ignore[assignment]
         self.most_polls = most_polls
         self._pending: list[tuple[Future[Any], Callable[[], Any]]] = []

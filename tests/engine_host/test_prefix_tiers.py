@@ -25,6 +25,7 @@ from hpu_duo.kv.tiers.host import HostTier
 from hpu_duo.kv.tiers.link import Transfers
 from hpu_duo.kv.tiers.policy import WritePolicy
 from hpu_duo.kv.tiers.prefix_tiers import PrefixTiers, RecordSizes
+from hpu_duo.kv.tiers.records import RecordMemory
 from hpu_duo.kv.tiers.segments import PAGE
 from hpu_duo.kv.tiers.stage import Stage
 from hpu_duo.kv.tiers.swap import PreemptionMode, SwapSpace
@@ -91,12 +92,12 @@ class TieredMachine(LoadMachine):
             uses_rows=limits.uses_rows,
         )
         slots = np.zeros((num_slots + num_swap_slots, SLOT_BYTES), np.uint8)
-        self.link = link = SlotLink(device, slots, most_polls)
         allocations = self.scheduler.allocations
         sizes = RecordSizes(
             *(SLOT_BYTES * limits.uses_blocks, 160 * limits.uses_rows, SLOT_BYTES),
             2 if limits.uses_blocks else 1,
         )
+        self.link = link = SlotLink(device, RecordMemory(slots, sizes[:2]), most_polls)
         self.tiers = PrefixTiers(
             HostTier(num_slots, limits.block_size, ORDERS[eviction](num_slots)),
             Stage(link, allocations.staged_units, allocations.add_copy),
@@ -147,7 +148,7 @@ class TieredMachine(LoadMachine):
         folder = SegmentFolder(
             Path(self.folder.name), hashlib.sha256(b"model").digest(), self.disk_bytes, 2 * SLOT_BYTES
         )
-        self.disk = self.link.disk = SlotDisk(folder, self.link.slots, self.most_disk_polls)
+        self.disk = self.link.disk = SlotDisk(folder, self.link.memory, self.most_disk_polls)
         self.tiers.disk = DiskTier(self.disk, self.tiers.host, SLOT_BYTES, self.limits.block_size)
 
     @property
@@ -177,6 +178,11 @@ class TieredMachine(LoadMachine):
             self.disk.drop_a_segment(number)
         else:
             self.disk.damage(number)
+
+    @rule(slot=st.integers(0, 300), byte=st.integers(0, SLOT_BYTES - 1), is_now=RARELY)
+    def damage_the_host(self, slot: int, byte: int, is_now: bool) -> None:
+        """Change a bit of a slot, of a record or of a preempted request."""
+        self.link.slots[slot % len(self.link.slots), byte] ^= 16 * is_now
 
     @precondition(lambda self: self.has_disk)
     @rule(is_now=RARELY)

@@ -25,11 +25,12 @@ from hpu_duo.kv.tiers import disk as disk_module
 from hpu_duo.kv.tiers.disk import DiskTier, SegmentFolder
 from hpu_duo.kv.tiers.host import HostTier, Record, RecordKey
 from hpu_duo.kv.tiers.policy import LoadPolicy
+from hpu_duo.kv.tiers.records import RecordMemory
 from hpu_duo.kv.tiers.segments import PAGE, FolderLock, record_bytes, scan, segments_of
 from hpu_duo.startup.offloading import is_in_memory
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import BLOCK
-from tests.offload.disk_child import SLOT_BYTES, payload, tier
+from tests.offload.disk_child import SLOT_BYTES, fill, payload, tier
 from tests.offload.test_offloading import GREEDY, HOST, SMALL, TEXTS
 from tests.tiers import further
 
@@ -41,52 +42,52 @@ def load_whatever_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LoadPolicy, "loads", lambda *_: True)
 
 
-def write(disk: DiskTier, host: HostTier, slots: Any, numbers: range) -> None:
+def write(disk: DiskTier, host: HostTier, memory: RecordMemory, numbers: range) -> None:
     """Offer records, whose payload is a function of their number."""
     for number in numbers:
         key = RecordKey(number.to_bytes(32, "big"), is_row=False)
         record = host.reserve(key, bytes(32), 4, 4, 1)
         assert record is not None
-        slots[list(record.slots)] = payload(number)
-        record.is_present = True
+        fill(memory, record, number)
         disk.offer(record)
         disk.flush()
 
 
-def read(disk: DiskTier, host: HostTier, slots: Any, number: int) -> bool:
+def read(disk: DiskTier, host: HostTier, memory: RecordMemory, number: int) -> bool:
     """Whether a record can be read; checks its bytes."""
     stored = disk.get(RecordKey(number.to_bytes(32, "big"), is_row=False))
     if stored is None:
         return False
     record = Record(stored.key, stored.parent, stored.num_own_tokens, 4, (host.num_slots - 1,))
-    slots[-1] = 0
+    memory.slots[-1] = 0
     if not disk.read(stored, record):
         return False
     while not (ended := disk.poll()):
         disk.futures and disk.futures[0].exception()
     [(_, _, seconds)] = ended
-    assert seconds is None or np.array_equal(slots[-1], payload(number))
+    assert seconds is None or np.array_equal(memory.slots[-1], payload(number))
+    assert seconds is None or memory.is_sound(record.slots, is_row=False)
     return seconds is not None
 
 
 def test_records_survive_a_restart_and_take_turns_within_their_bytes(tmp_path: Path) -> None:
-    disk, host, slots = tier(tmp_path, LIMIT)
-    write(disk, host, slots, range(100))
+    disk, host, memory = tier(tmp_path, LIMIT)
+    write(disk, host, memory, range(100))
     assert disk.counters.num_written == 100
     assert sum(path.stat().st_size for path in tmp_path.glob("*.kv")) <= LIMIT
-    there = [number for number in range(100) if read(disk, host, slots, number)]
+    there = [number for number in range(100) if read(disk, host, memory, number)]
     assert there == list(range(there[0], 100))
     assert 0 < len(there) == len(disk) == 100 - disk.counters.num_dropped
     del disk
-    again, host, slots = tier(tmp_path, LIMIT)
-    assert [number for number in range(100) if read(again, host, slots, number)] == there
-    write(again, host, slots, range(100, 110))
-    assert read(again, host, slots, 105)
+    again, host, memory = tier(tmp_path, LIMIT)
+    assert [number for number in range(100) if read(again, host, memory, number)] == there
+    write(again, host, memory, range(100, 110))
+    assert read(again, host, memory, 105)
 
 
 def test_files_are_the_owners_and_reveal_nothing(tmp_path: Path) -> None:
-    disk, host, slots = tier(tmp_path / "new", LIMIT)
-    write(disk, host, slots, range(3))
+    disk, host, memory = tier(tmp_path / "new", LIMIT)
+    write(disk, host, memory, range(3))
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
     for path in (tmp_path / "new").iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -95,8 +96,8 @@ def test_files_are_the_owners_and_reveal_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["header", "payload", "file"])
 def test_flipped_bits_and_torn_writes_lose_a_record_only(tmp_path: Path, where: str) -> None:
-    disk, host, slots = tier(tmp_path, LIMIT)
-    write(disk, host, slots, range(4))
+    disk, host, memory = tier(tmp_path, LIMIT)
+    write(disk, host, memory, range(4))
     [segment] = segments_of(tmp_path)
     third = [each for each in scan(tmp_path, segment.name) if each is not None][2]
     damage = {"header": third.offset + 9, "payload": third.offset + 200, "file": 12}[where]
@@ -106,13 +107,25 @@ def test_flipped_bits_and_torn_writes_lose_a_record_only(tmp_path: Path, where: 
         file.seek(damage)
         file.write(bytes([byte ^ 4]))
     if where == "payload":
-        assert not read(disk, host, slots, 2)
+        assert not read(disk, host, memory, 2)
         assert disk.counters.num_damaged == 1
     del disk
-    again, host, slots = tier(tmp_path, LIMIT)
+    again, host, memory = tier(tmp_path, LIMIT)
     expected = {"header": [0, 1, 3], "payload": [0, 1, 3], "file": []}[where]
-    assert [number for number in range(4) if read(again, host, slots, number)] == expected
+    assert [number for number in range(4) if read(again, host, memory, number)] == expected
     assert not again.is_off
+
+
+def test_what_is_damaged_on_the_host_is_not_written(tmp_path: Path) -> None:
+    disk, host, memory = tier(tmp_path, LIMIT)
+    record = host.reserve(RecordKey(bytes(32), is_row=False), bytes(32), 4, 4, 1)
+    assert record is not None
+    fill(memory, record, 0)
+    memory.slots[record.slots[0], 4999] ^= 64
+    disk.offer(record)
+    disk.flush()
+    assert disk.damaged == [record]
+    assert (len(disk), disk.counters.num_written, record.num_readers) == (0, 0, 0)
 
 
 def test_a_second_process_reads_what_the_first_one_writes(
@@ -120,16 +133,16 @@ def test_a_second_process_reads_what_the_first_one_writes(
 ) -> None:
     times = iter(range(0, 10**6, 10))
     monkeypatch.setattr(disk_module, "_now", lambda: next(times))
-    writer, host, slots = tier(tmp_path, LIMIT)
+    writer, host, memory = tier(tmp_path, LIMIT)
     reader, other, others = tier(tmp_path, LIMIT)
-    write(writer, host, slots, range(5))
+    write(writer, host, memory, range(5))
     assert not read(reader, other, others, 3)
     reader.refresh()
     while not read(reader, other, others, 3):
         reader.poll()
     write(reader, other, others, range(20, 22))
     assert reader.counters.num_written == 0
-    write(writer, host, slots, range(5, 100))
+    write(writer, host, memory, range(5, 100))
     assert not read(reader, other, others, 0)  # its segment was dropped
     assert not reader.is_off
     del writer
@@ -155,36 +168,36 @@ def test_a_reader_that_becomes_writer_frees_what_a_killed_process_has_not_filled
 def test_a_failure_of_the_disk_switches_the_tier_off_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: str
 ) -> None:
-    disk, host, slots = tier(tmp_path / "folder", LIMIT)
+    disk, host, memory = tier(tmp_path / "folder", LIMIT)
 
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC if failure == "full" else errno.EIO, "no")
 
     if failure == "full":
         monkeypatch.setattr(os, "posix_fallocate", fail)
-        write(disk, host, slots, range(2))
+        write(disk, host, memory, range(2))
     else:
-        write(disk, host, slots, range(2))
+        write(disk, host, memory, range(2))
         if failure == "reading":
             monkeypatch.setattr(os, "pread", fail)
         else:
             for path in (tmp_path / "folder").iterdir():
                 path.unlink()
             (tmp_path / "folder").rmdir()
-        assert not read(disk, host, slots, 1)
+        assert not read(disk, host, memory, 1)
     assert disk.is_off
     assert disk.counters.num_failures == 1
     assert caplog.text.count("the KV tier on disk is off") == 1
-    write(disk, host, slots, range(2, 4))
-    assert not read(disk, host, slots, 3)
+    write(disk, host, memory, range(2, 4))
+    assert not read(disk, host, memory, 3)
 
 
 def test_the_command_lists_verifies_and_purges_a_folder(tmp_path: Path) -> None:
     def call(command: str) -> Any:
         return CliRunner().invoke(app, ["kv-cache", command, str(tmp_path)])
 
-    disk, host, slots = tier(tmp_path, LIMIT)
-    write(disk, host, slots, range(4))
+    disk, host, memory = tier(tmp_path, LIMIT)
+    write(disk, host, memory, range(4))
     assert "0000000000000000" in call("list").output
     assert call("verify").exit_code == 0
     assert "removed 0 files, kept 1 of models that are served" in call("purge").output
@@ -199,8 +212,8 @@ def test_the_command_lists_verifies_and_purges_a_folder(tmp_path: Path) -> None:
 
 
 def test_purge_removes_segments_without_a_lock_and_nothing_else(tmp_path: Path) -> None:
-    disk, host, slots = tier(tmp_path, LIMIT)
-    write(disk, host, slots, range(4))
+    disk, host, memory = tier(tmp_path, LIMIT)
+    write(disk, host, memory, range(4))
     del disk
     for path in tmp_path.glob("*.lock"):
         path.unlink()
@@ -229,16 +242,16 @@ def test_a_lock_whose_file_was_removed_is_none(tmp_path: Path, monkeypatch: pyte
 def test_a_thread_that_fails_for_lack_of_memory_ends_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    disk, host, slots = tier(tmp_path, LIMIT)
-    write(disk, host, slots, range(2))
+    disk, host, memory = tier(tmp_path, LIMIT)
+    write(disk, host, memory, range(2))
 
     def fail(*_: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr(disk_module, f"{what}_record", fail)
     if what == "write":
-        write(disk, host, slots, range(2, 3))
-    assert not read(disk, host, slots, 1)
+        write(disk, host, memory, range(2, 3))
+    assert not read(disk, host, memory, 1)
     assert disk.is_off
     assert all(record.num_readers == 0 for record in host)
 
@@ -255,21 +268,21 @@ def test_files_that_cannot_be_opened_are_of_other_models(
         return opened(path, *given, **more)
 
     monkeypatch.setattr(Path, "open", refused)
-    disk, host, slots = tier(tmp_path, LIMIT)
-    write(disk, host, slots, range(2))
+    disk, host, memory = tier(tmp_path, LIMIT)
+    write(disk, host, memory, range(2))
     assert not disk.is_off
     assert disk.counters.num_foreign == 1
-    assert read(disk, host, slots, 1)
+    assert read(disk, host, memory, 1)
 
 
 def test_files_of_another_model_are_ignored_and_counted(tmp_path: Path) -> None:
-    disk, host, slots = tier(tmp_path, LIMIT)
-    write(disk, host, slots, range(2))
-    other, host, slots = tier(tmp_path, LIMIT, model=1)
+    disk, host, memory = tier(tmp_path, LIMIT)
+    write(disk, host, memory, range(2))
+    other, host, memory = tier(tmp_path, LIMIT, model=1)
     assert other.counters.num_foreign == 1
-    assert not read(other, host, slots, 0)
-    write(other, host, slots, range(2))
-    assert read(other, host, slots, 1)
+    assert not read(other, host, memory, 0)
+    write(other, host, memory, range(2))
+    assert read(other, host, memory, 1)
 
 
 def killed(folder: Path, seconds: float) -> None:
@@ -291,8 +304,8 @@ def check_after_kills(folder: Path, seconds: Iterator[float]) -> None:
     """Each record that is found after a kill has its bytes, and the next process goes on."""
     for each in seconds:
         killed(folder, each)
-        disk, host, slots = tier(folder, LIMIT)
-        found = [number for number in range(4000) if read(disk, host, slots, number)]
+        disk, host, memory = tier(folder, LIMIT)
+        found = [number for number in range(4000) if read(disk, host, memory, number)]
         assert found, "expected records of a process that was killed"
         assert not disk.is_off
         assert disk.counters.num_damaged == 0

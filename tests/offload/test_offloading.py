@@ -240,6 +240,26 @@ def test_a_transfer_that_fails_ends_no_request(
     assert offload.num_loaded > 0
 
 
+@pytest.mark.parametrize("kind", [*further("full"), "duo"])
+def test_records_that_change_on_the_host_are_dropped_and_counted(tiny: Tiny, kind: str) -> None:
+    """Their texts are computed again."""
+    plain, tiered = tiny.load(**SMALL, **KINDS[kind]), in_steps(tiny.load(**HOST, **KINDS[kind]))
+    assert answers(tiered, 1) == (expected := answers(plain, 1))
+    tiers = tiered.engine.scheduler.allocations.tiers
+    assert tiers is not None
+    before = len(tiers.host)
+    tiered.engine.runner.executor.link._link.slots[:, 3] ^= 1  # type: ignore[union-attr]
+    assert answers(tiered, 1) == expected
+    offload = tiered.stats().offload
+    assert offload is not None
+    assert 0 < offload.num_damaged <= before
+    assert offload.num_damaged >= offload.num_abandoned > 0
+    assert answers(tiered, 2) == expected * 2
+    offload = tiered.stats().offload
+    assert offload is not None
+    assert offload.num_hit_tokens > 0
+
+
 def test_a_rank_without_blocks_has_as_many_slots_as_the_others() -> None:
     blocks, rings = ((LayerKV((HeadGroup(1, kind),), 16),) for kind in (Blocks(), Rings(Window(4, 12))))
     # A block of 4 tokens, and a ring of 16.

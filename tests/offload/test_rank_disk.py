@@ -25,6 +25,7 @@ from hpu_duo.kv.tiers.disk_index import DiskIndex
 from hpu_duo.kv.tiers.eviction import LeastRecentlyUsed
 from hpu_duo.kv.tiers.host import HostTier, Record, RecordKey
 from hpu_duo.kv.tiers.rank_disk import LeadingDisk, OwnFolder, RankDisk
+from hpu_duo.kv.tiers.records import RecordMemory
 from hpu_duo.kv.tiers.segments import PAGE, FolderLock, models_of, rank_folder, record_bytes, segments_of
 
 SLOT_BYTES = 5000
@@ -38,8 +39,9 @@ class Pair:
         self.folder, self._given, self._barrier = folder, [[0], [0]], threading.Barrier(2, timeout=20)
         kinds = LeadingDisk, RankDisk
         self.slots = [np.zeros((8, SLOT_BYTES), np.uint8) for _ in kinds]
+        self.memories = [RecordMemory(slots, (SLOT_BYTES, 0)) for slots in self.slots]
         self.disks = [
-            kind(OwnFolder(folder, rank, 2, limit, SLOT_BYTES, 4), self.slots[rank], self._exchange(rank))
+            kind(OwnFolder(folder, rank, 2, limit, SLOT_BYTES, 4), self.memories[rank], self._exchange(rank))
             for rank, kind in enumerate(kinds)
         ]
         with ThreadPoolExecutor(2) as threads:
@@ -100,6 +102,15 @@ def test_what_one_rank_may_not_write_is_not_stored(tmp_path: Path) -> None:
     written = pair.write(2)
     assert len(written.stored) == 1
     assert pair.read(pair.leader.read(written.stored[0], record(2))) >= 0
+    pair.close()
+
+
+def test_what_is_damaged_on_the_host_of_one_rank_is_not_stored(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    pair.slots[1][0, 7] = 1
+    assert not pair.write(1).stored
+    pair.memories[1].seal((0,), is_row=False)
+    assert pair.write(2).stored
     pair.close()
 
 

@@ -20,7 +20,7 @@ from hpu_duo.device.streams import Mark
 from hpu_duo.kv.row_state import Units
 from hpu_duo.kv.store import block_units, row_units
 from hpu_duo.kv.tiers.host_link import RECORD_ORDER, HostLink
-from hpu_duo.kv.tiers.link import Link, Transfer, Transfers
+from hpu_duo.kv.tiers.link import DamagedRecord, Landed, Link, Transfer, Transfers
 from hpu_duo.kv.tiers.policy import LoadPolicy
 from hpu_duo.kv.tiers.staged_link import StagedLink
 from hpu_duo.kv.tiers.stream_link import StreamLink
@@ -80,6 +80,10 @@ class FakeStreams:
     def send(self, values: torch.Tensor) -> torch.Tensor:
         assert self.is_queueing
         return values
+
+    def fetch(self, values: torch.Tensor) -> torch.Tensor:
+        assert self.is_queueing
+        return values.clone()
 
     def mark(self) -> FakeMark:
         assert self.is_queueing
@@ -205,15 +209,38 @@ def test_transfers_wait_for_a_free_buffer_of_two() -> None:
     link = graphs_link(store, numbers, FakeBuffers(1))
     expected = store.clone(), numbers.clone()
     link.begin(Transfers(stores=FIVE))
-    assert landed(link) == [*FIVE]
+    assert [each.transfer for each in landed(link)] == [*FIVE]
     store[:5] = numbers[:5] = 0
     link.begin(Transfers(loads=FIVE))
-    assert landed(link) == [*FIVE]
+    assert [each.transfer for each in landed(link)] == [*FIVE]
     # Padding is in the null unit.
     assert all(torch.equal(one[:-1], other[:-1]) for one, other in zip((store, numbers), expected))
     link.begin(Transfers(stores=FIVE))
     link.drain()
     assert link.poll() == []
+
+
+@pytest.mark.parametrize("kind", ["threads", "streams", "graphs"])
+def test_a_record_that_changes_on_the_host_is_found_when_it_is_loaded(kind: str) -> None:
+    """Rank 0 learns which; on another rank the step that waits for it fails, or one behind it."""
+    store, numbers = torch.arange(7 * 3, dtype=torch.bfloat16).view(7, 3), torch.arange(7, dtype=torch.int32)
+    units = [Units(store), Units(numbers)]
+    link: Any = {
+        "threads": lambda: HostLink(units, (), 16, 8, 2),
+        "streams": lambda: StreamLink(units, (), 16, 8, FakeStreams(0), 2),
+        "graphs": lambda: graphs_link(store, numbers, FakeBuffers(0)),
+    }[kind]()
+    link.begin(Transfers(stores=FIVE))
+    assert not any(each.is_damaged for each in landed(link))
+    link.slots[FIVE[3].slots[1], 1] ^= 1
+    link.begin(Transfers(loads=FIVE))
+    assert {each.transfer for each in landed(link) if each.is_damaged} == {FIVE[3]}
+    link.begin(Transfers(loads=FIVE[:1]))
+    link.wait(FIVE[:1])
+    link.begin(Transfers(loads=FIVE[3:4]))
+    waits = [lambda: link.wait(FIVE[3:4]), lambda: link.begin(Transfers())]
+    with pytest.raises(DamagedRecord, match="does not have its checksum"):
+        _ = [wait() for wait in waits]
 
 
 def test_a_rank_that_is_behind_waits_on_its_device() -> None:
@@ -262,7 +289,8 @@ def test_a_rank_that_is_behind_fails_where_it_waits(monkeypatch: pytest.MonkeyPa
         link.wait(two)
     fail()
     link.begin(Transfers(stores=two))
-    link.wait_any()
+    while any(lane.flying for lane in link._lanes.values()):
+        link.wait_any()
     store[:2] = 0
     link.begin(Transfers(loads=two))
     link.wait(two)
@@ -300,11 +328,11 @@ def graphs_link(store: torch.Tensor, numbers: torch.Tensor, streams: FakeStagedS
     return link
 
 
-def landed(link: StagedLink) -> list[Transfer]:
-    found = list[Transfer]()
+def landed(link: Link) -> list[Landed]:
+    found = list[Landed]()
     while len(found) < len(FIVE):
         link.wait_any()
-        found += [each.transfer for each in link.poll()]
+        found += link.poll()
     return found
 
 

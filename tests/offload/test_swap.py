@@ -114,14 +114,34 @@ def test_a_transfer_that_fails_computes_swapped_requests_again(
     link, number = swapped.engine.runner.executor.link, iter(range(10**6))
     load = link._load  # type: ignore[union-attr]
 
-    def fail_once(batch: Any) -> None:
+    def fail_once(batch: Any) -> Any:
         if next(number) == 1:
             raise MemoryError("no room")
-        load(batch)
+        return load(batch)
 
     monkeypatch.setattr(link, "_load", fail_once)
     assert tokens_of(serve(swapped, PROMPTS, PARAMS)) == expected_of(tiny, "duo")
     assert counters(swapped).num_lost > 0
+
+
+def test_a_swapped_request_that_is_damaged_on_the_host_is_computed_again(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other one is."""
+    swapped = in_steps(tiny.load(**limits("codes"), **SWAP))
+    link, bring, changed = swapped.engine.runner.executor.link, SwapSpace.bring, list[Request]()
+
+    def change_and_bring(space: SwapSpace, request: Request) -> bool:
+        if not changed:
+            link._link.slots[space._swapped[request].blocks[0], 9] ^= 1  # type: ignore[union-attr]
+            changed.append(request)
+        return bring(space, request)
+
+    monkeypatch.setattr(SwapSpace, "bring", change_and_bring)
+    assert tokens_of(serve(swapped, PROMPTS, PARAMS)) == expected_of(tiny, "codes")
+    found = counters(swapped)
+    assert (found.num_damaged, found.num_lost, found.num_recomputed) == (1, 1, 0)
+    assert found.num_in == found.num_out - 1 > 1
 
 
 @pytest.mark.parametrize(

@@ -105,12 +105,12 @@ def fail_once(served: HPUDuoModel, move: str, number: int, monkeypatch: pytest.M
     swap = tiers.swap
     copy = getattr(link, move)
 
-    def fail(*given: Any) -> None:
+    def fail(*given: Any) -> Any:
         if swap is None or len(swap):
             calls.append(len(calls))
             if len(calls) == number:
                 raise OSError("no such memory")
-        copy(*given)
+        return copy(*given)
 
     monkeypatch.setattr(link, move, fail)
     return calls

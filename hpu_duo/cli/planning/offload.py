@@ -29,13 +29,17 @@ class Tier(NamedTuple):
         name: host or disk.
         num_bytes: that it stores.
         byte_s: seconds of a byte from there to the devices.
-        binds: the slowest part of that way.
+        slowest: the same of the slowest part of that way alone, which bounds many contexts.
+        binds: that part.
+        answer: tokens of an answer, see ``tokens_per_s``.
     """
 
     name: str
     num_bytes: int
     byte_s: float
+    slowest: float
     binds: str
+    answer: int
 
     def num_requests(self, point: CapacityPoint) -> int:
         """Return how many requests of a context it stores."""
@@ -49,6 +53,26 @@ class Tier(NamedTuple):
         """Whether that is predicted to be faster than computing it."""
         return point.first_token_s is None or self.seconds(point) < point.first_token_s
 
+    def tokens_per_s(self, point: CapacityPoint) -> tuple[float, str] | None:
+        """Return the tokens a second of requests whose contexts all come back from here, and what binds.
+
+        Copies run beside decodes: of the requests that fit, one is on its way, and the others decode. One
+        that is alone decodes when it is back. None where no request fits.
+        """
+        if point.tokens_per_s is None:
+            return None
+        if point.num_running == 1:
+            return self.answer / (self.seconds(point) + self.answer / point.tokens_per_s), self.binds
+        back = self.answer / (point.bytes_per_request * self.slowest)
+        decoded = point.tokens_per_s * (point.num_running - 1) / point.num_running
+        return min((decoded, "device"), (back, self.binds))
+
+    def computed_tokens_per_s(self, point: CapacityPoint) -> float | None:
+        """Return the same where each context is computed instead, in front of its decodes."""
+        if point.tokens_per_s is None or point.first_token_s is None:
+            return None
+        return self.answer / (point.first_token_s + self.answer / point.tokens_per_s)
+
     def fields(self, found: Capacity) -> list[dict[str, Any]]:
         """Return the columns as JSON values, one for each context."""
         return [
@@ -59,15 +83,30 @@ class Tier(NamedTuple):
                 "seconds_back": self.seconds(point),
                 "binds": self.binds,
                 "is_faster_than_computing": self.pays(point),
+                **self._speed(point),
             }
             for point in found.points
         ]
+
+    def _speed(self, point: CapacityPoint) -> dict[str, Any]:
+        tokens_per_s, binds = self.tokens_per_s(point) or (None, None)
+        computed = self.computed_tokens_per_s(point)
+        return {
+            "answer_tokens": self.answer,
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_bound_by": binds,
+            "tokens_per_s_computed": computed,
+        }
 
     def cells(self) -> tuple[tuple[str, Callable[[CapacityPoint], str]], ...]:
         """Return titles and cells of its tables."""
         return (
             (f"Tokens that fit on the {self.name}", lambda point: f"{self._num_tokens(point):,}"),
             (f"Seconds to bring a context back from the {self.name}; binds: {self.binds}", self._time),
+            (
+                f"Tokens/s, {self.answer:,} behind each context: all from the {self.name}, or computed",
+                self._both,
+            ),
         )
 
     def _num_tokens(self, point: CapacityPoint) -> int:
@@ -75,6 +114,12 @@ class Tier(NamedTuple):
 
     def _time(self, point: CapacityPoint) -> str:
         return f"{self.seconds(point):,.3g}" + ("" if self.pays(point) else ", computed faster")
+
+    def _both(self, point: CapacityPoint) -> str:
+        loaded, computed = self.tokens_per_s(point), self.computed_tokens_per_s(point)
+        if loaded is None or computed is None:
+            return "-"
+        return f"{loaded[0]:,.0f} (binds: {loaded[1]}), {computed:,.0f}"
 
 
 def add_fields(fields: dict[str, Any], tiers: Sequence[Tier], found: Sequence[Capacity]) -> None:
@@ -100,6 +145,10 @@ class TierOptions:
     disk_rate: Annotated[
         str, _option("Bytes a second that the disk is read with; doctor --rates measures.", metavar="RATE")
     ] = "3GB/s"
+
+    answer_tokens: Annotated[
+        int, _option("Tokens of an answer behind a context that comes back, for the tokens/s with a tier.")
+    ] = 128
 
     cpu_offload_gb: Annotated[float, of_setting("cpu_offload_gb", panel=_PANEL)] = 0.0
     offload_policy: Annotated[str | None, of_setting("offload_policy", panel=_PANEL)] = None
@@ -143,17 +192,21 @@ class TierOptions:
         """Return the tiers of devices that share a model.
 
         Raises:
-            ValueError: a size is not above 0, or a rate is none.
+            ValueError: a size is not above 0, a rate is none, or an answer has no token.
         """
+        if self.answer_tokens < 1:
+            raise ValueError(f"expected --answer-tokens of 1 or more, got {self.answer_tokens}")
         link, disk = self._rates()
         link, found = link * num_devices, []
-        for name, size, byte_s, binds in (
-            ("host", self.kv_offloading_size, 1 / link, "link"),
-            ("disk", self.kv_offloading_disk_size, 1 / link + 1 / disk, "disk" if disk < link else "link"),
+        for name, size, ways in (
+            ("host", self.kv_offloading_size, {"link": link}),
+            ("disk", self.kv_offloading_disk_size, {"link": link, "disk": disk}),
         ):
             if size is None:
                 continue
             if not 0 < size < math.inf:
                 raise ValueError(f"expected sizes of offloading in GiB above 0, got {size}")
-            found.append(Tier(name, int(size * _GIB), byte_s, binds))
+            binds = min(ways, key=ways.__getitem__)
+            byte_s = sum(1 / rate for rate in ways.values())
+            found.append(Tier(name, int(size * _GIB), byte_s, 1 / ways[binds], binds, self.answer_tokens))
         return tuple(found)

@@ -10,19 +10,18 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from hpu_duo.kv.tiers.disk_index import DiskIndex
 from hpu_duo.kv.tiers.host import HostTier, Record, RecordKey
-from hpu_duo.kv.tiers.link import DiskOrders
+from hpu_duo.kv.tiers.link import DamagedRecord, DiskOrders
+from hpu_duo.kv.tiers.records import RecordMemory
 from hpu_duo.kv.tiers.segments import (
     PAGE,
-    DamagedRecord,
     FolderLock,
     StoredRecord,
     create_segment,
@@ -80,11 +79,19 @@ class DiskCounters:
 
 @dataclass
 class Written:
-    """Changes of the folder by a thread."""
+    """Changes of the folder by a thread.
+
+    Attributes:
+        stored: records that were written.
+        dropped: names of segments that were dropped for them.
+        seconds: of the thread.
+        damaged: records on the host without their checksum, which were not written.
+    """
 
     stored: Sequence[StoredRecord] = ()
     dropped: Sequence[str] = ()
     seconds: float = 0.0
+    damaged: Sequence[Record] = ()
 
 
 @dataclass
@@ -268,11 +275,11 @@ class DiskThreads(NotPicklable):
 
     Args:
         folder: of the segments.
-        slots: bytes of records in host memory, ``[slots, slot_bytes]``.
+        memory: of records on the host.
     """
 
-    def __init__(self, folder: SegmentFolder, slots: npt.NDArray[np.uint8]) -> None:
-        self._folder, self.path, self._slots = folder, folder.path, slots
+    def __init__(self, folder: SegmentFolder, memory: RecordMemory) -> None:
+        self._folder, self.path, self._memory = folder, folder.path, memory
         self._writer = ThreadPoolExecutor(1, "hpu-duo-kv-disk-write")
         self._readers = ThreadPoolExecutor(NUM_READERS, "hpu-duo-kv-disk-read")
         # Threads that write or read refer to this object, so none runs then.
@@ -292,12 +299,14 @@ class DiskThreads(NotPicklable):
         return self._writer.submit(self._write, batch)
 
     def _write(self, batch: Sequence[Record]) -> Written:
-        return self._folder.write(
-            [
-                (each.key, each.parent, each.num_own_tokens, self._slots[list(each.slots)].tobytes())
-                for each in batch
-            ]
-        )
+        sound, damaged = list[tuple[RecordKey, bytes, int, bytes]](), list[Record]()
+        for each in batch:
+            if self._memory.is_sound(each.slots, is_row=each.key.is_row):
+                data = self._memory.slots[list(each.slots)].tobytes()
+                sound.append((each.key, each.parent, each.num_own_tokens, data))
+            else:
+                damaged.append(each)
+        return replace(self._folder.write(sound), damaged=damaged)
 
     def read(self, stored: StoredRecord, record: Record) -> Future[float]:
         """See ``DiskAccess``."""
@@ -306,7 +315,8 @@ class DiskThreads(NotPicklable):
     def _read(self, stored: StoredRecord, record: Record) -> float:
         began = time.perf_counter()
         data = np.frombuffer(read_record(self.path, stored), np.uint8)
-        self._slots[list(record.slots)] = data.reshape(len(record.slots), -1)
+        self._memory.slots[list(record.slots)] = data.reshape(len(record.slots), -1)
+        self._memory.seal(record.slots, is_row=record.key.is_row)
         return time.perf_counter() - began
 
     @property
@@ -334,11 +344,13 @@ class DiskTier(NotPicklable):
 
     Attributes:
         is_off: whether the disk has failed.
+        damaged: records on the host that do not have their checksum; whoever drops them clears it.
     """
 
     def __init__(self, access: DiskAccess, host: HostTier, slot_bytes: int, block_size: int) -> None:
         self._access, self._host, self._slot_bytes = access, host, slot_bytes
         self.counters, self.is_off = DiskCounters(), False
+        self.damaged: list[Record] = []
         self._index = DiskIndex(block_size)
         self._queue: deque[Record] = deque()
         self._writing: tuple[Future[Written], list[Record]] | None = None
@@ -476,6 +488,7 @@ class DiskTier(NotPicklable):
             self._fail(error)
             return
         self._index.add(written.stored)
+        self.damaged += written.damaged
         self.counters.num_written += len(written.stored)
         self.counters.written_bytes += sum(stored.num_bytes for stored in written.stored)
         self.counters.written_s += written.seconds

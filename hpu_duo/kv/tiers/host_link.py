@@ -7,18 +7,16 @@ import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hpu_duo.kv.row_state import Units
-from hpu_duo.kv.tiers.link import Landed, Transfer, Transfers
+from hpu_duo.kv.tiers.link import DamagedRecord, Landed, Transfer, Transfers
 from hpu_duo.kv.tiers.rank_disk import RankDisk
+from hpu_duo.kv.tiers.records import Bytes, RecordMemory, Sums
 from hpu_duo.not_picklable import NotPicklable
-
-Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 STAGING_BYTES = 128 << 20
 """Most bytes that are gathered, or spread, by one set of operators; a record may have more."""
@@ -54,7 +52,8 @@ class HostRecords(NotPicklable):
         slot_bytes: bytes of each.
 
     Attributes:
-        slots: the records, ``[num_slots, slot_bytes]``.
+        memory: of the records.
+        slots: its slots, ``[num_slots, slot_bytes]``.
         disk: reads and writes them, where several ranks do so together.
 
     Raises:
@@ -76,6 +75,9 @@ class HostRecords(NotPicklable):
                 f"expected room for {num_slots * slot_bytes:,} bytes of records: {error}"
             ) from error
         self.slots: Bytes = np.frombuffer(memory, np.uint8).reshape(num_slots, slot_bytes)
+        parts = {is_row: [_bytes_of(each) for each in found] for is_row, found in self._tensors.items()}
+        sizes = sum(parts[False]), sum(parts[True])
+        self.memory = RecordMemory(self.slots, sizes, (*parts[False], *parts[True]))
         self.disk: RankDisk | None = None
 
     def _begin_disk(self, transfers: Transfers) -> None:
@@ -84,16 +86,24 @@ class HostRecords(NotPicklable):
             self.disk.begin(transfers.disk)
 
     def _to_slots(self, batch: Sequence[Transfer], data: Bytes, begin: int = 0) -> None:
-        """Copy a range of records, ``[n, bytes]`` from byte ``begin`` on, to their slots."""
+        """Copy ranges of records, ``[n, bytes]`` from byte ``begin`` on, to their slots; those at 0 first."""
         places = np.array([each.slots for each in batch])
+        sums = self.memory.sums_of(data[: len(batch)])
+        self.memory.sums[places[:, 0]] = sums + self.memory.sums[places[:, 0]] if begin else sums
         for number, own, part in self._pieces(begin, data.shape[1]):
             self.slots[places[:, number], own] = data[: len(batch), part]
 
-    def _from_slots(self, batch: Sequence[Transfer], data: Bytes, begin: int = 0) -> None:
-        """Fill a range of records from their slots; see ``_to_slots``."""
+    def _from_slots(self, batch: Sequence[Transfer], data: Bytes, begin: int = 0) -> Sums:
+        """Fill a range of records from their slots, see ``_to_slots``; returns its sums, int64 ``[n]``."""
         places = np.array([each.slots for each in batch])
         for number, own, part in self._pieces(begin, data.shape[1]):
             data[: len(batch), part] = self.slots[places[:, number], own]
+        return self.memory.sums_of(data[: len(batch)])
+
+    def _damaged(self, batch: Sequence[Transfer], sums: Sums) -> frozenset[Transfer]:
+        """Return the loads whose records have other checksums; sums of what was loaded, int64 ``[n]``."""
+        expected = self.memory.sums[[each.slots[0] for each in batch]]
+        return frozenset(batch[int(place)] for place in np.flatnonzero(sums != expected))
 
     def _pieces(self, begin: int, num_bytes: int) -> Iterator[tuple[int, slice, slice]]:
         """Yield the slots of a range of a record: number, bytes of the slot, and bytes of the range."""
@@ -107,8 +117,7 @@ class HostRecords(NotPicklable):
         """Fill a unit with ones in every bit: not a number in every float format."""
         unit = torch.tensor([transfer.unit], dtype=torch.int32, device=self._device)
         for each in self._tensors[transfer.is_row]:
-            num_bytes = math.prod(each.shape) * each.tensor.dtype.itemsize
-            ones = torch.full((1, num_bytes), 0xFF, dtype=torch.uint8).view(each.tensor.dtype)
+            ones = torch.full((1, _bytes_of(each)), 0xFF, dtype=torch.uint8).view(each.tensor.dtype)
             each.write(unit, ones.view(1, *each.shape).to(self._device))
 
 
@@ -197,7 +206,7 @@ class HostLink(GatheredRecords):
     ) -> None:
         super().__init__(blocks, rows, num_slots, slot_bytes, most_blocks)
         self._up, self._down = (ThreadPoolExecutor(1, f"hpu-duo-{name}") for name in ("kv-store", "kv-load"))
-        self._flying: dict[tuple[Transfer, bool], Future[float]] = {}
+        self._flying: dict[tuple[Transfer, bool], Future[Moved]] = {}
 
     def begin(self, transfers: Transfers) -> None:
         """Begin the transfers of a step."""
@@ -217,17 +226,24 @@ class HostLink(GatheredRecords):
         Raises:
             Exception: of a transfer.
         """
-        return [
-            Landed(transfer, is_load, self._flying.pop((transfer, is_load)).result())
-            for (transfer, is_load), future in list(self._flying.items())
-            if future.done()
-        ]
+        landed = list[Landed]()
+        for (transfer, is_load), future in list(self._flying.items()):
+            if future.done():
+                del self._flying[transfer, is_load]
+                seconds, damaged = future.result()
+                landed.append(Landed(transfer, is_load, seconds, transfer in damaged))
+        return landed
 
     def wait(self, transfers: Sequence[Transfer]) -> None:
-        """Wait until transfers have ended, and forget them."""
+        """Wait until transfers have ended, and forget them.
+
+        Raises:
+            DamagedRecord: a record does not have its checksum.
+            Exception: of a transfer.
+        """
         for key in list(self._flying):
             if key[0] in transfers:
-                self._flying.pop(key).result()
+                check_sound((key[0],), self._flying.pop(key).result().damaged)
 
     def wait_any(self, others: Sequence[Future[Any]] = ()) -> None:
         """Wait until one more has ended, or another thread's work."""
@@ -252,23 +268,39 @@ class HostLink(GatheredRecords):
                 yield some, staged, torch.tensor([each.unit for each in some])
 
     @torch.inference_mode()
-    def _store(self, batch: Sequence[Transfer]) -> None:
+    def _store(self, batch: Sequence[Transfer]) -> frozenset[Transfer]:
         for some, staged, units in self._batches(batch, is_load=False):
             self._gather(staged, units, is_row=batch[0].is_row)
             self._to_slots(some, staged.records.numpy())
+        return frozenset()
 
     @torch.inference_mode()
-    def _load(self, batch: Sequence[Transfer]) -> None:
+    def _load(self, batch: Sequence[Transfer]) -> frozenset[Transfer]:
+        damaged = frozenset[Transfer]()
         for some, staged, units in self._batches(batch, is_load=True):
-            self._from_slots(some, staged.records.numpy())
+            damaged |= self._damaged(some, self._from_slots(some, staged.records.numpy()))
             self._spread(staged, units, is_row=batch[0].is_row)
+        return damaged
 
 
-def timed(move: Callable[[Sequence[Transfer]], None], batch: Sequence[Transfer]) -> float:
-    """Run a move, and return its seconds for each transfer."""
+class Moved(NamedTuple):
+    """A batch that was copied to or from slots: seconds for each transfer, and loads of damaged records."""
+
+    seconds: float
+    damaged: frozenset[Transfer]
+
+
+def timed(move: Callable[[Sequence[Transfer]], frozenset[Transfer]], batch: Sequence[Transfer]) -> Moved:
+    """Run a move, which returns loads of damaged records."""
     began = time.perf_counter()
-    move(batch)
-    return (time.perf_counter() - began) / len(batch)
+    damaged = move(batch)
+    return Moved((time.perf_counter() - began) / len(batch), damaged)
+
+
+def check_sound(transfers: Sequence[Transfer], damaged: frozenset[Transfer]) -> None:
+    """Raise DamagedRecord if one of these transfers has loaded a damaged record."""
+    if not damaged.isdisjoint(transfers):
+        raise DamagedRecord("a record in host memory does not have its checksum")
 
 
 RECORD_ORDER = "widest numbers first"
@@ -283,6 +315,10 @@ def _view(units: Units) -> torch.Tensor:
     """Units of a store, ``[X, ...]``; numbers of one byte as bytes, which every operator moves."""
     view = units.tensor if units.layout is None else units.layout.view(units.tensor)
     return view.view(torch.uint8) if view.element_size() == 1 else view
+
+
+def _bytes_of(units: Units) -> int:
+    return math.prod(units.shape) * units.tensor.dtype.itemsize
 
 
 def _unit_bytes(view: torch.Tensor) -> int:

@@ -80,11 +80,17 @@ class Landed(NamedTuple):
         transfer: as begun.
         is_load: its direction.
         seconds: from the begin of its batch on the link to its end, shared evenly by the batch.
+        is_damaged: whether a record that was loaded does not have its checksum.
     """
 
     transfer: Transfer
     is_load: bool
     seconds: float
+    is_damaged: bool = False
+
+
+class DamagedRecord(ValueError):
+    """A record whose bytes are not those that were written."""
 
 
 class Link(Protocol):
@@ -99,7 +105,11 @@ class Link(Protocol):
         ...
 
     def wait(self, transfers: Sequence[Transfer]) -> None:
-        """Wait until transfers have ended; called before the copies of each step, often of none."""
+        """Wait until transfers have ended; called before the copies of each step, often of none.
+
+        Raises:
+            DamagedRecord: a record does not have its checksum.
+        """
         ...
 
     def wait_any(self, others: Sequence[Future[Any]] = ()) -> None:
@@ -225,13 +235,16 @@ class SimulatedLink:
             self._advance(last)
 
     def _land(self, has_ended: Callable[[_Flight], bool]) -> list[Landed]:
-        ended = [flight for flight in self._flying if has_ended(flight)]
+        ended, landed = [flight for flight in self._flying if has_ended(flight)], list[Landed]()
         for flight in ended:
             self._flying.remove(flight)
+            is_damaged = False
             if self._link is not None:
                 one = (flight.transfer,)
                 self._link.begin(Transfers(loads=one) if flight.is_load else Transfers(stores=one))
-                self._link.wait(one)
+                self._link.wait_any()
+                is_damaged = any(each.is_damaged for each in self._link.poll())
                 if not flight.is_load:
                     self._link.poison(flight.transfer)
-        return [Landed(flight.transfer, flight.is_load, flight.seconds) for flight in ended]
+            landed.append(Landed(flight.transfer, flight.is_load, flight.seconds, is_damaged))
+        return landed

@@ -37,7 +37,8 @@ class TierCounters:
         num_hit_tokens: tokens that were loaded for requests, and need not be computed.
         num_busy: units that were evicted without a record, because the link or all slots were busy.
         num_computed: prefixes that were predicted to be computed faster than loaded.
-        num_abandoned: loads that ended early, for lack of blocks.
+        num_abandoned: loads that ended early, for lack of blocks, or because a record was lost.
+        num_damaged: records on the host that did not have their checksum, and were dropped.
     """
 
     num_stored: int = 0
@@ -51,6 +52,7 @@ class TierCounters:
     num_busy: int = 0
     num_computed: int = 0
     num_abandoned: int = 0
+    num_damaged: int = 0
 
 
 _LEFT = 8
@@ -125,6 +127,8 @@ class PrefixTiers:
         self._reading: dict[Record, Piece] = {}
         self._loads: dict[Request, Load] = {}
         self._asked: set[Request] = set()
+        # Records with another checksum, until nothing needs their slots.
+        self._damaged: set[Record] = set()
         self._bytes_ahead = 0
 
     @property
@@ -413,6 +417,20 @@ class PrefixTiers:
         piece.has_landed = True
         if piece.load.is_abandoned:
             self._release(piece)
+        if landed.is_damaged and piece.record is not None:
+            self._note_damage(piece.record)
+
+    def _note_damage(self, record: Record) -> None:
+        """Drop a record of the host that does not have its checksum; who waits for it computes its prefix."""
+        if record in self._damaged or not self.host.has(record):
+            return
+        _log.warning("a record in host memory does not have its checksum, so it is dropped")
+        self.counters.num_damaged += 1
+        self._damaged.add(record)
+        record.is_present = False  # nothing finds it, or evicts it
+        for load in tuple(self._loads.values()):
+            if any(piece.record is record for piece in load.pieces):
+                self._give_up(load)
 
     def _read(self, load: Load) -> None:
         """Begin to read the next records of a load that are on disk."""
@@ -489,6 +507,12 @@ class PrefixTiers:
             return
         if self.disk is not None:
             self._land_reads(self.disk)
+            for record in self.disk.damaged:
+                self._note_damage(record)
+            self.disk.damaged.clear()
+        for record in [each for each in self._damaged if not each.num_readers]:
+            self._damaged.remove(record)
+            self.host.drop(record)
 
     def _place(
         self,
@@ -545,7 +569,7 @@ class PrefixTiers:
             self.swap.forget()
         if self.disk is not None:
             self.disk.drain()
-        for record in (*self._storing, *self._reading):
+        for record in (*self._storing, *self._reading, *self._damaged):
             if self.host.has(record):
                 self.host.drop(record)
         for record in self.host:

@@ -21,13 +21,13 @@ from threading import Thread
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from hpu_duo.kv.tiers.disk import NUM_READERS, Scanned, SegmentFolder, Written
 from hpu_duo.kv.tiers.disk_index import DiskIndex
 from hpu_duo.kv.tiers.host import Record, RecordKey
-from hpu_duo.kv.tiers.link import DiskOrders, DiskRecord
-from hpu_duo.kv.tiers.segments import DamagedRecord, StoredRecord, rank_folder, read_record
+from hpu_duo.kv.tiers.link import DamagedRecord, DiskOrders, DiskRecord
+from hpu_duo.kv.tiers.records import RecordMemory
+from hpu_duo.kv.tiers.segments import StoredRecord, rank_folder, read_record
 from hpu_duo.not_picklable import NotPicklable
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ T = TypeVar("T")
 Exchange: TypeAlias = Callable[[Sequence[int]], list[list[int]]]
 """Gives integers of this rank, and returns those of all, rank 0 first."""
 
-_FINE, _DAMAGED, _MISSING, _NOT_WRITER = 0, -1, -2, -3
+_FINE, _DAMAGED, _MISSING, _NOT_WRITTEN = 0, -1, -2, -3
 """Answers of a rank; others are numbers of the system's errors."""
 
 
@@ -145,12 +145,12 @@ class RankDisk(NotPicklable):
 
     Args:
         own: folder of this rank.
-        slots: bytes of records in host memory, ``[slots, slot_bytes]``.
+        memory: of records on the host.
         exchange: see ``Exchange``; all ranks call it equally often.
     """
 
-    def __init__(self, own: OwnFolder, slots: npt.NDArray[np.uint8], exchange: Exchange) -> None:
-        self._own, self._slots, self._exchange = own, slots, exchange
+    def __init__(self, own: OwnFolder, memory: RecordMemory, exchange: Exchange) -> None:
+        self._own, self._memory, self._exchange = own, memory, exchange
         # Rank 0 orders reads of records that its tier knows.
         self._index = DiskIndex(own.block_size) if own.rank else None
         self._worker = _Worker("hpu-duo-kv-disk")
@@ -257,12 +257,13 @@ class RankDisk(NotPicklable):
         return [index.get(each.key) for each in orders.reads]
 
     def _read(self, wanted: DiskRecord, stored: StoredRecord | None) -> int:
-        places = list(wanted.slots)
-        if stored is None or stored.num_bytes != len(places) * self._slots.shape[1]:
+        places, slots = list(wanted.slots), self._memory.slots
+        if stored is None or stored.num_bytes != len(places) * slots.shape[1]:
             return _MISSING
         try:
             data = np.frombuffer(read_record(self.folder.path, stored), np.uint8)
-            self._slots[places] = data.reshape(len(places), -1)
+            slots[places] = data.reshape(len(places), -1)
+            self._memory.seal(places, is_row=wanted.key.is_row)
         except FileNotFoundError:
             return _MISSING if self.folder.path.is_dir() else errno.ENOENT
         except Exception as error:
@@ -274,7 +275,10 @@ class RankDisk(NotPicklable):
         if not self.folder.is_writer:
             self._scan()
         if not self.folder.is_writer:
-            return Written(), _NOT_WRITER  # that process is about to end
+            return Written(), _NOT_WRITTEN  # that process is about to end
+        if not all(self._memory.is_sound(each.slots, is_row=each.key.is_row) for each in wanted):
+            _log.warning("rank %d: a record in host memory does not have its checksum", self._own.rank)
+            return Written(), _NOT_WRITTEN
         written = self.folder.write(
             [(each.key, each.parent, each.num_own_tokens, self._bytes(each.slots)) for each in wanted]
         )
@@ -284,7 +288,7 @@ class RankDisk(NotPicklable):
         return written, _FINE
 
     def _bytes(self, slots: Sequence[int]) -> bytes:
-        return self._slots[list(slots)].tobytes()
+        return self._memory.slots[list(slots)].tobytes()
 
     def _scan(self) -> Scanned:
         scanned = self.folder.scan()
@@ -320,8 +324,8 @@ class LeadingDisk(RankDisk):
     Queued reads and writes start on all ranks with the next step. See ``RankDisk`` for the arguments.
     """
 
-    def __init__(self, own: OwnFolder, slots: npt.NDArray[np.uint8], exchange: Exchange) -> None:
-        super().__init__(own, slots, exchange)
+    def __init__(self, own: OwnFolder, memory: RecordMemory, exchange: Exchange) -> None:
+        super().__init__(own, memory, exchange)
         self.path = own.path
         self._number = 0
         self._queued: list[_Read] = []
@@ -413,7 +417,7 @@ class LeadingDisk(RankDisk):
         error = _error_in(found)
         if error is None:
             # A record that one rank did not write is not stored.
-            future.set_result(replace(written, stored=()) if _NOT_WRITER in found else written)
+            future.set_result(replace(written, stored=()) if _NOT_WRITTEN in found else written)
         else:
             future.set_exception(error)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpu_duo.kv.tiers.host import RecordKey
+from hpu_duo.kv.tiers.link import DamagedRecord
 
 SEGMENT_BYTES = 64 << 20
 """Bytes of a segment, unless four records are larger or the folder is small."""
@@ -70,10 +71,6 @@ class Segment(NamedTuple):
     name: str
     fingerprint: bytes | None
     num_bytes: int
-
-
-class DamagedRecord(ValueError):
-    """A record whose bytes are not those that were written."""
 
 
 def record_bytes(num_bytes: int) -> int:

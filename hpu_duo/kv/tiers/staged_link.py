@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
 from graphs import BatchShape, CaptureBackend
 from hpu_duo.device.streams import CopiesStaged, CopyQueue, Mark
 from hpu_duo.kv.row_state import Units
-from hpu_duo.kv.tiers.host_link import STAGING_BYTES, Bytes, HostRecords, timed
+from hpu_duo.kv.tiers.host_link import STAGING_BYTES, HostRecords, Moved, check_sound, timed
 from hpu_duo.kv.tiers.link import Landed, Transfer, Transfers
+from hpu_duo.kv.tiers.records import Bytes
 from kernels_ref import UnitLayout
 from kernels_ref.units import unit_places, write
 
@@ -93,15 +95,17 @@ class _Flight:
         marks: before and behind the copies between device and pinned memory; None before they begin.
         forgotten: transfers that ``poll`` does not return.
         is_spread: whether the graph of a load has been launched.
+        damaged: loads of records that do not have their checksum.
     """
 
     batch: tuple[Transfer, ...]
     buffer: _Buffer
     seconds: float = 0.0
-    moved: Future[float] | None = None
+    moved: Future[Moved] | None = None
     marks: tuple[Mark, Mark] | None = None
     forgotten: set[Transfer] = field(default_factory=set)
     is_spread: bool = False
+    damaged: frozenset[Transfer] = frozenset()
 
     def block(self) -> None:
         """Wait for what has begun."""
@@ -258,15 +262,18 @@ class StagedLink(HostRecords):
                     except Exception as error:
                         self._end(lane, flight, error, is_load=True)
                 flight.forgotten.update(known)
+        damaged = frozenset(each.transfer for each in self._landed if each.is_damaged)
         self._landed = [each for each in self._landed if each.transfer not in transfers]
         errors = [self._failed.pop(key) for key in list(self._failed) if key[0] in transfers]
         if errors:
             raise errors[0]
+        check_sound(transfers, damaged)
 
     def _hold_for(self, flight: _Flight) -> None:
         """Let the computation wait for a load, whose buffer is not free before its copies have ended."""
         assert flight.moved is not None, "a thread has begun"
-        flight.moved.result()
+        flight.damaged = flight.moved.result().damaged
+        check_sound(flight.batch, flight.damaged)
         if flight.marks is None:
             self._copy(flight, is_load=True)
         assert flight.marks is not None, "copies are queued"
@@ -359,13 +366,14 @@ class StagedLink(HostRecords):
         lane.free.append(flight.buffer)
         known = [each for each in flight.batch if each not in flight.forgotten]
         if error is None:
-            self._landed += (Landed(each, is_load, flight.seconds) for each in known)
+            self._landed += (Landed(each, is_load, flight.seconds, each in flight.damaged) for each in known)
         else:
             self._failed.update(((each, is_load), error) for each in known)
 
     def _has_landed(self, flight: _Flight, *, is_load: bool) -> bool:
         if flight.moved is not None and flight.moved.done() and (is_load == (flight.marks is None)):
-            flight.seconds += flight.moved.result()
+            seconds, flight.damaged = flight.moved.result()
+            flight.seconds += seconds
             if not is_load:
                 return True
             self._copy(flight, is_load=True)
@@ -391,15 +399,18 @@ class StagedLink(HostRecords):
                 target.copy_(source, non_blocking=True)
             flight.marks = began, stream.mark()
 
-    def _move(self, flight: _Flight, *, is_load: bool) -> Future[float]:
+    def _move(self, flight: _Flight, *, is_load: bool) -> Future[Moved]:
         """Let a thread copy between pinned memory and records."""
-        move = self._from_slots if is_load else self._to_slots
 
-        def copy(batch: Sequence[Transfer]) -> None:
-            begin = 0
+        def copy(batch: Sequence[Transfer]) -> frozenset[Transfer]:
+            begin, sums = 0, np.zeros(len(batch), np.int64)
             for data in flight.buffer.host_bytes:
-                move(batch, data, begin)
+                if is_load:
+                    sums += self._from_slots(batch, data, begin)
+                else:
+                    self._to_slots(batch, data, begin)
                 begin += data.shape[1]
+            return self._damaged(batch, sums) if is_load else frozenset()
 
         return self._threads[is_load].submit(timed, copy, flight.batch)
 

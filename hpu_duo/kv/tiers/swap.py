@@ -31,6 +31,7 @@ class SwapCounters:
         out_bytes, in_bytes: of their blocks and rows.
         num_recomputed: preempted requests that were not swapped: no room, or predicted to be slower.
         num_lost: swapped requests that are computed again, because a transfer or a step has failed.
+        num_damaged: of them, those of which a block or a row on the host did not have its checksum.
     """
 
     num_out: int = 0
@@ -39,6 +40,7 @@ class SwapCounters:
     in_bytes: int = 0
     num_recomputed: int = 0
     num_lost: int = 0
+    num_damaged: int = 0
 
 
 @dataclass(eq=False)
@@ -192,7 +194,9 @@ class SwapSpace:
         return True
 
     def _load(self, swapped: Swapped, number: int, slots: tuple[int, ...], *, is_row: bool) -> None:
-        def ended(_: Landed) -> None:
+        def ended(landed: Landed) -> None:
+            if landed.is_damaged and not swapped.is_dropped:
+                self._lose(swapped)
             if swapped.is_dropped or not swapped.num_begun:
                 self._stage.release(staged, is_row=is_row)
             else:
@@ -233,6 +237,13 @@ class SwapSpace:
         self.counters.num_lost += len(self._swapped)
         self._swapped.clear()
         self._slots = list(reversed(self._all))
+
+    def _lose(self, swapped: Swapped) -> None:
+        """Drop a request of which a record is damaged."""
+        self.counters.num_damaged += 1
+        self.counters.num_lost += 1
+        self._lost.append(swapped.request)
+        self.drop(swapped.request)
 
     def take_lost(self) -> list[Request]:
         """Return the requests whose content was lost since the last call."""
