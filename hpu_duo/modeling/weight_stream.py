@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -226,6 +227,15 @@ def copied_layers(num_layers: int, num_ahead: int) -> list[bool]:
     return [numbers.count(number) > 1 for number in numbers]
 
 
+@dataclass
+class _Coming:
+    """The layer that is copied to a buffer: its number, bytes whose copies have begun, and those copies."""
+
+    number: int = -1
+    begun: int = 0
+    moves: list[Move] = field(default_factory=list)
+
+
 class WeightStream(NotPicklable):
     """Matrices of some layers, which lie on the host or a disk and are copied before their layer runs.
 
@@ -242,6 +252,8 @@ class WeightStream(NotPicklable):
 
     Attributes:
         mover: copies to the device.
+        num_parts: of a layer on the host, of which each call of a layer before begins one. As many as the
+            groups of rows that call it let these load their contexts in between.
         num_bytes: of the weights on the host.
         disk_bytes: of those in files.
         buffer_bytes: of the buffers on the device.
@@ -261,6 +273,7 @@ class WeightStream(NotPicklable):
         on_disk: Collection[int] = (),
     ) -> None:
         self.mover, self._num_ahead, self._folder = mover, num_ahead, folder
+        self.num_parts = 1
         weights = [list(streamed_weights(layer)) for layer in layers]
         every = [id(weight) for each in weights for weight in each]
         if len({*every}) < len(every):
@@ -293,7 +306,7 @@ class WeightStream(NotPicklable):
         ]
         self._on_device = [torch.zeros(size, dtype=torch.uint8, device=device) for size in largest]
         self.buffer_bytes = sum(largest)
-        self._moves: list[tuple[int, Move | None]] = [(-1, None)] * num_buffers
+        self._coming = [_Coming() for _ in range(num_buffers)]
         for place, (each, size, number) in enumerate(zip(weights, sizes, self._buffer_of)):
             home = torch.empty(size, dtype=torch.uint8) if place in on_disk else next(on_host)
             _rebind(each, home, self._on_device[number])
@@ -329,27 +342,38 @@ class WeightStream(NotPicklable):
         return partial(_operator, buffer, id(self), number)
 
     def arrive(self, layer: int) -> None:
-        """Begin copies of a layer and of those behind it that are not on their way, and hold for the first.
+        """Begin copies of a layer and of parts of those behind it, and hold for the first.
 
         Computation of all layers before has been launched, so their buffers are free in its order.
         """
         num_layers = len(self._buffer_of)
         for ahead in range(min(self._num_ahead + 1, num_layers)):
-            number = (layer + ahead) % num_layers
-            buffer = self._buffer_of[number]
-            if self._moves[buffer][0] != number:
-                home = self._homes[number]
-                self._moves[buffer] = -1, None  # an interrupt from here on has another step copy again
-                move = self.mover.move(home, self._on_device[buffer][: home.nbytes])
-                self._moves[buffer] = number, move
-                behind = self._homes[(number + 1) % num_layers]
-                if isinstance(behind, InFile):
-                    behind.expect()
-        held, coming = self._moves[self._buffer_of[layer]]
-        if coming is not None:
-            self._moves[self._buffer_of[layer]] = -1, None
-            coming.hold()
-            self._moves[self._buffer_of[layer]] = held, None
+            self._begin((layer + ahead) % num_layers, is_all=not ahead)
+        coming = self._coming[self._buffer_of[layer]]
+        if coming.moves:
+            coming.number, moves = -1, coming.moves  # an interrupt from here on has another step copy again
+            for each in moves:
+                each.hold()
+            coming.number, coming.moves = layer, []
+
+    def _begin(self, number: int, *, is_all: bool) -> None:
+        """Begin to copy all of a layer that is not on its way, or one part of it."""
+        home, buffer = self._homes[number], self._buffer_of[number]
+        coming, num_bytes = self._coming[buffer], home.nbytes
+        if coming.number != number:
+            coming.number, coming.begun, coming.moves = number, 0, []
+        begin = coming.begun
+        if begin == num_bytes:
+            return
+        target, end = self._on_device[buffer], num_bytes
+        if isinstance(home, torch.Tensor) and not is_all:
+            end = min(end, begin + -(-num_bytes // self.num_parts))
+        part = home[begin:end] if isinstance(home, torch.Tensor) else home
+        coming.moves.append(self.mover.move(part, target[begin:end]))
+        coming.begun = end
+        behind = self._homes[(number + 1) % len(self._homes)]
+        if isinstance(behind, InFile):
+            behind.expect()
 
 
 def streamed_weights(layer: nn.Module) -> Iterator[torch.Tensor]:

@@ -15,11 +15,12 @@ from hpu_duo.config.engine import EngineConfig
 from hpu_duo.config.limits import SchedulerConfig
 from hpu_duo.drafting import make_drafter
 from hpu_duo.engine.engine import Engine
-from hpu_duo.engine.on_host.runner import HostRunner
+from hpu_duo.engine.on_host.runner import HostRunner, describe
 from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
 from hpu_duo.engine.stats import Resolved, faster_kernels, weight_dtype
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.engine.stepper import Runner
+from hpu_duo.engine.zigzag.runner import ZigZagRunner
 from hpu_duo.garbage import collector_paused
 from hpu_duo.heads.eviction.fastgen import TokenClassifier
 from hpu_duo.modeling.config_checks import NoPositionsError, frequencies_note
@@ -217,8 +218,9 @@ def engine_around(
     )
     if (stream := runner.model.stream) is not None:
         engine.notes = (*engine.notes, stream.describe())
-    if isinstance(runner, HostRunner) and not capped:
-        engine.notes = (*engine.notes, runner.describe())
+    host = runner.host if isinstance(runner, (HostRunner, ZigZagRunner)) else None
+    if host is not None and not capped:
+        engine.notes = (*engine.notes, describe(host, limits.block_size))
     engine.hf_config = side.hf_config
     engine.pattern, engine.own_pattern = blueprint.pattern, blueprint.own_pattern
     engine.notes = (*engine.notes, *attach_disk(engine, config))

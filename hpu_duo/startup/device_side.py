@@ -245,7 +245,8 @@ class DeviceSide:
             sizes = list(map(weight_bytes, streamed))
             num_buffers = max(buffer_numbers(len(sizes), config.model.offload_prefetch_step)) + 1
             num_coming -= max(0, sum(sizes) - num_buffers * max(sizes))
-        num_coming += link_bytes(config, blueprint.memory_of(1, 1), runtime, _cut(blueprint, place.backend))
+        one_block, cut = blueprint.memory_of(1, 1), _cut(blueprint, place.backend)
+        num_coming += link_bytes(config, one_block, runtime, blueprint.max_len, cut)
         budget = _budget(config, runtime, num_coming)
         tables = blueprint.tables(place.backend, is_padding=runtime.compiles_operators)
         if config.scheduler.trim_chunks and not tables.uses_table:  # refused before weights are packed
@@ -290,7 +291,8 @@ class DeviceSide:
         drafts = _drafts(config, step_model, tables, memory, place, draft)
         executor = _make_executor(config, step_model, store, tables, runtime, shared, drafts)
         hf_config = model.config if shared is None else shared.hf_config
-        runner = runner_of(config, executor, hf_config.get_text_config().vocab_size, limits)
+        vocab_size = hf_config.get_text_config().vocab_size
+        runner = runner_of(config, executor, vocab_size, limits, blueprint.max_len)
         runner.builder.drafts = None if drafts is None else drafts.tables
         return cls(runner, blueprint, limits, hf_config)
 

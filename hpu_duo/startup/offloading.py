@@ -23,7 +23,8 @@ from hpu_duo.device.streams import CopiesAside, CopiesStaged
 from hpu_duo.engine.on_host.attention import planned_bytes
 from hpu_duo.engine.on_host.captured import BucketSizes
 from hpu_duo.engine.on_host.choice import HostDecodes
-from hpu_duo.engine.on_host.runner import HostRunner
+from hpu_duo.engine.on_host.runner import HostRunner, attention_there
+from hpu_duo.engine.on_host.tiles import GroupAhead
 from hpu_duo.engine.stepper import Runner
 from hpu_duo.engine.zigzag.runner import ZigZagRunner
 from hpu_duo.kv.allocations import block_moves
@@ -239,7 +240,6 @@ def check_runner(config: EngineConfig, device: torch.device, backend: str) -> No
         f"tensor_parallel_size={num_ranks}": num_ranks > 1,
         "a model that drafts": speculation is not None and speculation.is_by_model,
         "record_steps": config.run.record_steps is not None,
-        "offload_num_batches": on_host and in_groups,
         "kv_offloading_size": on_host and config.cache.kv_offloading_size is not None,
         "fail_on_recompile": in_groups and config.graph.fail_on_recompile,
     }
@@ -253,14 +253,31 @@ def check_runner(config: EngineConfig, device: torch.device, backend: str) -> No
             )
 
 
-def runner_of(config: EngineConfig, executor: Executor, vocab_size: int, limits: StepLimits) -> Runner:
-    """Return what runs steps: as they are, in groups of rows, or with blocks on the host."""
-    known = executor, vocab_size, limits.max_model_len
+def runner_of(
+    config: EngineConfig, executor: Executor, vocab_size: int, limits: StepLimits, max_len: int
+) -> Runner:
+    """Return what runs steps of requests of ``max_len`` tokens: whole, in groups, or with a host."""
+    known, num_groups = (executor, vocab_size, limits.max_model_len), _num_groups(config)
+    host = None
     if num_blocks := host_blocks(config.cache, executor.store.plan):
         mode, is_captured = HostDecodes(config.cache.cpu_attention_mode), executor.graphs.backend.name in CUT
-        return HostRunner(*known, num_blocks, mode, is_captured=is_captured)
-    num_groups = min(config.model.offload_num_batches, limits.max_num_seqs)
-    return Runner(*known) if num_groups == 1 else ZigZagRunner(*known, num_groups)
+        ahead = _ahead(config, executor.store.plan, max_len)
+        host = attention_there(executor, num_blocks, mode, ahead, is_captured=is_captured)
+    if num_groups > 1:
+        return ZigZagRunner(*known, num_groups, host)
+    return Runner(*known) if host is None else HostRunner(*known, host)
+
+
+def _num_groups(config: EngineConfig) -> int:
+    return min(config.model.offload_num_batches, config.scheduler.max_num_seqs)
+
+
+def _ahead(config: EngineConfig, memory: MemoryPlan, max_len: int) -> GroupAhead | None:
+    """The rows whose blocks are copied ahead; None where those of decodes never move, or with one group."""
+    num_groups, rows = _num_groups(config), config.scheduler.max_num_seqs
+    if num_groups == 1 or config.cache.cpu_attention_mode == HostDecodes.ATTEND.value:
+        return None
+    return GroupAhead(num_groups, -(-rows // num_groups), -(-max_len // memory.block_size))
 
 
 class HostSlots(NamedTuple):
@@ -338,7 +355,11 @@ def staged_bytes(config: EngineConfig, cut: Sequence[LayerSpec], records: Memory
 
 
 def link_bytes(
-    config: EngineConfig, records: MemoryPlan, runtime: DeviceRuntime, cut: Sequence[LayerSpec] = ()
+    config: EngineConfig,
+    records: MemoryPlan,
+    runtime: DeviceRuntime,
+    max_len: int,
+    cut: Sequence[LayerSpec] = (),
 ) -> int:
     """Return the bytes of the device that tiers allocate beside the stores, whatever the buckets.
 
@@ -347,6 +368,7 @@ def link_bytes(
 
     Args:
         records: stores of this rank, of whatever number of units.
+        max_len: most tokens of a request that the model serves.
         cut: layers whose graphs are cut for ``cpu_attention``, if any.
 
     Raises:
@@ -355,8 +377,8 @@ def link_bytes(
     cache = config.cache
     if cache.cpu_attention is not None:
         num_blocks = int(cache.cpu_attention * _GIB) // max(1, records.block_bytes)
-        is_apart = not isinstance(runtime, CpuRuntime)
-        planned = planned_bytes(records, num_blocks, is_apart=is_apart)
+        ahead, is_apart = _ahead(config, records, max_len), not isinstance(runtime, CpuRuntime)
+        planned = planned_bytes(records, num_blocks, is_apart=is_apart, ahead=ahead)
         free = host_memory().free if is_apart else runtime.free_bytes()
         beside = staged_bytes(config, cut, records, planned.in_tiles) if cut else 0
         if (needed := planned.on_host + (beside if is_apart else planned.in_tiles)) > free:

@@ -363,7 +363,9 @@ def test_the_command_prints_the_policy_and_refuses_what_cannot_be() -> None:
     on_host = ["--host-memory", "2", "--offload-policy", "100,0,40,60,100,0", "--batch"]
     few = " ".join(run_command(*on_host, "4x1").output.split())
     assert "the device has 12 KV blocks, and steps of 2,048 tokens and 4 rows need 28" in few
-    assert "several batches" in run_command(*on_host, "4x2").output
+    on_host[3] = "100,0,60,40,100,0"
+    served = " ".join(run_command(*on_host, "8x2").output.split())
+    assert "--cpu-attention-mode move --no-enable-prefix-caching --offload-num-batches 2" in served
     planned = run_command("--host-memory", "2", "--offload-policy", "0,100,0,100,100,0", "--batch", "4x2")
     assert "planned only" in planned.output
     on_t4 = json.loads(run_command("--hardware", "t4", "--json").output)

@@ -327,7 +327,6 @@ def test_device_and_host_are_within_the_memory_of_the_machine(
         ({"graphs": "replay"}, "got graphs='replay'"),
         ({"tensor_parallel_size": 2}, "got tensor_parallel_size=2"),
         ({"record_steps": "steps.bin"}, "got record_steps"),
-        ({"offload_num_batches": 2}, "got offload_num_batches"),
         (
             {"pattern": PATTERN, "kv_policy": "h2o", "kv_budget": 12},
             "serves heads that store all tokens",

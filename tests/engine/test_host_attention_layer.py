@@ -16,12 +16,11 @@ from hpu_duo.device import runtime
 from hpu_duo.engine.on_host.attention import (
     TILE_BYTES,
     HostAttention,
-    HostContext,
-    HostRow,
     _like,
 )
 from hpu_duo.engine.on_host.choice import HostContextSizes, HostRates
 from hpu_duo.engine.on_host.crossing import Crossing, SameMemory, Streams, runs_of
+from hpu_duo.engine.on_host.rows import HostContext, HostRow
 from hpu_duo.engine.on_host.worker import Worker, WorkerThread
 from kernels_ref import (
     Blocks,

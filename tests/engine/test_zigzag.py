@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
 from hpu_duo import HeadPattern
+from hpu_duo.engine.on_host.attention import HostAttention, planned_bytes
+from hpu_duo.engine.on_host.tiles import GroupAhead
+from hpu_duo.engine.on_host.worker import WorkerThread
 from hpu_duo.engine.zigzag import runner
 from hpu_duo.modeling.weight_stream import ThreadMover, Weights, WeightStream, weight_bytes
 from hpu_duo.planning import Format
@@ -34,8 +39,8 @@ from hpu_duo.planning.offload import (
 from hpu_duo.planning.read_model import read_model
 from hpu_duo.sampling import SamplingParams
 from kernels_ref import PLAIN
-from tests.engine.tiny import Tiny, serve, tokens_of
-from tests.modeling.families import BASE, prompts_of, save_random
+from tests.engine.tiny import MAX_LEN, Tiny, serve, tokens_of
+from tests.modeling.families import BASE, BLOCK, prompts_of, save_random
 
 pytestmark = pytest.mark.instruction_set
 
@@ -87,6 +92,47 @@ def test_tokens_are_those_of_whole_steps(
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
+LONG = prompts_of((76, 5, 81, 9, 70, 33))
+NUM_ON_DEVICE = 21
+"""The fewest blocks that steps of 18 tokens and 6 rows need; the prompts fill 38."""
+
+
+def load_beside_host(
+    deep: Tiny, num_batches: int, mode: str, weights: str = "100,0", **options: Any
+) -> tuple[Any, HostAttention]:
+    """Load with half of the blocks of keys and values on the host."""
+    ignored = ("offload_prefetch_step", "offload_disk")
+    own = {name: value for name, value in options.items() if name not in ignored}
+    block_bytes = load(deep, 1, **own).engine.runner.store.plan.block_bytes
+    model = load(
+        deep,
+        num_batches,
+        **{"offload_policy": f"{weights},50,50,100,0", "cpu_attention_mode": mode, **options},
+        cpu_attention=(NUM_ON_DEVICE + 0.01) * block_bytes / 2**30,
+        enable_prefix_caching=False,
+    )
+    assert model.engine.scheduler.limits.num_blocks == NUM_ON_DEVICE
+    host = model.engine.runner.host
+    assert isinstance(host, HostAttention)
+    return model, host
+
+
+@pytest.mark.parametrize(
+    ("num_batches", "mode", "options"),
+    [(3, "move", {}), (2, "attend", {"pattern": PATTERN, "speculative_config": DRAFTS})],
+)
+def test_tokens_are_those_of_whole_steps_with_blocks_on_the_host(
+    deep: Tiny, num_batches: int, mode: str, options: dict[str, Any]
+) -> None:
+    params = [GREEDY, DRAWN] * 3
+    whole = tokens_of(serve(load(deep, 1, **options), LONG, params))
+    model, host = load_beside_host(deep, num_batches, mode, "25,75", **options)
+    assert tokens_of(serve(model, LONG, params)) == whole
+    assert host.traffic.blocks > 0 < host.traffic.contexts  # behind chunks of prompts too
+    assert (host.traffic.triples > 0) is (mode == "attend")
+    assert any("tokens of running requests" in note for note in model.stats().notes)
+
+
 ALIKE = (
     {},
     {"pattern": PATTERN},
@@ -103,30 +149,39 @@ ALIKE = (
 def test_tokens_are_those_of_whole_steps_for_any_groups_prefetch_placement_and_link(
     deep: Tiny, tmp_path: Path, num_cases: int
 ) -> None:
-    params, whole = [GREEDY, DRAWN] * 3, dict[int, list[list[list[int]]]]()
+    params, whole = [GREEDY, DRAWN] * 3, dict[tuple[int, bool], list[list[list[int]]]]()
+    modes = st.sampled_from([None, "attend", "move", "auto"])
     homes = st.lists(st.sampled_from(["device", "host", "disk"]), min_size=NUM_LAYERS, max_size=NUM_LAYERS)
     speeds = st.sampled_from([None, 2e7, 2e6])
 
     @settings(max_examples=num_cases, deadline=None, derandomize=True)
-    @given(st.integers(1, 6), st.integers(1, 4), homes, speeds, st.integers(0, len(ALIKE) - 1))
-    def check(num_batches: int, ahead: int, homes: list[str], speed: float | None, number: int) -> None:
+    @given(st.integers(1, 6), st.integers(1, 4), homes, modes, speeds, st.integers(0, len(ALIKE) - 1))
+    def check(
+        num_batches: int, ahead: int, homes: list[str], mode: str | None, speed: float | None, number: int
+    ) -> None:
         options = ALIKE[number]
-        if number not in whole:
-            whole[number] = tokens_of(serve(load(deep, 1, **options), PROMPTS, params))
+        if "kv_budget" in options:
+            mode = None  # refused
+        prompts = PROMPTS if mode is None else LONG
+        if (number, mode is None) not in whole:
+            whole[number, mode is None] = tokens_of(serve(load(deep, 1, **options), prompts, params))
         shares = [100 * homes.count(each) / NUM_LAYERS for each in ("device", "host")]
-        model = load(
-            deep,
-            num_batches,
-            offload_prefetch_step=ahead,
-            offload_policy=f"{shares[0]:g},{shares[1]:g},100,0,100,0",
-            offload_disk=tmp_path if "disk" in homes else None,
+        weights = f"{shares[0]:g},{shares[1]:g}"
+        placed = {
+            "offload_prefetch_step": ahead,
+            "offload_disk": tmp_path if "disk" in homes else None,
             **options,
-        )
+        }
+        if mode is None:
+            model = load(deep, num_batches, offload_policy=f"{weights},100,0,100,0", **placed)
+        else:
+            model, host = load_beside_host(deep, num_batches, mode, weights, **placed)
+            host.worker = WorkerThread(speed)
         stream = model.engine.runner.executor.model.stream
         assert (stream is None) is (set(homes) == {"device"})
         if stream is not None:
             stream.mover = ThreadMover(speed)
-        assert tokens_of(serve(model, PROMPTS, params)) == whole[number]
+        assert tokens_of(serve(model, prompts, params)) == whole[number, mode is None]
 
     check()
 
@@ -136,14 +191,55 @@ class VirtualLink:
 
     def __init__(self, bytes_per_s: float) -> None:
         self.now = self.num_bytes = 0.0
-        self._bytes_per_s, self._free_at = bytes_per_s, 0.0
+        self.bytes_per_s, self._free_at = bytes_per_s, 0.0
 
     def move(self, source: Weights, target: torch.Tensor) -> _VirtualMove:
         assert isinstance(source, torch.Tensor)
         target.copy_(source)
-        self.num_bytes += source.nbytes
-        self._free_at = max(self._free_at, self.now) + source.nbytes / self._bytes_per_s
+        return self.take(source.nbytes)
+
+    def take(self, num_bytes: int) -> _VirtualMove:
+        self.num_bytes += num_bytes
+        self._free_at = max(self._free_at, self.now) + num_bytes / self.bytes_per_s
         return _VirtualMove(self, self._free_at)
+
+
+class VirtualHost:
+    """Work of the host on the same clock.
+
+    Blocks that it copies to the device take their turn on the same link; queries and triples take no time.
+    """
+
+    def __init__(self, link: VirtualLink, bytes_per_s: float) -> None:
+        self._link, self._bytes_per_s = link, bytes_per_s
+        self._moves, self._reading = list[_VirtualMove](), 0.0
+
+    def begin(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        self._moves, self._reading = [], 0.0
+        result, moves, reading = work(), self._moves, self._reading
+
+        def join() -> Any:
+            for each in moves:
+                each.hold()
+            self._link.now += reading
+            return result
+
+        return join
+
+    def move(self, num_bytes: int, copy: Callable[[], Any]) -> Any:
+        result = copy()
+        if result is None:
+            self._moves.append(self._link.take(num_bytes))
+        return result
+
+    def host_reads(self, num_bytes: int) -> None:
+        self._reading += num_bytes / self._bytes_per_s
+
+    def device_reads(self, num_bytes: int) -> None:
+        """Takes no time."""
+
+    def drain(self) -> None:
+        """Nothing runs on."""
 
 
 class _VirtualMove:
@@ -189,6 +285,68 @@ def test_time_is_that_of_the_schedule(deep: Tiny, num_batches: int, load_per_com
     placement = Placement(0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0)
     assert link.now - before == pytest.approx(ZigZag(formula, placement).run().decode_s, rel=0.01)
     assert link.num_bytes - moved == num_steps * stream.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("mode", "load_per_compute"), [("move", 4.0), ("move", 0.3), ("attend", 30.0), ("attend", 0.3)]
+)
+def test_time_with_blocks_on_the_host_is_that_of_the_schedule(
+    deep: Tiny, mode: str, load_per_compute: float
+) -> None:
+    """The link brings weights and contexts, or the host attends, beside a second for each token."""
+    rows, num_batches, num_steps = 2, 3, 8
+    num_rows = rows * num_batches
+    model, host = load_beside_host(deep, num_batches, mode, "0,100")
+    executor, requests = model.engine.runner.executor, model.engine.scheduler._running
+    for prompt in prompts_of((24,) * num_rows):
+        model.engine.add_request(prompt, replace(GREEDY, max_tokens=24, ignore_eos=True))
+    num_prefills = 24 * num_rows // 18 + 2
+    for _ in range(num_prefills):
+        model.engine.step()
+    assert sum(len(each.tokens) > 24 for each in requests) == num_rows
+    sizes = replace(
+        offload_model(read_model(deep.path), Format.BF16, PLAIN),
+        layer_bytes=executor.model.stream.num_bytes / NUM_LAYERS,
+        kv_bytes=host.num_bytes / (host.num_blocks + 1) / NUM_LAYERS / BLOCK,
+    )
+    tokens_there = sum(len(each.host_blocks) for each in requests) * BLOCK
+    assert tokens_there > 0
+    ahead = GroupAhead(num_batches, rows, MAX_LEN // BLOCK) if mode == "move" else None
+    planned = planned_bytes(model.engine.runner.store.plan, host.num_blocks, is_apart=False, ahead=ahead)
+    assert planned == (host.num_bytes, host.staging_bytes)
+    loaded = sizes.layer_bytes + tokens_there * sizes.kv_bytes * (mode == "move")
+    link = VirtualLink(loaded / (load_per_compute * num_rows))
+    read_rate = tokens_there * sizes.kv_bytes / (2 * num_rows)  # as long as the others together, at first
+    executor.model.stream.mover, host.worker = link, VirtualHost(link, read_rate)
+
+    def compute(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        link.now += args[0].shape[1]
+
+    for layer in executor.model.model.model.layers:
+        layer.mlp.register_forward_pre_hook(compute)
+    model.engine.step()
+    # Blocks leave meanwhile, and each step is priced with those that are there.
+    work, expected, took = OffloadWork(24, 2), 0.0, 0.0
+    machine = replace(
+        FLEXGEN_T4,
+        up=link.bytes_per_s,
+        decode_matrix=2 * sizes.layer_params,
+        decode_attention=math.inf,
+        host_attention=read_rate * sizes.pair_ops / sizes.kv_bytes,
+        host_fit=(0.0, 0.0, 0.0),
+        loads_first=False,
+        flexgen_memory=False,
+    )
+    formula = Formula(sizes, work, machine, rows, num_batches, mode == "attend")
+    for _ in range(num_steps):
+        began = link.now
+        model.engine.step()
+        took += link.now - began
+        tokens = sum(len(each.host_blocks) for each in requests) * BLOCK
+        share = tokens / num_rows / work.context(1.0)
+        placement = Placement(0.0, 1.0, 0.0, 1 - share, share, 0.0, 1.0, 0.0, 0.0)
+        expected += ZigZag(formula, placement).run().decode_s
+    assert took == pytest.approx(expected, rel=0.01)
 
 
 class Live(TorchDispatchMode):

@@ -137,9 +137,9 @@ def test_the_bytes_of_a_links_buffers_are_known_before(tiny: Tiny, monkeypatch: 
     store, streams = executor.store, FakeStreams()
     link = StreamLink(block_units(store), row_units(store), 2, 512, streams, 3)
     config = EngineConfig.of(kv_offloading_size=1.0, kv_offloading_blocks_per_step=3)
-    assert link_bytes(config, store.plan, streams) == link.staging.nbytes > 0  # type: ignore[arg-type]
+    assert link_bytes(config, store.plan, streams, 64) == link.staging.nbytes > 0  # type: ignore[arg-type]
     without = config.override(kv_offloading_size=None, kv_offloading_blocks_per_step=None)
-    assert link_bytes(without, store.plan, streams) == 0  # type: ignore[arg-type]
+    assert link_bytes(without, store.plan, streams, 64) == 0  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("num_bytes", [3, 4])

@@ -286,13 +286,13 @@ def _why_not_served(policy: Policy, work: OffloadWork) -> str | None:
     from hpu_duo.planning.offload import BLOCK_SIZE
 
     placement = policy.placement
-    # Blocks on the host are those of whole requests, in steps that are not cut in groups.
-    attends_there = policy.num_batches == 1 and work.kv_share == 1 and not placement.kv_disk
+    # Blocks on the host are those of whole requests.
+    attends_there = work.kv_share == 1 and not placement.kv_disk
     on_device, on_host = _kv_blocks(policy, work)
     if placement.activations_device < 1 or (on_host and not (attends_there and on_device)):
         return (
-            "activations outside the device, keys and values on the disk, or on the host with several "
-            "batches, a KV budget or none on the device"
+            "activations outside the device, keys and values on the disk, or on the host with a KV budget "
+            "or none on the device"
         )
     tokens = SchedulerConfig.max_num_batched_tokens
     fewest = fewest_blocks(block_moves(tokens, BLOCK_SIZE), policy.num_rows)
@@ -337,7 +337,7 @@ def _serve_with(policy: Policy, sizes: OffloadModel, work: OffloadWork) -> str |
         mode = "attend" if policy.host_attention else "move"
         options.append(f"--cpu-attention {gib:.6f}".rstrip("0").rstrip("."))
         options.append(f"--cpu-attention-mode {mode} --no-enable-prefix-caching")
-    else:
+    if of_kv == 100 or policy.num_batches > 1:
         options.append(f"--offload-num-batches {policy.num_batches}")
     return " ".join((*options, f"--max-num-seqs {policy.num_rows}"))
 

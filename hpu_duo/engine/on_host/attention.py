@@ -8,22 +8,20 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from hpu_duo.engine.on_host.choice import HostContextSizes, HostRates, TimedTiles
 from hpu_duo.engine.on_host.crossing import Crossing, Run, SameMemory, copy_runs, runs_of
 from hpu_duo.engine.on_host.plans import WholeBlocks, ints, prompt_tensors, step_tensors
+from hpu_duo.engine.on_host.rows import Attending, HostContext, HostRow, HostTile
+from hpu_duo.engine.on_host.tiles import GroupAhead, NextTile, TilesAhead
 from hpu_duo.engine.on_host.worker import TimedWorker, Worker
-from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.plan import MemoryPlan
-from hpu_duo.kv.pool import CopyLists
 from hpu_duo.kv.store import reserved_zeros
 from hpu_duo.not_picklable import NotPicklable
 from kernels_ref import (
@@ -48,7 +46,6 @@ from kernels_ref.step import PartInputs
 from kernels_ref.unified import Elsewhere, ElsewherePartials, layer_kernels
 from kernels_ref.units import Encoding, units_of
 
-T = TypeVar("T")
 TILE_BYTES = 4 << 20
 """Bytes of keys and values that move at a time to a CPU as device: its caches hold them."""
 FAR_TILE_BYTES = 16 << 20
@@ -56,50 +53,6 @@ FAR_TILE_BYTES = 16 << 20
 _TRIAL_TILES = 16
 """Tiles of keys and values by which rates are measured: more than caches of CPUs hold."""
 _TRIAL_ROWS, _NUM_TRIALS = 64, 3
-
-
-class HostRow(NamedTuple):
-    """A row of a step with blocks on the host.
-
-    Attributes:
-        ring_row: its row.
-        first: flat index of its first new token.
-        num_new: new tokens.
-        blocks: on the host, in order.
-        is_decode: whether it decodes.
-    """
-
-    ring_row: int
-    first: int
-    num_new: int
-    blocks: tuple[int, ...]
-    is_decode: bool
-
-
-class HostContext(NamedTuple):
-    """The part of a step that lies on the host.
-
-    Attributes:
-        copies: blocks of the device, and the blocks of the host that they are copied to before the step
-            writes anything, int32 ``[2, n]``.
-        rows: those with blocks there.
-        decode_len: most new tokens of a decode row (M); attention there has so many of each.
-    """
-
-    copies: npt.NDArray[np.int32]
-    rows: tuple[HostRow, ...]
-    decode_len: int
-
-    @classmethod
-    def of(cls, plan: StepPlan) -> HostContext:
-        """Return that of a planned step."""
-        rows, first = [], 0
-        for row in plan.rows:
-            if row.request.host_blocks:
-                blocks, is_decode = tuple(row.request.host_blocks), row.num_new_tokens <= plan.decode_len
-                rows.append(HostRow(row.ring_row, first, row.num_new_tokens, blocks, is_decode))
-            first += row.num_new_tokens
-        return cls(CopyLists.of(plan.moves).to_host, tuple(rows), plan.decode_len)
 
 
 @dataclass
@@ -118,59 +71,6 @@ class HostTraffic:
     contexts: int = 0
 
 
-class HostTile(NamedTuple):
-    """Some blocks of a row.
-
-    Attributes:
-        row: whose blocks they are.
-        runs: copies that bring them from the host to the first units of a buffer.
-        blocks: of the host.
-    """
-
-    row: HostRow
-    runs: list[Run]
-    blocks: tuple[int, ...]
-
-
-class _Attending:
-    """Rows that attend on the host in a step, and those whose blocks move to the device.
-
-    What layers share is built once, at its first use.
-    """
-
-    def __init__(self, there: Sequence[HostRow] = (), moved: Sequence[HostRow] = ()) -> None:
-        self.there, self.moved = tuple(there), tuple(moved)
-        self.num_blocks = sum(len(row.blocks) for row in there)
-        self._built = dict[Hashable, Any]()
-
-    def once(self, key: Hashable, build: Callable[[], T]) -> T:
-        """Return what has been built for a key, or build it."""
-        if key not in self._built:
-            self._built[key] = build()
-        built: T = self._built[key]
-        return built
-
-    @cached_property
-    def owner(self) -> torch.Tensor:
-        """Entry of ``there`` whose block each block of the host is, or one that no row has, int32."""
-        owner = torch.full((max((max(row.blocks) for row in self.there), default=-1) + 1,), len(self.there))
-        for entry, row in enumerate(self.there):
-            owner[list(row.blocks)] = entry
-        return owner.to(torch.int32)
-
-    def tiles(self, size: int) -> list[HostTile]:
-        """Blocks of ``moved`` in tiles of at most ``size``."""
-        return self.once(("tiles", size), partial(self._tiles_of, size))
-
-    def _tiles_of(self, size: int) -> list[HostTile]:
-        tiles = []
-        for row in self.moved:
-            for begin in range(0, len(row.blocks), size):
-                blocks = row.blocks[begin : begin + size]
-                tiles.append(HostTile(row, runs_of(blocks, range(len(blocks))), blocks))
-        return tiles
-
-
 class HostAttention(NotPicklable):
     """Stores of blocks on the host, and attention to them.
 
@@ -185,6 +85,7 @@ class HostAttention(NotPicklable):
         num_blocks: blocks of the host.
         worker: does the work of the host.
         crossing: the way between device and host.
+        ahead: the rows whose blocks are copied ahead; None = a tile is.
 
     Attributes:
         worker: as given; may be replaced between steps.
@@ -204,6 +105,7 @@ class HostAttention(NotPicklable):
         num_blocks: int,
         worker: Worker,
         crossing: Crossing | None = None,
+        ahead: GroupAhead | None = None,
     ) -> None:
         self.worker, self.traffic = worker, HostTraffic()
         self._crossing = SameMemory() if crossing is None else crossing
@@ -211,7 +113,7 @@ class HostAttention(NotPicklable):
         self.rates: HostRates | None = None
         self.num_blocks = num_blocks
         self._device, self._host = dict[tuple[int, int], KVUnits](), dict[tuple[int, int], KVUnits]()
-        self._tiles = dict[tuple[Encoding, int], tuple[KVUnits, KVUnits]]()
+        self._tiles = dict[tuple[Encoding, int], tuple[KVUnits, ...]]()
         self._alike = defaultdict[tuple[Encoding, int, int], list[tuple[int, int]]](list)
         for number, (spec, cache) in enumerate(zip(specs, layers)):
             for place, (group, units) in enumerate(zip(spec.groups, cache)):
@@ -225,24 +127,67 @@ class HostAttention(NotPicklable):
                     if key not in self._tiles:
                         device = units.tensors[0].device
                         is_apart = device.type != "cpu"
-                        size = _blocks_of_tile(num_blocks, unit_bytes(units), is_apart=is_apart)
-                        self._tiles[key] = _like(units, size, device), _like(units, size, device)
+                        size, number = _tiles_of(num_blocks, unit_bytes(units), ahead, is_apart=is_apart)
+                        self._tiles[key] = tuple(_like(units, size, device) for _ in range(number))
         self.num_bytes = sum(units.num_bytes for units in self._host.values())
         self.staging_bytes = sum(each.num_bytes for tiles in self._tiles.values() for each in tiles)
-        self._now = _Attending()
+        self._now, self._groups = Attending(), list[Attending]()
+        self._ahead = dict[tuple[Encoding, int], TilesAhead]()
 
     @torch.inference_mode()
-    def begin(self, context: HostContext) -> None:
-        """Copy blocks to the host, and attend for the rows of a step from now on."""
-        self._now = _Attending()
-        if context.copies.shape[1]:
-            self._leave_blocks(*context.copies.tolist())
+    def begin(self, *contexts: HostContext) -> None:
+        """Copy blocks to the host, and attend for the rows of a step from now on.
+
+        Args:
+            contexts: of each group of rows of the step, whose layers take turns; the first one's rows attend
+                until ``enter`` is called.
+        """
+        for context in contexts:
+            if context.copies.shape[1]:
+                self._leave_blocks(*context.copies.tolist())
+        self._serve([self._attending(context) for context in contexts], list(self._device))
+
+    def _attending(self, context: HostContext) -> Attending:
         if not context.rows:
-            return
+            return Attending()
         moves_decodes = self._moving_is_faster(context) if self.moves_decodes is None else self.moves_decodes
         moved = [row for row in context.rows if moves_decodes or not row.is_decode]
         there = [row for row in context.rows if row.is_decode and not moves_decodes]
-        self._now = _Attending(there, moved)
+        return Attending(there, moved)
+
+    @property
+    def moves_blocks(self) -> bool:
+        """Whether blocks of the step are copied to the device."""
+        return any(group.moved for group in self._groups)
+
+    def enter_group(self, number: int) -> None:
+        """Attend for a group of rows of the step until another one is entered."""
+        self._now = self._groups[number]
+
+    def _serve(self, groups: Sequence[Attending], keys: Sequence[tuple[int, int]]) -> None:
+        """Attend for groups of rows in some layers, one layer after the other; begins to copy their tiles."""
+        self._now, self._groups = groups[0], list(groups)
+        self._ahead = {kind: self._tiles_ahead(kind, groups, keys) for kind in self._tiles}
+
+    def _tiles_ahead(
+        self, kind: tuple[Encoding, int], groups: Sequence[Attending], keys: Sequence[tuple[int, int]]
+    ) -> TilesAhead:
+        buffers = self._tiles[kind]
+        size = buffers[0].layout.num_units - 1
+        order = (
+            NextTile(key, tile)
+            for key in keys
+            if (self._host[key].encoding, self._host[key].layout.num_heads) == kind
+            for group in groups
+            for tile in group.tiles(size)
+        )
+        return TilesAhead(buffers, order, self._copy_tile, self._crossing, self.worker)
+
+    def _copy_tile(self, following: NextTile, buffer: KVUnits) -> None:
+        host, tile = self._host[following.key], following.tile
+        num_bytes = len(tile.blocks) * unit_bytes(host)
+        self.worker.move(num_bytes, partial(copy_runs, host.views, buffer.views, tile.runs))
+        self.traffic.contexts += num_bytes
 
     def _leave_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
         self._crossing.leave(partial(self._leave, runs_of(source, target)))
@@ -276,23 +221,24 @@ class HostAttention(NotPicklable):
         short = [HostRow(row, row, 1, (row,), True) for row in range(min(num_blocks, _TRIAL_ROWS))]
         timed = partial(self._timed, key, spec := specs[key[0]], clock)
         settle = None if isinstance(self._crossing, SameMemory) else self._crossing.settle
-        _, link, _, device = timed(_Attending((), long), settle)
-        _, _, there, _ = timed(_Attending(long), settle)
-        seconds, *_ = timed(_Attending((), short), None)
+        _, link, _, device = timed(Attending((), long), settle)
+        _, _, there, _ = timed(Attending(long), settle)
+        seconds, *_ = timed(Attending((), short), None)
         rates = HostRates(*(num_blocks * size / each for each in (link, there, device)))
         if settle is None:
             call = seconds - HostContextSizes(len(short) * size, 0.0, 0.0, len(short)).moved(rates)
             rates = rates._replace(call=max(0.0, call) / len(short))
         else:
-            whole, *_ = timed(_Attending((), long), None)
-            one, *_ = timed(_Attending(short[:1]), None)
+            whole, *_ = timed(Attending((), long), None)
+            one, *_ = timed(Attending(short[:1]), None)
             heads = spec.groups[key[1]].num_heads * spec.group_size
             sizes = HostContextSizes.of(1, heads, host.encoding.dim, size, 1, host.encoding.dtype.itemsize)
             rates = rates._replace(call=max(0.0, one - sizes.attended(rates))).with_tiles(
                 TimedTiles(num_blocks * size, -(-num_blocks // num_tile), whole),
                 TimedTiles(len(short) * size, len(short), seconds),
             )
-        self._now, self.traffic = _Attending(), HostTraffic()
+        self._forget()
+        self.traffic = HostTraffic()
         self.rates, self.moves_decodes = rates, None
 
     def _timed(
@@ -300,7 +246,7 @@ class HostAttention(NotPicklable):
         key: tuple[int, int],
         spec: LayerSpec,
         clock: Callable[[], float],
-        rows: _Attending,
+        rows: Attending,
         settle: Callable[[], None] | None,
     ) -> tuple[float, ...]:
         """Seconds of a group's attention to rows on the host: in all, and of link, host and device in it.
@@ -319,12 +265,13 @@ class HostAttention(NotPicklable):
         shape = num_rows, spec.groups[key[1]].num_heads, spec.group_size, encoding.dim
         q = torch.zeros(shape, dtype=encoding.dtype, device=device)
         inputs = PartInputs(q, NewKV(q[:0], q[:0]), self._device[key], tensors, spec.scoring)
-        run, self._now = layer_kernels(spec, parts), rows
+        run = layer_kernels(spec, parts)
         trials = []
         for _ in range(_NUM_TRIALS):
             self.worker = timed = TimedWorker(worker, clock, settle)
             self._crossing.settle()
             began = clock()
+            self._serve([rows], [key])
             join = self.begin_part(key, run, inputs, step)
             assert join is not None
             join()
@@ -359,7 +306,10 @@ class HostAttention(NotPicklable):
         try:
             self.worker.drain()
         finally:
-            self._now = _Attending()
+            self._forget()
+
+    def _forget(self) -> None:
+        self._now, self._groups, self._ahead = Attending(), [], {}
 
     def of_layers(self, num_layers: int) -> list[Elsewhere]:
         """Return the host attention of each layer."""
@@ -383,7 +333,7 @@ class HostAttention(NotPicklable):
             fetched = self._crossing.fetch(partial(inputs.q.index_select, 0, tokens))
             attend = partial(self._attend, now, self._host[key], inputs, step.decode_len, fetched)
             there = self.worker.begin(attend)
-        moved = self._begin_tiles(key, run, inputs, step) if now.moved else None
+        moved = self._of_tiles(key, run, inputs, step) if now.moved else None
 
         def join() -> ElsewherePartials:
             of_tokens, of_rows = (None, None) if moved is None else moved()
@@ -395,11 +345,11 @@ class HostAttention(NotPicklable):
 
         return join
 
-    def _tokens(self, now: _Attending, rows: tuple[HostRow, ...], step: Step) -> torch.Tensor:
+    def _tokens(self, now: Attending, rows: tuple[HostRow, ...], step: Step) -> torch.Tensor:
         """See the function; on the device."""
         return now.once(("tokens", *_numbers(rows)), lambda: self._crossing.bring(_tokens(rows, step)))
 
-    def _places(self, now: _Attending, rows: tuple[HostRow, ...], step: Step) -> torch.Tensor:
+    def _places(self, now: Attending, rows: tuple[HostRow, ...], step: Step) -> torch.Tensor:
         """See the function; on the device."""
         return now.once(
             ("places", *_numbers(rows)), lambda: self._crossing.bring(_places(rows, step.decode_len))
@@ -407,7 +357,7 @@ class HostAttention(NotPicklable):
 
     def _attend(
         self,
-        now: _Attending,
+        now: Attending,
         host: KVUnits,
         inputs: PartInputs,
         decode_len: int,
@@ -426,33 +376,20 @@ class HostAttention(NotPicklable):
         self.traffic.triples += triple.nbytes
         return worker.move(triple.nbytes, triple.clone)
 
-    def _begin_tiles(
+    def _of_tiles(
         self, key: tuple[int, int], run: Kernels, inputs: PartInputs, step: Step
     ) -> Callable[[], tuple[Partial | None, Partial | None]]:
-        """Begin to copy the blocks of rows to the device; returns what attends to them there."""
-        host, now, crossing = self._host[key], self._now, self._crossing
-        buffers = self._tiles[host.encoding, host.layout.num_heads]
-        tiles = now.tiles(buffers[0].layout.num_units - 1)
-
-        def copy(number: int) -> KVUnits:
-            units, tile = buffers[number % 2], tiles[number]
-            num_bytes = len(tile.blocks) * unit_bytes(host)
-            self.worker.move(num_bytes, partial(copy_runs, host.views, units.views, tile.runs))
-            self.traffic.contexts += num_bytes
-            return units
-
-        coming = crossing.begin_tile(self.worker, partial(copy, 0))
+        """Return what attends to the blocks of rows on the device, as they arrive there."""
+        host, now = self._host[key], self._now
+        kind = host.encoding, host.layout.num_heads
+        ahead, size = self._ahead[kind], self._tiles[kind][0].layout.num_units - 1
 
         def join() -> tuple[Partial | None, Partial | None]:
-            nonlocal coming
             found = dict[int, Partial]()
-            for place, tile in enumerate(tiles):
-                units, row = coming(), tile.row
-                if place + 1 < len(tiles):
-                    coming = crossing.begin_tile(self.worker, partial(copy, place + 1))
+            for tile in now.tiles(size):
+                number, units = tile.row.ring_row, ahead.take(NextTile(key, tile))
                 part = self._attend_tile(now, run, units, inputs, step, tile)
                 self.worker.device_reads(len(tile.blocks) * unit_bytes(host))
-                number = row.ring_row
                 found[number] = merge(found[number], part) if number in found else part
             of_tokens = of_rows = None
             for row in now.moved:
@@ -469,7 +406,7 @@ class HostAttention(NotPicklable):
         return join
 
     def _attend_tile(
-        self, now: _Attending, run: Kernels, units: KVUnits, inputs: PartInputs, step: Step, tile: HostTile
+        self, now: Attending, run: Kernels, units: KVUnits, inputs: PartInputs, step: Step, tile: HostTile
     ) -> Partial:
         """The new tokens of a row against a tile of its blocks on the device, ``[num_new, K, G, ...]``."""
         row, num_blocks = tile.row, len(tile.blocks)
@@ -531,13 +468,16 @@ class PlannedBytes(NamedTuple):
     in_tiles: int
 
 
-def planned_bytes(memory: MemoryPlan, num_blocks: int, *, is_apart: bool) -> PlannedBytes:
+def planned_bytes(
+    memory: MemoryPlan, num_blocks: int, *, is_apart: bool, ahead: GroupAhead | None = None
+) -> PlannedBytes:
     """Return the bytes that ``HostAttention`` allocates.
 
     Args:
         memory: stores of the device, of whatever number of blocks.
         num_blocks: blocks of the host.
         is_apart: the device is no CPU.
+        ahead: see ``HostAttention``.
     """
     tiles = {
         (group.format, layer.head_dim, layer.value_dim, group.num_heads): layer.unit_bytes(
@@ -547,14 +487,19 @@ def planned_bytes(memory: MemoryPlan, num_blocks: int, *, is_apart: bool) -> Pla
         for group in layer.own_groups
         if isinstance(group.kind, Blocks)
     }
-    in_tiles = sum(
-        2 * (_blocks_of_tile(num_blocks, size, is_apart=is_apart) + 1) * size for size in tiles.values()
-    )
+    in_tiles = 0
+    for unit in tiles.values():
+        size, number = _tiles_of(num_blocks, unit, ahead, is_apart=is_apart)
+        in_tiles += number * (size + 1) * unit
     return PlannedBytes((num_blocks + 1) * memory.block_bytes, in_tiles)
 
 
-def _blocks_of_tile(num_blocks: int, unit_bytes: int, *, is_apart: bool) -> int:
-    return max(1, min(num_blocks, (FAR_TILE_BYTES if is_apart else TILE_BYTES) // unit_bytes))
+def _tiles_of(
+    num_blocks: int, unit_bytes: int, ahead: GroupAhead | None, *, is_apart: bool
+) -> tuple[int, int]:
+    """Blocks of a tile, and the number of tiles."""
+    size = max(1, min(num_blocks, (FAR_TILE_BYTES if is_apart else TILE_BYTES) // unit_bytes))
+    return (size, 2) if ahead is None else ahead.tiles(num_blocks, size)
 
 
 def unit_bytes(units: KVUnits) -> int:

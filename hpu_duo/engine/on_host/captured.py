@@ -16,15 +16,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from hpu_duo.device.runtime import DeviceRuntime
-from hpu_duo.engine.on_host.attention import (
-    HostAttention,
-    HostContext,
-    HostRow,
-    HostTile,
-    unit_bytes,
-)
+from hpu_duo.engine.on_host.attention import HostAttention, unit_bytes
 from hpu_duo.engine.on_host.cut import CutAttention, places_of, register
 from hpu_duo.engine.on_host.plans import WholeBlocks
+from hpu_duo.engine.on_host.rows import Attending, HostContext, HostRow, HostTile
 from hpu_duo.engine.on_host.worker import Worker
 from hpu_duo.kv.row_state import Units
 from kernels_ref import Blocks, Implementation, KVUnits, LayerCache, LayerSpec, NewKV, Partial, loops
@@ -168,10 +163,14 @@ class CapturedHostAttention(HostAttention):
         self._layer = layer
 
     @torch.inference_mode()
-    def begin(self, context: HostContext) -> None:
+    def begin(self, *contexts: HostContext) -> None:
         """Copy blocks to the host, and attend for the rows of a step from now on."""
         self._is_serving = True
-        super().begin(context)
+        super().begin(*contexts)
+
+    def _serve(self, groups: Sequence[Attending], keys: Sequence[tuple[int, int]]) -> None:
+        """Attend for the rows of a step, whose tiles are copied when a layer reads them."""
+        [self._now] = groups
 
     def end(self) -> None:
         """Attend for no rows until the next step begins."""

@@ -14,6 +14,8 @@ from torch.nn.functional import pad
 
 from hpu_duo.engine.batch import exact_shape
 from hpu_duo.engine.executor import Executor, LaunchedStep, bucket_step
+from hpu_duo.engine.on_host.attention import HostAttention
+from hpu_duo.engine.on_host.rows import HostContext
 from hpu_duo.engine.step_input import StepInput, StepResult
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.engine.stepper import NO_ERRORS, Runner, StepHandle
@@ -66,10 +68,19 @@ class ZigZagRunner(Runner):
 
     Args:
         num_groups: most groups of a step.
+        host: stores of blocks on the host, and attention to them; None = all are on the device.
     """
 
-    def __init__(self, executor: Executor, vocab_size: int, max_model_len: int, num_groups: int) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        vocab_size: int,
+        max_model_len: int,
+        num_groups: int,
+        host: HostAttention | None = None,
+    ) -> None:
         super().__init__(executor, vocab_size, max_model_len)
+        self.host = host
         self._num_groups, self._keeps_rows = num_groups, executor.geometry.uses_rows
         self._inputs = [executor.inputs, *(executor.inputs.another() for _ in range(num_groups - 1))]
         self._turns = LayerTurns(executor.model.running, num_groups, executor.device)
@@ -82,6 +93,24 @@ class ZigZagRunner(Runner):
     ) -> StepHandle:
         """Build a message for each group, and put their work on the device; see ``Runner.launch``."""
         groups = cut(plan, self._num_groups, keeps_rows=self._keeps_rows)
+        if self.host is None:
+            return self._launch_groups(plan, groups, sampling, errors)
+        try:
+            plans = [group.plan for group in groups] if len(groups) > 1 else [plan]
+            self.host.begin(*map(HostContext.of, plans))
+            if (stream := self.executor.model.stream) is not None:
+                stream.num_parts = len(groups) if self.host.moves_blocks else 1
+            return self._launch_groups(plan, groups, sampling, errors)
+        finally:
+            self.host.end()
+
+    def _launch_groups(
+        self,
+        plan: StepPlan,
+        groups: Sequence[Group],
+        sampling: Mapping[int, Sequence[SamplingRow]],
+        errors: Mapping[int, Exception],
+    ) -> StepHandle:
         if len(groups) == 1:
             return super().launch(plan, sampling, errors)
         built = []
@@ -111,6 +140,8 @@ class ZigZagRunner(Runner):
             def enter(number: int) -> None:
                 message = messages[number]
                 model.live.set(message.shape, message.bucket, geometry.row_len(message.bucket))
+                if self.host is not None:
+                    self.host.enter_group(number)
 
             launched = []
             for message, logits in zip(messages, self._turns.run(steps, enter)):

@@ -408,11 +408,21 @@ class Formula:
             + unit * model.num_layers
             + self.num_rows * held
             + self.batch_size * max(layer, logits)
-            + has_tiles * 2 * (max(FAR_TILE_BYTES, unit) + unit),
+            + has_tiles * self._tile_bytes(unit),
             weights_device=model.layer_bytes * model.num_layers,
             kv_device=self._stored_bytes(),
             activations_device=self.num_rows * num_tokens * 2 * model.act_bytes,
         )
+
+    def _tile_bytes(self, unit: float) -> float:
+        """Bytes of the tiles in which blocks move to the device, as ``GroupAhead`` has them."""
+        size, rows = max(1.0, FAR_TILE_BYTES // unit), -(-self.work.stored_end // BLOCK_SIZE)
+        if self.num_batches == 1 or self.host_attention:
+            return 2 * (size + 1) * unit
+        number = 1.0 + self.batch_size
+        if size < rows:
+            number += self.batch_size * rows / size
+        return number * (min(size, rows) + 1) * unit
 
     def _flexgen_memory(self) -> dict[str, tuple[Form, ...]]:
         model, work, rows, batch = self.model, self.work, self.num_rows, self.batch_size
