@@ -5,10 +5,12 @@ Shapes: T tokens, k experts of each, E experts, X of them (or of their copies) a
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +57,76 @@ def register_experts() -> str | None:
         return None
     ALL_EXPERTS_FUNCTIONS.register(NAME, run_experts)
     return NAME
+
+
+def adapt_loops(model: Any) -> int:
+    """Let experts that run in a loop over the chosen ones run by ``run_experts``; return their number.
+
+    Experts behind those of ``down_proj`` have no weights, and their outputs are their inputs. Modules whose
+    own code has other results keep it.
+    """
+    if getattr(model.config, EXPERTS, None) != NAME:
+        return 0
+    found = [module for module in model.modules() if _is_loop(module)]
+    adapted: dict[type, type] = {}
+    for module in found:
+        kind = type(module)
+        entries = {"forward": _run_beside_identities, "_apply_gate": _apply_gate, "is_transposed": False}
+        module.__class__ = adapted.setdefault(kind, type(kind.__name__, (kind,), entries))
+        module.config = model.config
+        # Those without weights have rows in some families, which nothing reads.
+        own = module.gate_up_proj.detach()[: len(module.down_proj)]
+        module.gate_up_proj = nn.Parameter(own, requires_grad=False)
+    return len(found)
+
+
+def _is_loop(module: Any) -> bool:
+    """Whether a module's experts are those of ``_run_beside_identities``, on drawn weights."""
+    shapes = {name: weight.shape for name, weight in module.named_parameters(recurse=False)}
+    is_known = (
+        not hasattr(module, "is_transposed")
+        and callable(getattr(module, "act_fn", None))
+        and shapes.keys() == {"gate_up_proj", "down_proj"}
+        and all(len(shape) == 3 for shape in shapes.values())
+        and [*signature(module.forward).parameters] == ["hidden_states", "top_k_index", "top_k_weights"]
+    )
+    if not is_known:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    num_all, num_own = shapes["gate_up_proj"][0], shapes["down_proj"][0]
+    small = {"gate_up_proj": (num_all, 8, 6), "down_proj": (num_own, 6, 4)}
+    drawn: Any = copy.copy(module)
+    vars(drawn)["_parameters"] = {
+        name: nn.Parameter(torch.randn(shape, generator=generator), requires_grad=False)
+        for name, shape in small.items()
+    }
+    hidden_TH = torch.randn(3, 6, generator=generator)
+    index_Tk = torch.tensor([[0, num_all - 1], [num_own - 1, 0], [num_all - 1, num_own - 1]])
+    weights_Tk = torch.rand(3, 2, generator=generator)
+    try:
+        expected = drawn(hidden_TH, index_Tk, weights_Tk)
+    except RuntimeError:
+        return False
+    drawn._apply_gate = partial(_apply_gate, drawn)
+    drawn.is_transposed = False
+    return torch.allclose(_run_beside_identities(drawn, hidden_TH, index_Tk, weights_Tk), expected, atol=1e-5)
+
+
+def _run_beside_identities(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    index_Tk = top_k_index.to(torch.int32)
+    has_weights = index_Tk < len(self.down_proj)
+    own_Tk = torch.where(has_weights, index_Tk, -1)
+    out_TH = run_experts(self, hidden_states, own_Tk, torch.where(has_weights, top_k_weights, 0))
+    share_T1 = torch.where(has_weights, 0, top_k_weights).sum(dim=-1, keepdim=True)
+    return (out_TH + hidden_states * share_T1).to(hidden_states.dtype)
+
+
+def _apply_gate(self: Any, inner: torch.Tensor) -> torch.Tensor:
+    gate, up = inner.chunk(2, dim=-1)
+    gated: torch.Tensor = self.act_fn(gate) * up
+    return gated
 
 
 class PanelExperts(nn.Module):

@@ -6,7 +6,8 @@ A module whose own code does not give the results that are expected here keeps i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial, wraps
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ _SCATTER = "scatter_"
 _UPDATES = "altup"
 _COMPOSE = "recomposition_frequencies"
 _SPARSIFY = "_gaussian_topk"
+_COMPLEX = frozenset(("polar", "view_as_complex"))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -63,26 +65,86 @@ def _is_of_last(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any = Non
     return isinstance(value, float | int) and dim in (-1, x.dim() - 1)
 
 
+class RealPairs(TorchFunctionMode):
+    """Computes with real and imaginary parts ``[..., 2]`` for complex numbers, within the context.
+
+    Those of ``torch.polar`` and ``torch.view_as_complex``, and products of the latter with such numbers of
+    other modules.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._viewed: list[torch.Tensor] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Replace such a call, and call any other function."""
+        if func is torch.polar and not kwargs:
+            size, angle = args
+            return torch.stack([size * angle.cos(), size * angle.sin()], dim=-1)
+        if func is torch.view_as_complex:
+            self._viewed.append(args[0])
+            return args[0]
+        if func is torch.view_as_real:
+            return args[0]
+        if func is torch.Tensor.mul and any(arg is each for arg in args for each in self._viewed):
+            (a, b), (c, d) = (arg.unbind(dim=-1) for arg in args)
+            return torch.stack([a * c - b * d, a * d + b * c], dim=-1)
+        return func(*args, **(kwargs or {}))
+
+
 def use_hpu_forms(model: nn.Module) -> int:
     """Exchange such parts in the modules of a model of text; return the number of exchanges."""
-    exchanges = (_write_densely, _compose_text_positions, _sparsify_by_number)
+    exchanges = (_write_densely, _compute_by_pairs, _compose_text_positions, _sparsify_by_number)
     return sum(exchange(module) for module in model.modules() for exchange in exchanges)
 
 
 def _write_densely(module: nn.Module) -> bool:
     """Routers of expert groups and layers of alternating updates (AltUp), for example."""
-    kind = type(module)
-    code = getattr(getattr(kind, "forward", None), "__code__", None)
-    if not hasattr(module, _UPDATES) and (code is None or _SCATTER not in code.co_names):
+    if not hasattr(module, _UPDATES) and _SCATTER not in _names_of(type(module)):
         return False
+    _run_within(module, DenseWrites)
+    return True
 
+
+def _compute_by_pairs(module: nn.Module) -> bool:
+    """Rotary embeddings by complex numbers, and attention that multiplies with them in a function."""
+    if _COMPLEX.isdisjoint(_names_of(type(module))):
+        return False
+    _run_within(module, RealPairs)
+    return True
+
+
+def _names_of(kind: type[nn.Module]) -> set[str]:
+    """Names in the code of a module's ``forward``, and in that of the functions of its file that it calls."""
+    forward: Any = unwrap(kind.forward)
+    if not hasattr(forward, "__code__"):
+        return set()
+    names = forward.__code__.co_names
+    codes = (getattr(forward.__globals__.get(name), "__code__", None) for name in names)
+    return {*names, *(name for code in codes if code is not None for name in code.co_names)}
+
+
+def _run_within(module: Any, mode: Any) -> None:
+    module.__class__ = _within(type(module), mode)
+
+
+@cache
+def _within(kind: type[nn.Module], mode: type[TorchFunctionMode]) -> type[nn.Module]:
+    """Return one class for all modules of a class, so that equal layers stay of one kind."""
+
+    @wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with DenseWrites():
+        with mode():
             return kind.forward(self, *args, **kwargs)
 
     # A served layer runs the method of its class.
-    module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
-    return True
+    return type(kind.__name__, (kind,), {"forward": forward})
 
 
 def _compose_text_positions(module: nn.Module) -> bool:

@@ -35,7 +35,7 @@ from hpu_duo.modeling.config_checks import (
     refuse_remote_code,
 )
 from hpu_duo.modeling.config_file import CONFIG_FILE, FILE_ERRORS, check_causal, read_config_file
-from hpu_duo.modeling.experts import register_experts
+from hpu_duo.modeling.experts import adapt_loops, register_experts
 from hpu_duo.modeling.hub import HubAccess
 from hpu_duo.modeling.latents import latent_projections
 from hpu_duo.modeling.probe import mark
@@ -315,6 +315,7 @@ def _loaded(
         raise _refusal(path, config, error) from error
     model, report = loaded
     _check_complete(path, report)
+    adapt_loops(model)
     return model.eval().requires_grad_(False)
 
 

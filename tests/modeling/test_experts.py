@@ -168,6 +168,40 @@ def test_only_a_cpu_that_runs_uncaptured_looks_at_the_routing(monkeypatch: pytes
         torch.testing.assert_close(experts.run_experts(made, *routed), expected, atol=1e-4, rtol=1e-4)
 
 
+def in_a_loop() -> torch.nn.ModuleList:
+    """Experts that their family runs in a loop; four of them have no weights."""
+    sizes = {"n_routed_experts": NUM_EXPERTS - 4, "zero_expert_num": 4, "expert_ffn_hidden_size": 24}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(KINDS, "loop", ("longcat_flash", "LongcatFlashExperts", "LongcatFlashConfig", sizes))
+        made = make_experts("loop")
+    model: Any = torch.nn.ModuleList([made])
+    model.config = SimpleNamespace(_experts_implementation=experts.register_experts())
+    return model
+
+
+def test_a_loop_over_experts_runs_in_static_shapes_with_those_that_return_their_inputs() -> None:
+    model, routed = in_a_loop(), route(40, 3, seed=4)
+    assert routed[1].max() >= NUM_EXPERTS - 4
+    expected = model[0](*routed)
+    assert experts.adapt_loops(model) == 1
+    assert {len(x) for x in model.parameters()} == {NUM_EXPERTS - 4}
+    compiled = torch.compile(model[0], fullgraph=True, dynamic=False, backend="eager")
+    for run in (model[0], compiled):
+        torch.testing.assert_close(run(*routed), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_loop_with_other_results_stays_as_it_is() -> None:
+    model = in_a_loop()
+
+    class Doubled(type(model[0])):  # type: ignore[misc]
+        def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
+            return super().forward(hidden_states, top_k_index, top_k_weights) * 2
+
+    model[0].__class__ = Doubled
+    assert experts.adapt_loops(model) == 0
+    assert type(model[0]) is Doubled
+
+
 @pytest.mark.instruction_set
 @with_our_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -207,8 +241,7 @@ WITH_EXPERTS: dict[str, Callable[[Path], Any]] = {
     **{
         name: partial(value_sizes.saved, name=name)
         for name, fields in value_sizes.FAMILIES.items()
-        # The experts of LongCat-Flash are multiplied by transformers' own loop.
-        if "n_routed_experts" in fields and name != "longcat_flash"
+        if "n_routed_experts" in fields
     },
     "Gemma4TextConfig": partial(
         shared_keys.shared, name="Gemma4TextConfig", enable_moe_block=True, top_k_experts=2, **SMALL

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpu_duo.modeling.hpu_forms import DenseWrites, use_hpu_forms
+from hpu_duo.modeling.hpu_forms import DenseWrites, RealPairs, use_hpu_forms
 from tests.modeling.families import BASE, is_known, make_config
 
 
@@ -29,6 +29,31 @@ def test_a_sum_with_a_part_writes_the_whole() -> None:
         view += 0
     assert x is before
     assert torch.equal(x, expected)
+
+
+def test_products_of_complex_numbers_are_those_of_their_parts() -> None:
+    x, angle = torch.randn(1, 3, 5, 8), torch.randn(1, 5, 4)
+
+    def turned() -> torch.Tensor:
+        turns = torch.polar(torch.full_like(angle, 2), angle) * 1.5
+        numbers = torch.view_as_complex(x.reshape(1, 3, 5, 4, 2))
+        return torch.view_as_real(numbers * turns.unsqueeze(1)).flatten(3)
+
+    expected = turned()
+    with RealPairs():
+        found = turned()
+        torch.testing.assert_close(x * 2, x + x)
+    torch.testing.assert_close(found, expected)
+
+
+def test_modules_of_one_class_stay_of_one_class() -> None:
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2RotaryEmbedding
+
+    config = make_config("DeepseekV2Config", **BASE)
+    modules = nn.ModuleList(DeepseekV2RotaryEmbedding(config) for _ in range(2))
+    assert use_hpu_forms(modules) == 2
+    assert type(modules[0]) is type(modules[1])
+    assert not modules[0](torch.ones(1), torch.arange(4)[None]).is_complex()
 
 
 class Rotary(nn.Module):
