@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from kernels_ref.recurrent.matrix_state import ChunkStep, MatrixState
+from kernels_ref.recurrent.matrix_state import ChunkStep, Join, MatrixState
 from kernels_ref.step import Step
 
 
@@ -66,12 +66,18 @@ class DeltaRule(MatrixState[DeltaInputs]):
     key_dim: int
     value_dim: int
     name: ClassVar[str] = "delta_rule"
-    device_chunk: ClassVar[int] = 16
+    join: ClassVar[Join] = Join(torch.bmm, torch.baddbmm)
+    chunk_launches: ClassVar[float] = 170.0
 
     @property
     def matrix(self) -> tuple[int, int]:
         """Sizes of a key and of a value."""
         return self.key_dim, self.value_dim
+
+    @property
+    def chain_products(self) -> float:
+        """Products of two factors, and of factors with states, first in groups."""
+        return 2.0 * self.num_heads * self.key_dim**2 * (self.key_dim + 2 * self.value_dim)
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -98,46 +104,72 @@ class DeltaRule(MatrixState[DeltaInputs]):
         self, inputs: DeltaInputs, state: tuple[torch.Tensor, ...], step: Step, found: ChunkStep
     ) -> torch.Tensor:
         """Return what all tokens read, ``[C * T, H, V]``, and update the matrices of rows."""
-        if self.slack:
-            self._write(self._accepted(state, step), state[0], found.rows)
-        size, rows, memory = found.chunk_len, self._targets(found.row, state[0]), state[0]
-        # [C, H, T, ...]
-        q, k, v, g, beta = (x.transpose(1, 2).contiguous() for x in self._in_chunks(inputs, found))
+        # Chunks of each head: [C * H, T, ...].
+        q, k, v, g, beta = (
+            x.transpose(1, 2).contiguous().flatten(0, 1) for x in self._in_chunks(inputs, found)
+        )
         total = g.cumsum(dim=-1)
-        place = torch.arange(size, dtype=torch.int32, device=q.device)
+        place = torch.arange(found.chunk_len, dtype=torch.int32, device=q.device)
         is_past = place[:, None] >= place
-        decay = torch.where(is_past, total[..., None] - total[..., None, :], float("-inf")).exp()
-        k_beta, reached = k * beta[..., None], total.exp()[..., None]
-        system = torch.matmul(k_beta, k.transpose(-1, -2)) * decay
+        decay = torch.where(is_past, total[..., None] - total[:, None], float("-inf")).exp()
+        k_beta, reached, turned = k * beta[..., None], total.exp()[..., None], k.transpose(-1, -2)
+        system = torch.bmm(k_beta, turned) * decay
         solved = _solve(system, torch.cat([v * beta[..., None], k_beta * reached], dim=-1), place)
-        new, read = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-        seen = torch.matmul(q, k.transpose(-1, -2)) * decay
+        new, read = solved.split([self.value_dim, self.key_dim], dim=-1)
+        seen = torch.bmm(q, turned) * decay
         q, last = q * reached, total[..., -1:]
-        kept = (k * (last - total).exp()[..., None]).transpose(-1, -2)
-        whole = last.exp()[..., None]
-        outputs = []
-        for number, row in enumerate(rows.split(1)):
-            before = torch.where(found.goes_on[number], memory.index_select(0, row)[0], 0.0)
-            change = new[number] - torch.matmul(read[number], before)
-            outputs.append(torch.matmul(q[number], before) + torch.matmul(seen[number], change))
-            after = before * whole[number] + torch.matmul(kept[number], change)
+        kept, whole = (k * (last - total).exp()[..., None]).transpose(-1, -2), last.exp()[..., None]
+        accepted = self._accepted(state, step)
+        if q.device.type == "cpu":
+            output, after = self._one_by_one((q, seen, new, read, kept, whole), accepted, found)
+        else:
+            dim = torch.arange(self.key_dim, dtype=torch.int32, device=q.device)
+            factor = torch.where(dim[:, None] == dim, whole, 0.0) - torch.bmm(kept, read)
+            factor, added = (self._by_chunk(x) for x in (factor, torch.bmm(kept, new)))
+            before, after = self._chained(factor, added, accepted, found)
+            begin = before.flatten(0, 1)
+            change = new - torch.bmm(read, begin)
+            output = self._by_chunk(torch.bmm(q, begin) + torch.bmm(seen, change))
+        self._write(after, state[0], found.rows)
+        return output.transpose(1, 2).flatten(0, 1)
+
+    def _one_by_one(
+        self, parts: tuple[torch.Tensor, ...], accepted: torch.Tensor, found: ChunkStep
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chunks in order, whose matrices stay in the cache: outputs of each, and matrices of rows behind."""
+        memory, outputs = self._by_row(accepted), []
+        rows = self._targets(found.row, memory).split(1)
+        for row, q, seen, new, read, kept, whole in zip(rows, *map(self._by_chunk, parts)):
+            before = memory.index_select(0, row)[0]
+            change = new - torch.matmul(read, before)
+            outputs.append(torch.matmul(q, before) + torch.matmul(seen, change))
+            after = before * whole + torch.matmul(kept, change)
             memory.index_copy_(0, row, after[None])
-        return torch.stack(outputs).transpose(1, 2).flatten(0, 1)
+        return torch.stack(outputs), memory[:-1]
+
+    def _by_chunk(self, x: torch.Tensor) -> torch.Tensor:
+        """``[C * H, ...]`` as ``[C, H, ...]``."""
+        return x.unflatten(0, (-1, self.num_heads))
 
 
 def _solve(system: torch.Tensor, right: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """Solve for what tokens of a chunk write: the system's strictly lower part, with ones on the diagonal.
 
     Args:
-        system: ``[C, H, T, T]``.
-        right: ``[C, H, T, X]``.
-        place: of each token in a chunk, ``[T]``.
+        system: ``[C * H, T, T]``.
+        right: ``[C * H, T, X]``.
+        place: of each token in a chunk, ``[T]``; T is a power of 2.
     """
     if system.device.type == "cpu":
         return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    system = torch.where(place[:, None] > place, system, 0.0)
-    rows = right[..., :1, :]
-    for number in range(1, len(place)):
-        known = torch.matmul(system[..., number : number + 1, :number], rows)
-        rows = torch.cat([rows, right[..., number : number + 1, :] - known], dim=-2)
-    return rows
+    # Inverses of blocks on the diagonal, twice as large each time: beside those of two blocks, only what is
+    # below the first and left of the second is missing.
+    inverse = torch.where(place[:, None] == place, 1.0, torch.zeros_like(system))
+    width = 1
+    while width < len(place):
+        block, both = (torch.div(place, each, rounding_mode="floor") for each in (width, 2 * width))
+        is_beside = torch.logical_and(both[:, None] == both, block[:, None] > block)
+        beside = torch.where(is_beside, system, 0.0)
+        inverse = torch.baddbmm(inverse, torch.bmm(inverse, beside), inverse, alpha=-1.0)
+        width *= 2
+    return torch.bmm(inverse, right)

@@ -10,20 +10,26 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 
+from kernels_ref.chunks import even_size, num_parts
 from kernels_ref.recurrent.kind import OPERATIONS_PER_ELEMENT, Recurrence, RecurrenceCounts
 from kernels_ref.rows import RowTensor
 from kernels_ref.step import PlanKey, Step, StepParts, StepTensors
 from kernels_ref.units import gather, index_dtype
 
 _CHUNKS = (64, 32, 16)
-_DECODE_LAUNCHES, _REPLAY_LAUNCHES, _CHUNK_LAUNCHES = 32.0, 12.0, (160.0, 12.0)
-"""Operators of a layer: of a decode, of each token that is applied again, and of prompts and each chunk."""
+_DECODE_LAUNCHES, _REPLAY_LAUNCHES = 32.0, 12.0
+"""Operators of a layer: of a decode, and of each token that is applied again."""
+_PASSES = 3.0
+"""How many times a chunk's matrices are read and written: made, joined in groups, and joined with groups."""
+
+_GROUP = 8
+"""Most states that are computed one after the other; more of them are in groups, side by side."""
 
 Inputs = TypeVar("Inputs", bound=tuple[torch.Tensor, ...])
 """A named tuple of tensors ``[Q, ...]``."""
@@ -36,7 +42,8 @@ class ChunkStep(NamedTuple):
         rows: of the step, -1 for one without new tokens, ``[N]``.
         token: of each chunk, Q where it has no more, ``[C * T]``.
         row: of each chunk, -1 for padding, ``[C]``.
-        goes_on: whether a row has a state before the chunk, ``[C]``.
+        is_first: whether a row's chunk is its first in the step, or is padding, ``[C]``.
+        last: number of each row's last chunk, 0 for a row without new tokens, ``[N]``.
         place: of each token in the results of chunks, behind them for padding, ``[Q]``.
         chunk_len: T; 0, with empty tensors of chunks, in steps of decodes.
     """
@@ -44,9 +51,57 @@ class ChunkStep(NamedTuple):
     rows: torch.Tensor
     token: torch.Tensor
     row: torch.Tensor
-    goes_on: torch.Tensor
+    is_first: torch.Tensor
+    last: torch.Tensor
     place: torch.Tensor
     chunk_len: int
+
+
+class Join(NamedTuple):
+    """How a map applies to a state, or to a map before it.
+
+    Attributes:
+        product: of two factors ``[B, ...]``, the later one first.
+        add: to what is added, the product of a factor and a state.
+    """
+
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    add: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def states_of(factor: torch.Tensor, added: torch.Tensor, join: Join) -> torch.Tensor:
+    """Return the state behind each map, the factor times the state behind the map before it, plus a matrix.
+
+    Operators grow with the logarithm of the number of maps.
+
+    Args:
+        factor: ``[C, H, ...]``, zeros in the first map.
+        added: ``[C, H, A, B]``.
+    Returns:
+        States ``[C, H, A, B]``.
+    """
+    total = len(added)
+    size = even_size(total, _GROUP)
+    groups, shape = num_parts(total, size), added.shape[1:]
+    if missing := groups * size - total:
+        factor, added = (torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in (factor, added))
+    # The places in a group, each of all groups: [groups * H, ...].
+    factors, adds = (
+        x.unflatten(0, (groups, size)).transpose(0, 1).flatten(1, 2).unbind() for x in (factor, added)
+    )
+    if groups == 1:
+        before, later = adds[0], 1
+    else:
+        whole, before, later = factors[0], adds[0], 0
+        for place in range(1, size):
+            whole, before = join.product(factors[place], whole), join.add(adds[place], factors[place], before)
+        ends = states_of(whole.unflatten(0, (groups, -1)), before.unflatten(0, (groups, -1)), join)
+        before = torch.cat([ends[:1], ends[:-1]]).flatten(0, 1)
+    states = [before][:later]
+    for place in range(later, size):
+        before = join.add(adds[place], factors[place], before)
+        states.append(before)
+    return torch.stack(states).unflatten(1, (groups, -1)).transpose(0, 1).reshape(-1, *shape)[:total]
 
 
 @dataclass(frozen=True)
@@ -58,8 +113,10 @@ class MatrixState(Recurrence, Generic[Inputs]):
     """
 
     num_heads: int
-    device_chunk: ClassVar[int]
-    """Tokens of a chunk on devices other than a CPU."""
+
+    join: ClassVar[Join]
+    chunk_launches: ClassVar[float]
+    """Operators that compute chunks, at 4,096 tokens."""
 
     @property
     @abstractmethod
@@ -79,6 +136,11 @@ class MatrixState(Recurrence, Generic[Inputs]):
             return (memory,)
         inputs = RowTensor("inputs", (self.num_kept, *self.kept), torch.float32)
         return memory, RowTensor("length", (), torch.int32), inputs
+
+    @property
+    def chain_products(self) -> float:
+        """Operations of matrix products that join a chunk with those before it."""
+        return 0.0
 
     @property
     def num_kept(self) -> int:
@@ -109,7 +171,7 @@ class MatrixState(Recurrence, Generic[Inputs]):
         """Return what all tokens read, ``[C * T, H, ...]``, and update the matrices of rows."""
 
     def count(self, num_tokens: Any, num_rows: Any, *, has_prompts: bool) -> RecurrenceCounts:
-        """Count chunks of the length on an HPU in steps with prompts.
+        """Count chunks as they are joined on an HPU, in steps with prompts.
 
         With slack the tokens of the last decode are applied again.
         """
@@ -119,11 +181,15 @@ class MatrixState(Recurrence, Generic[Inputs]):
         if not has_prompts:
             operations = of_token * (num_tokens + again * num_rows)
             return RecurrenceCounts(num_rows, operations, launches=_DECODE_LAUNCHES + replayed)
-        num_chunks = num_tokens / self.device_chunk + num_rows
+        num_chunks = num_tokens / _CHUNKS[0] + num_rows
         # A state is read twice, and changed.
-        products = 2.0 * 3 * elements * num_tokens
-        launches = _CHUNK_LAUNCHES[0] + _CHUNK_LAUNCHES[1] * num_chunks + replayed
-        return RecurrenceCounts(num_chunks, of_token * again * num_rows, products, launches)
+        products = 2.0 * 3 * elements * num_tokens + self.chain_products * num_chunks
+        return RecurrenceCounts(
+            _PASSES * num_chunks,
+            of_token * again * num_rows,
+            products,
+            self.chunk_launches + replayed,
+        )
 
     def prepare(self, parts: StepParts, tensors: StepTensors) -> ChunkStep:
         """Derive places of tokens; see ``ChunkStep``."""
@@ -133,9 +199,8 @@ class MatrixState(Recurrence, Generic[Inputs]):
         rows = torch.where(t.row_num_new > 0, number, none)
         if not parts.causal:
             no_ints, no_flags = number[:0], number[:0] > 0
-            return ChunkStep(rows, no_ints, no_ints, no_flags, no_ints, 0)
-        sizes = _CHUNKS if t.row.device.type == "cpu" else (self.device_chunk,)
-        size = next((each for each in sizes if each * num_rows <= num_tokens), sizes[-1])
+            return ChunkStep(rows, no_ints, no_ints, no_flags, no_ints, no_ints, 0)
+        size = next((each for each in _CHUNKS if each * num_rows <= num_tokens), _CHUNKS[-1])
         num_chunks = num_tokens // size + min(num_rows, num_tokens)
         counts = torch.div(t.row_num_new + (size - 1), size, rounding_mode="floor")
         # A sum over rows before each, by a mask: exact, and no scan.
@@ -146,15 +211,16 @@ class MatrixState(Recurrence, Generic[Inputs]):
         firsts, news, begins, starts = (
             torch.cat([x, zero]) for x in (first, t.row_num_new, t.row_query_start, t.row_start)
         )
+        last = torch.where(counts > 0, first + counts - 1, 0)
         within = chunk - gather(firsts, row)
         local = within[:, None] * size + torch.arange(size, dtype=torch.int32, device=t.row.device)
         is_used = local < gather(news, row)[:, None]
         token = torch.where(is_used, gather(begins, row)[:, None] + local, num_tokens).flatten()
-        goes_on = torch.logical_and((gather(starts, row) > 0) | (within > 0), row < num_rows)
+        is_first = torch.logical_or(within == 0, row >= num_rows)
         place = gather(firsts, t.row) * size + t.positions - gather(starts, t.row)
         place = torch.where(t.row < num_rows, place, num_chunks * size)
         row = torch.where(row < num_rows, row, -1)
-        return ChunkStep(rows, token, row, goes_on, place, size)
+        return ChunkStep(rows, token, row, is_first, last, place, size)
 
     def attend(self, inputs: Inputs, state: tuple[torch.Tensor, ...], step: Step) -> torch.Tensor:
         """Return what each token reads, float32 ``[Q, H, ...]``, and update the state.
@@ -194,6 +260,30 @@ class MatrixState(Recurrence, Generic[Inputs]):
                 after = self.apply(memory, kept[:, number])
                 memory = torch.where(count[:, None, None, None] > number, after, memory)
         return memory
+
+    def _by_row(self, accepted: torch.Tensor) -> torch.Tensor:
+        """Append zeros for padding, whose row is the last one: ``[N + 1, H, A, B]``."""
+        return torch.cat([accepted, accepted.new_zeros(1, *accepted.shape[1:])])
+
+    def _chained(
+        self, factor: torch.Tensor, added: torch.Tensor, accepted: torch.Tensor, found: ChunkStep
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return matrices before each chunk, ``[C, H, A, B]``, and of rows behind the step, ``[N, H, A, B]``.
+
+        Args:
+            factor, added: of each chunk, see ``states_of``.
+            accepted: matrices of rows before the step, ``[N, H, A, B]``.
+        """
+        by_row = self._by_row(accepted)
+        begin, is_first = (
+            gather(by_row, self._targets(found.row, by_row)),
+            found.is_first[:, None, None, None],
+        )
+        earlier, of_earlier = (torch.cat([x[:1], x[:-1]]) for x in (factor, added))
+        earlier, of_earlier = torch.where(is_first, 0.0, earlier), torch.where(is_first, begin, of_earlier)
+        before = states_of(earlier, of_earlier, self.join)
+        ends = (gather(x, found.last).flatten(0, 1) for x in (added, factor, before))
+        return before, self.join.add(*ends).view(accepted.shape)
 
     def _decodes(
         self, inputs: Inputs, state: tuple[torch.Tensor, ...], step: Step, rows: torch.Tensor

@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch.nn.functional import softplus
 
-from kernels_ref.recurrent.matrix_state import ChunkStep, MatrixState
+from kernels_ref.recurrent.matrix_state import ChunkStep, Join, MatrixState
 from kernels_ref.step import Step
 
 
@@ -51,7 +51,8 @@ class StateSpace(MatrixState[ScanInputs]):
     state_dim: int
     limits: tuple[float, float] = (0.0, float("inf"))
     name: ClassVar[str] = "state_space"
-    device_chunk: ClassVar[int] = 64
+    join: ClassVar[Join] = Join(torch.mul, torch.addcmul)
+    chunk_launches: ClassVar[float] = 100.0
 
     def __post_init__(self) -> None:
         if self.num_groups < 1 or self.num_heads % self.num_groups:
@@ -134,21 +135,24 @@ class StateSpace(MatrixState[ScanInputs]):
         # [C, G, K * P, T]
         kept = self._by_group((x * (last - total).exp()[..., None]).transpose(-1, -2))
         whole, reached = last.exp()[..., None], total.exp()[..., None]
-        accepted = self._accepted(state, step)
-        # A row for padding is last. Only this copy is written chunk by chunk, and the store once.
-        memory = torch.cat([accepted, accepted.new_zeros(1, *accepted.shape[1:])])
-        read = []
-        for number, row in enumerate(self._targets(found.row, memory).split(1)):
-            before = memory.index_select(0, row)[0]
-            read.append(
-                torch.matmul(before.view(self.num_groups, -1, self.state_dim), c[number].transpose(-1, -2))
-            )
-            added = torch.matmul(kept[number], b[number]).view_as(before)
-            memory.index_copy_(0, row, torch.addcmul(added, before, whole[number])[None])
-        self._write(memory[:-1], state[0], found.rows)
-        read_CHTP = torch.stack(read).view(*x.shape[:2], x.shape[3], -1).transpose(-1, -2)
+        accepted, turned = self._accepted(state, step), c.transpose(-1, -2)
+        if g.device.type == "cpu":
+            # A chunk's matrices stay in the cache.
+            memory, reads = self._by_row(accepted), []
+            for number, row in enumerate(self._targets(found.row, memory).split(1)):
+                before = memory.index_select(0, row)
+                reads.append(torch.matmul(self._by_group(before)[0], turned[number]))
+                added = torch.matmul(kept[number], b[number]).view_as(before)
+                memory.index_copy_(0, row, torch.addcmul(added, before, whole[number]))
+            read, after = torch.stack(reads), memory[:-1]
+        else:
+            added = torch.matmul(kept, b).view(len(x), self.num_heads, *self.matrix)
+            before, after = self._chained(whole, added, accepted, found)
+            read = torch.matmul(self._by_group(before), turned)
+        self._write(after, state[0], found.rows)
+        read_CHTP = read.view(*x.shape[:2], x.shape[3], -1).transpose(-1, -2)
         return torch.addcmul(output, read_CHTP, reached).transpose(1, 2).flatten(0, 1)
 
     def _by_group(self, x: torch.Tensor) -> torch.Tensor:
-        """``[C, H, P, T]`` as ``[C, G, K * P, T]``."""
+        """``[C, H, P, ...]`` as ``[C, G, K * P, ...]``."""
         return x.unflatten(1, (self.num_groups, -1)).flatten(2, 3)

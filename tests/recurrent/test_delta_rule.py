@@ -60,7 +60,7 @@ def test_the_cost_model_reads_and_writes_the_states_of_rows() -> None:
     decodes, prompts = (BatchShape.parse(text) for text in ("--u/q8/s0/u8/l8", "c--/q64/s0/u0/l1"))
     assert both.of(decodes).kv_bytes - one.of(decodes).kv_bytes == 3 * 8 * 2 * KIND.row_bytes
     assert both.of(decodes).vector_ops - one.of(decodes).vector_ops == 3 * 8 * 7 * 2 * 4 * 3
-    # Chunks of 16 tokens of each row.
-    assert both.of(prompts).kv_bytes - one.of(prompts).kv_bytes == 3 * 5 * 2 * KIND.row_bytes
+    # Chunks of 64 tokens of each row, in three passes.
+    assert both.of(prompts).kv_bytes - one.of(prompts).kv_bytes == 3 * 2 * 3 * 2 * KIND.row_bytes
     slower = replace(both, decode_len=2)
     assert slower.of(decodes).vector_ops > both.of(decodes).vector_ops, "accepted tokens are applied again"

@@ -116,8 +116,8 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
         # transformers before 5 switches autocast off for the device, and torch has none for ``meta``.
         replace_tensors(model, _on_hpu)
         layers = read_layers(model)
-    kernels = _kernels(config.model, hardware)
-    blueprint = Blueprint.draw(model, layers, config, HPU, kernels, memory_bytes=hardware.memory_bytes)
+        kernels = _kernels(config.model, hardware)
+        blueprint = Blueprint.draw(model, layers, config, HPU, kernels, memory_bytes=hardware.memory_bytes)
     stored = stored_bytes(path / CONFIG_FILE)
     cache, budget = _cache(config.cache, model, hardware, stored)
     memory = blueprint.memory(budget, cache)

@@ -1,0 +1,88 @@
+"""Long prompts in one step: chunks in groups on a device, and graphs that do not grow."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from graphs import BatchShape
+from hpu_duo.config.engine import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from hpu_duo.lab.audit import build_structure, lower_bucket
+from hpu_duo.lab.rules import REGION_NODES
+from hpu_duo.modeling.recurrent import Cut, step_of
+from hpu_duo.planning import GAUDI3
+from kernels_ref.recurrent import DeltaInputs, DeltaRule, StateSpace
+from kernels_ref.recurrent.matrix_state import MatrixState
+from tests.modeling.families import BASE, make_config
+from tests.recurrent.hybrids import HYBRIDS
+from tests.tiers import every
+
+if TYPE_CHECKING:
+    from hpu_duo.lab import sim
+
+DELTA = DeltaRule(num_heads=2, key_dim=4, value_dim=3)
+SPACE = StateSpace(num_heads=4, num_groups=2, head_dim=3, state_dim=5)
+CUTS = (Cut(0, 1100), Cut(5, 1), Cut(70, 200), Cut(3, 0), Cut(0, 64))
+"""18, 1, 4, no and 1 chunks of 64 tokens."""
+
+
+def inputs_of(kind: MatrixState[Any], x: torch.Tensor) -> Any:
+    """The inputs of tokens ``[Q, 40]``."""
+    if isinstance(kind, StateSpace):
+        x, b, c, step = x[:, :36].split([12, 10, 10, 4], dim=-1)
+        decay = torch.tensor([-0.01, -0.1, -1.0, -4.0])
+        return kind.inputs(
+            x.unflatten(1, (4, 3)), step, decay, b.unflatten(1, (2, 5)), c.unflatten(1, (2, 5))
+        )
+    q, k, v, g, beta = x[:, :26].unflatten(1, (2, 13)).split([4, 4, 3, 1, 1], dim=-1)
+    decay = -0.1 * torch.nn.functional.softplus(g[..., 0])
+    # Strengths up to 2, as where eigenvalues may be negative.
+    return DeltaInputs.of(q, k, v, decay, 2 * beta[..., 0].sigmoid(), normalises=True)
+
+
+@pytest.mark.parametrize("slack", [0, 2])
+@pytest.mark.parametrize("kind", [DELTA, SPACE], ids=["delta", "space"])
+def test_chunks_in_groups_are_those_one_by_one(
+    kind: MatrixState[Any], slack: int, simulated_hpu: sim.SimulatedHpu
+) -> None:
+    kind = type(kind)(**{**vars(kind), "slack": slack})
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(sum(cut.num_new for cut in CUTS), 40, generator=generator)
+    before = [torch.randn(8, *each.shape, generator=generator).to(each.dtype) for each in kind.tensors]
+    if slack:
+        before[1] = torch.tensor([0, 4, 69, 1, 0, 0, 0, 0], dtype=torch.int32)
+    results = []
+    for device in map(torch.device, ("cpu", "hpu")):
+        state = tuple(each.clone().to(device) for each in before)
+        step = step_of(CUTS, [kind], device)
+        inputs = inputs_of(kind, x)
+        output = kind.attend(type(inputs)(*(each.to(device) for each in inputs)), state, step)
+        results.append([output.cpu(), *(each.cpu() for each in state)])
+    for found, expected in zip(results[1], results[0]):
+        torch.testing.assert_close(found[:-1], expected[:-1], rtol=1e-5, atol=1e-5)
+    assert torch.equal(results[1][1][[3, 5, 6]], before[0][[3, 5, 6]]), "rows without new tokens"
+
+
+SHAPES = ("c--/q4096/s0/u0/l1", "csu/q8192/s64/u64/l17")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "shape"), every(3, product(("Qwen3NextConfig", "NemotronHConfig"), SHAPES)))
+def test_no_graph_of_states_grows_with_tokens(name: str, shape: str, tmp_path: Path) -> None:
+    config = make_config(name, **{**BASE, **HYBRIDS[name], "max_position_embeddings": 8192})
+    config.save_pretrained(tmp_path)
+    structure = build_structure(
+        EngineConfig(
+            model=ModelConfig(path=tmp_path, attention="hpu"),
+            cache=CacheConfig(block_size=128, num_blocks=128),
+            scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=8192),
+        ),
+        GAUDI3,
+    )
+    graphs = lower_bucket(structure, BatchShape.parse(shape))
+    assert max(graph.num_nodes for graph in graphs) <= REGION_NODES, graphs
+    assert not any(graph.store_copies for graph in graphs)
