@@ -31,6 +31,26 @@ def causal_model_class(of_config: type[PretrainedConfig]) -> type[PreTrainedMode
     return mapping.get(of_config, None)
 
 
+def joined_parts(model_type: str) -> dict[str, tuple[str, ...]]:
+    """Return which tensors of a checkpoint transformers joins by rows while it loads them.
+
+    Returns:
+        Ends of the names of parts in order, by the end of the name of the whole. Empty before transformers 5.
+    """
+    try:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+        from transformers.core_model_loading import Concatenate
+    except ImportError:
+        return {}
+    found = {}
+    for each in get_checkpoint_conversion_mapping(model_type) or ():
+        match getattr(each, "operations", ()):
+            case [Concatenate(dim=0)]:
+                (whole,) = each.target_patterns
+                found[whole] = tuple(each.source_patterns)
+    return found
+
+
 def logits_processors(model: GenerationMixin, **arguments: Any) -> LogitsProcessorList:
     """Return the processors that ``generate`` creates, in its order.
 

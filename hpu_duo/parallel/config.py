@@ -141,23 +141,9 @@ NARROWED = (*_WIDTHS, *_HEADS, *_KV_HEADS, *_VOCABULARIES, _BY_LAYER, "head_dim"
 """Names of what a share has another value of than the whole model."""
 
 
-_JOINED = ("olmo_hybrid",)
-"""Families of whose checkpoints transformers joins weights that ranks would cut one by one."""
-
-
 def check_plan(config: Any) -> None:
-    """Raise ValueError for a family whose checkpoints ranks cannot cut.
-
-    Raises:
-        ValueError: it has no tensor-parallel plan of transformers, or weights that are joined while they are
-            loaded; the message names the family.
-    """
+    """Raise ValueError for a family without a tensor-parallel plan of transformers; the message names it."""
     text = config.get_text_config()
-    if text.model_type in _JOINED:
-        raise ValueError(
-            f"{text.model_type!r} cannot be served by several ranks: transformers joins weights of its "
-            "convolutions while it loads them"
-        )
     if not getattr(text, "base_model_tp_plan", None):
         raise ValueError(
             f"{text.model_type!r} cannot be served by several ranks: transformers has no tensor-parallel "

@@ -125,6 +125,11 @@ class Cut:
                 parts.append(part.new_zeros(*shape[: self.dim], missing, *shape[self.dim + 1 :]))
         return torch.cat(parts, dim=self.dim) if len(parts) > 1 else parts[0].clone()
 
+    def within(self, begin: int, size: int) -> Cut:
+        """Return the cut of a tensor of ``size`` that is at ``begin`` in the dimension that is cut."""
+        spans = ((max(a - begin, 0), min(b - begin, size)) for a, b in self.spans)
+        return Cut(self.dim, tuple((a, b) for a, b in spans if a < b))
+
     def check(self, shape: Sequence[int]) -> None:
         """Raise ValueError if a tensor of a shape ends within the part."""
         most = max(end for _, end in self.spans)

@@ -17,6 +17,7 @@ from hpu_duo.modeling.quantised.checkpoint import StoredTensor, stored_tensors
 from hpu_duo.modeling.quantised.linear import DEQUANTISED, WeightExecution
 from hpu_duo.modeling.quantised.state import StoredCodes
 from hpu_duo.modeling.recurrent import number_of, recurrent_layers
+from hpu_duo.modeling.transformers_internals import joined_parts
 from hpu_duo.parallel.config import ExpertShare, RankHeads, check_plan, narrowed_config
 from hpu_duo.parallel.cuts import Cut, Cutter, Fit, head_sizes
 from hpu_duo.parallel.mixers import mixer_cuts
@@ -158,8 +159,19 @@ class Piece:
         return read[index]
 
 
+def _parts_of(model_type: str, tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[str, int, int]]:
+    """Return the tensor that each part is joined into: its name, where the part begins, and all rows."""
+    found = {}
+    for whole, ends in joined_parts(model_type).items():
+        for path in [key.removesuffix(ends[0]) for key in tensors if key.endswith(ends[0])]:
+            sizes = [tensors[path + end].shape[0] for end in ends]
+            for number, end in enumerate(ends):
+                found[path + end] = path + whole, sum(sizes[:number]), sum(sizes)
+    return found
+
+
 def read_share(
-    path: str | Path, whole: nn.Module, cutter: Cutter, ranks: Ranks, dtype: torch.dtype = torch.float32
+    path: str | Path, whole: PreTrainedModel, cutter: Cutter, ranks: Ranks, dtype: torch.dtype = torch.float32
 ) -> dict[str, Piece]:
     """Return the shards of a checkpoint for a rank, by name; none is read yet.
 
@@ -173,7 +185,9 @@ def read_share(
     """
     state: dict[str, Piece] = {}
     expected = {name: list(tensor.shape) for name, tensor in whole.state_dict().items()}
-    for key, stored in stored_tensors(path, dtype).items():
+    tensors = stored_tensors(path, dtype)
+    parts = _parts_of(whole.config.get_text_config().model_type, tensors)
+    for key, stored in tensors.items():
         if (name := cutter.name(key)) is None:
             continue
         shape = list(stored.shape)
@@ -182,7 +196,12 @@ def read_share(
                 f"the weights in {path} do not fit the configuration: expected {key} of shape "
                 f"{expected[key]}, got {shape}"
             )
-        cut = cutter.cut(key, shape)
+        if key in parts:
+            name_of_whole, begin, size = parts[key]
+            cut = cutter.cut(name_of_whole, [size, *shape[1:]])
+            cut = None if cut is None else cut.within(begin, shape[0])
+        else:
+            cut = cutter.cut(key, shape)
         if cut is not None:
             cut.check(shape)
         state[name] = Piece(stored, cut, ranks.rank > 0 and cutter.is_added_once(key))

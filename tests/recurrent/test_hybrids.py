@@ -154,7 +154,6 @@ def test_preempted_requests_and_samples_of_one_prompt_are_right(
 @pytest.mark.parametrize(
     ("name", "size", "changes", "reason"),
     [
-        ("OlmoHybridConfig", 2, {}, "transformers joins"),
         ("NemotronHConfig", 4, {}, "expected a norm of all results, or of groups .* 24 results .* has 12"),
         (
             "FalconH1Config",

@@ -15,6 +15,7 @@ from hpu_duo.device.ranks import Ranks
 from hpu_duo.modeling.loading import build_without_weights
 from hpu_duo.modeling.probe import read_layers
 from hpu_duo.parallel.config import RankHeads
+from hpu_duo.parallel.loading import make_cutter, read_share
 from hpu_duo.parallel.share_trial import check_share
 from hpu_duo.sampling import SamplingParams
 from tests.modeling.families import prompts_of
@@ -60,9 +61,26 @@ def test_shares_of_a_state_space_add_up_to_it(
     check_share(tmp_path, config, torch.float32, whole, layers, heads, last)
 
 
-SLOW = ("NemotronHConfig", "FalconH1Config", "Qwen3_5TextConfig", "Lfm3Config", "Lfm2MoeConfig")
-LIKE_THEM = ("BambaConfig", "Qwen3_5MoeTextConfig")
-assert {*FAST, *SLOW, *LIKE_THEM} == {*HYBRIDS} - {"OlmoHybridConfig"}
+def test_ranks_read_their_rows_of_weights_that_are_joined(tmp_path: Path) -> None:
+    model = saved(tmp_path, "OlmoHybridConfig")
+    config = AutoConfig.from_pretrained(tmp_path)
+    whole = build_without_weights(tmp_path, config, torch.float32)
+    layers, path = read_layers(whole), "model.layers.0.linear_attn."
+    expected = model.get_parameter(f"{path}conv1d.weight")
+    for ranks in (Ranks(0, 2), Ranks(1, 2)):
+        heads = [RankHeads.of([range(2)], 4, ranks)] * len(layers)
+        cutter = make_cutter(config, whole, layers, heads, ranks)
+        cut = cutter.cut(f"{path}conv1d.weight", expected.shape)
+        assert cut is not None
+        state = read_share(tmp_path, whole, cutter, ranks)
+        parts = [state[f"{path}{name}_conv1d.weight"][...] for name in "qkv"]
+        assert sum(map(len, parts)) == len(expected) // 2
+        assert torch.equal(torch.cat(parts), cut.of(expected))
+
+
+SLOW = ("NemotronHConfig", "FalconH1Config", "OlmoHybridConfig", "Lfm3Config", "Lfm2MoeConfig")
+LIKE_THEM = ("BambaConfig", "Qwen3_5MoeTextConfig", "Qwen3_5TextConfig")
+assert {*FAST, *SLOW, *LIKE_THEM} == {*HYBRIDS}
 
 
 @pytest.mark.parametrize(
