@@ -136,6 +136,24 @@ def test_logits_are_those_of_transformers_and_of_no_other_row(tmp_path: Path, na
     torch.testing.assert_close(*results, **(EQUAL if is_exact else {"rtol": 1e-4, "atol": 1e-3}))
 
 
+@pytest.mark.usefixtures("default_buckets")
+@pytest.mark.parametrize(
+    "name",
+    ["Lfm2MoeConfig", *(pytest.param(name, marks=EXHAUSTIVE) for name in HYBRIDS if name != "Lfm2MoeConfig")],
+)
+def test_no_text_changes_another_row_on_a_simulated_hpu(tmp_path: Path, name: str) -> None:
+    """Prompts run through all experts; decodes gather the weights of the chosen ones."""
+    saved(tmp_path, name, **({"num_experts": 32} if "Moe" in name else {}))
+    served = load(tmp_path, enable_prefix_caching=False, **CAPTURE["hpu-sim"])
+    last, results = prompts_of([31], seed=7), []
+    for seed in (0, 1):
+        forced = [[3 + seed, 4, 5, 6, 7 + seed, 8]] * 2 + [[3, 4, 5, 6, 7, 8]]
+        found = greedy_logits(served.engine, [*prompts_of([23, 2], seed=seed), *last], 6, forced=forced)
+        results.append([logits.cpu() for _, logits in found])
+    assert not any(torch.equal(*each) for each in zip(results[0][:-1], results[1][:-1])), "others changed"
+    torch.testing.assert_close(results[0][-1], results[1][-1], **EQUAL)
+
+
 @STATES
 @pytest.mark.parametrize("caches", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_preempted_requests_and_samples_of_one_prompt_are_right(
