@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from bias_builders.rules import (
+    Behind,
     Dilated,
     Fixed,
     Rule,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NOWHERE",
+    "Behind",
     "BlockTable",
     "Dilated",
     "Fixed",

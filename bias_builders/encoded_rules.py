@@ -12,9 +12,9 @@ from itertools import islice, product
 from typing import TypeAlias
 
 from bias_builders.block_tables import BlockTable
-from bias_builders.rules import Dilated, Fixed, Rule, RuleIntersection, RuleUnion, Strided, Window
+from bias_builders.rules import Behind, Dilated, Fixed, Rule, RuleIntersection, RuleUnion, Strided, Window
 
-WINDOW, DILATED, STRIDED, FIXED, _UNION, _INTERSECTION, _TABLE = range(1, 8)
+WINDOW, DILATED, STRIDED, FIXED, _UNION, _INTERSECTION, _TABLE, BEHIND = range(1, 9)
 """Codes of rules."""
 
 Leaf: TypeAlias = tuple[int, int, int]
@@ -71,6 +71,8 @@ def _leaf(rule: Rule) -> Leaf:
             return STRIDED, stride, 0
         case Fixed(stride, summary):
             return FIXED, stride, summary
+        case Behind(hidden):
+            return BEHIND, hidden, 0
         case _:
             raise ValueError(f"expected a rule in closed form, got {rule.key[0]}")
 
@@ -88,4 +90,6 @@ def _read(numbers: Iterator[int]) -> Rule:
         return Window(first, second)
     if code == DILATED:
         return Dilated(first, second)
+    if code == BEHIND:
+        return Behind(first)
     return Strided(first) if code == STRIDED else Fixed(first, second)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hashlib import sha256
 
 from bias_builders.block_tables import BlockTable
-from bias_builders.rules import Dilated, Fixed, Rule, RuleIntersection, RuleUnion, Strided, Window
+from bias_builders.rules import Behind, Dilated, Fixed, Rule, RuleIntersection, RuleUnion, Strided, Window
 
 
 def describe_rule(rule: Rule) -> str:
@@ -21,6 +21,8 @@ def describe_rule(rule: Rule) -> str:
             return f"strided:stride={stride}"
         case Fixed(stride, summary):
             return f"fixed:stride={stride},summary={summary}"
+        case Behind(hidden):
+            return f"behind:hidden={hidden}"
         case RuleUnion(rules):
             return "|".join(_inner(each) for each in rules)
         case RuleIntersection(rules):

@@ -315,6 +315,46 @@ class Fixed:
         return True
 
 
+@dataclass(frozen=True)
+class Behind:
+    """All tokens but the first ``hidden`` ones, and the token itself."""
+
+    hidden: int
+
+    def __post_init__(self) -> None:
+        _check("hidden", self.hidden)
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """See ``Rule``."""
+        return "behind", self.hidden
+
+    @property
+    def sink(self) -> int:
+        """None: the first tokens are those that are hidden."""
+        return 0
+
+    def sees(self, query_position: Array, key_position: Array) -> Array:
+        """Behind the hidden ones, or the token itself."""
+        is_shown = (key_position >= self.hidden) | (key_position == query_position)
+        return (key_position <= query_position) & is_shown
+
+    def may_see(self, tile: Tile) -> Array:
+        """Exact."""
+        is_behind = (tile.last_key >= self.hidden) & (tile.last_query >= self.hidden)
+        share = (tile.first_key <= tile.last_query) & (tile.first_query <= tile.last_key)
+        return tile.has_past & (is_behind | share)
+
+    def sees_all(self, tile: Tile) -> Array:
+        """Exact: no key is hidden, or there is one pair, of a token with itself."""
+        is_one = (tile.last_query == tile.first_key) & (tile.first_query == tile.last_key)
+        return tile.is_past & ((tile.first_key >= self.hidden) | is_one)
+
+    def reaches(self, nearest: int, farthest: int) -> bool:
+        """Every distance: what is hidden depends on positions."""
+        return True
+
+
 def _check_rules(rules: tuple[Rule, ...]) -> None:
     if len(rules) < 2:
         raise ValueError(f"expected 2 rules or more, got {len(rules)}")

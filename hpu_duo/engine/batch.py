@@ -100,8 +100,9 @@ class StepGeometry:
             With regions, prompt rows are in the order of these.
         num_tails: blocks of each row that are gathered and masked (T); None = as many as its new tokens need.
         num_windowed: blocks of each row that heads read in drafts of which those read a window (W).
-        has_next: steps have the token that follows each of theirs, for a layer that reads both: its id, or
-            ``-1 - i`` for the token of row ``i`` of the step's logits.
+        num_next: layers of multi-token prediction behind the model. Steps have the token that follows each of
+            theirs, which they read: its id, or ``-1 - i`` for the token of row ``i`` of the step's logits.
+            Of several layers, all but the first read results for the token before each row too.
         is_draft: whether steps are drafts by a model, see ``Step``.
     """
 
@@ -119,7 +120,7 @@ class StepGeometry:
     num_tails: int | None = None
     num_windowed: int = 0
     num_staged: int = 0
-    has_next: bool = False
+    num_next: int = 0
     is_draft: bool = False
 
     @classmethod
@@ -179,7 +180,8 @@ class StepGeometry:
             "shared_reads": (counts.rows + 1, bucket.num_shared_blocks),
             "owner_start": (bucket.num_unique_blocks if self.uses_block_positions else 0,),
             "token_class": (bucket.query_len if self.uses_token_classes else 0,),
-            "next_token": (bucket.query_len if self.has_next else 0,),
+            "next_token": (bucket.query_len if self.num_next else 0,),
+            "result_before": (counts.rows if self.num_next > 1 else 0,),
             "owner": (bucket.num_unique_blocks,),
         }
 
@@ -279,8 +281,8 @@ def fill(
     _fill_rows(host, batch, bucket, geometry)
     _fill_shared(host, batch, geometry)
     _fill_unique(host, batch, bucket.num_logits, geometry)
-    if geometry.has_next:
-        host["next_token"].fill(0)
+    host["next_token"].fill(0)
+    host["result_before"].fill(0)
     if geometry.uses_token_classes:
         known = batch.token_ids if class_of is None else class_of[batch.token_ids]
         assert class_of is not None or not len(known), "classes of tokens are known"

@@ -158,11 +158,12 @@ def read_model(path: str | Path) -> ModelSize:
     return replace(size, stored_bytes=stored_bytes(file))
 
 
-def read_mtp_layer(path: str | Path) -> ModelSize:
-    """Read the sizes of a model's layer of multi-token prediction, which shares embedding and head with it.
+def read_mtp_layers(path: str | Path, most: int) -> ModelSize:
+    """Read the sizes of a model's layers of multi-token prediction, which share embedding and head with it.
 
     Args:
         path: of the model, as for ``read_model``.
+        most: drafts of a row in a step.
 
     Raises:
         ValueError: see ``read_model`` and ``mtp_config``.
@@ -172,10 +173,12 @@ def read_mtp_layer(path: str | Path) -> ModelSize:
 
     file = Path(path) / CONFIG_FILE if Path(path).is_dir() else Path(path)
     whole = read_config_file(file).get_text_config()
-    size = _sized(f"its layer of {whole.model_type}", file, mtp_config(whole, file))
+    config = mtp_config(whole, file, most)
+    size, number = _sized(f"layers of {whole.model_type}", file, config), config.num_hidden_layers
     # Without the table of embeddings; two norms and a matrix bring states and embeddings together.
     is_tied = bool(getattr(whole, "tie_word_embeddings", False))
-    matrix, other = size.matrix_params + 2 * size.hidden_size**2, size.other_params + 2 * size.hidden_size
+    matrix = size.matrix_params + 2 * number * size.hidden_size**2
+    other = size.other_params + 2 * number * size.hidden_size
     other -= 0 if is_tied else size.head_params
     own = 2 * (matrix + other + size.experts.num_params)
     return replace(size, matrix_params=matrix, other_params=other, stored_bytes=own)

@@ -23,7 +23,7 @@ from hpu_duo.config.limits import DeviceBudget
 from hpu_duo.device import DeviceRuntime, own_device, resolve_device, runtime_for
 from hpu_duo.device.ranks import Membership, WorkerRanks
 from hpu_duo.engine.executor import Executor
-from hpu_duo.engine.model_drafts.mtp import HiddenStates, MtpSteps
+from hpu_duo.engine.model_drafts.mtp import MtpSteps
 from hpu_duo.engine.model_drafts.steps import DraftSteps, OwnStores
 from hpu_duo.engine.step_input import message_fields
 from hpu_duo.engine.stepper import Runner
@@ -389,7 +389,9 @@ def _plan_memory(
         if speculation is not None and speculation.is_by_model:
             own = None if draft is None else (draft.blueprint.specs, draft.blueprint.text_config)
             drafts = draft_fields(speculation, tables, plan), own
-        of_states = 0 if draft is None else draft.state_bytes(tables.largest(plan))
+        of_states = 0
+        if draft is not None and draft.is_of_checkpoint:
+            of_states = draft.states(tables.largest(plan), plan.num_blocks, torch.device("meta")).num_bytes
         return tables.graph_bytes(plan, dtype_bytes, drafts) + of_states
 
     def set_aside(plan: MemoryPlan) -> int:
@@ -553,13 +555,12 @@ def _drafts(
         "stages": place.runtime.compiles_operators,
         "is_greedy": speculation.draft_sample_method == "greedy",
     }
-    if draft is None or not draft.is_layer:
+    if draft is None or not draft.is_of_checkpoint:
         return DraftSteps(model, fields, graphs, place.device, own, **named)
-    sizes = tables.largest(memory), geometry.decode_len, draft.blueprint.text_config.hidden_size
-    states = HiddenStates.zeros(*sizes, draft.blueprint.dtype, place.device)
+    states = draft.states(tables.largest(memory), memory.num_blocks, place.device)
     keep_hidden(served.model, states.served)
-    layer: Any = model.model
-    layer.attach(states.served, states.kept)
+    layers: Any = model.model
+    layers.attach(states, model.running)
     return MtpSteps(states, model, fields, graphs, place.device, own, **named)
 
 

@@ -1,10 +1,11 @@
 """A model that drafts for another one: its checkpoint, its vocabulary, its stores beside the other's.
 
-Or the served model's own layer of multi-token prediction, which has such stores too.
+Or the served model's own layers of multi-token prediction, which have such stores too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from bias_builders import Behind
 from graphs import BatchShape
 from hpu_duo.config.engine import EngineConfig, HeadConfig, ParallelConfig
 from hpu_duo.config.limits import DeviceBudget
@@ -20,16 +22,17 @@ from hpu_duo.config.speculation import SpeculativeConfig
 from hpu_duo.engine.model_drafts.mtp import MtpTables
 from hpu_duo.engine.model_drafts.tables import DraftTables, DraftWindow
 from hpu_duo.kv.plan import MemoryPlan
-from hpu_duo.kv.store import KVStore
+from hpu_duo.kv.store import KVStore, mark_null
 from hpu_duo.modeling.attention import LiveRows
 from hpu_duo.modeling.hub import find_checkpoint
 from hpu_duo.modeling.loading import load_model, load_tokenizer, read_config
-from hpu_duo.modeling.mtp import load_mtp
+from hpu_duo.modeling.mtp import HiddenStates, load_mtp
 from hpu_duo.modeling.precision import Precision
 from hpu_duo.modeling.probe import DecoderLayer, probe
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.parallel import ContextParallelBlocks
 from hpu_duo.startup.blueprint import Blueprint, choose_kernels, fix_served_len
+from hpu_duo.startup.heads import HeadAssignment, choose_heads
 from hpu_duo.startup.tables import StepTables
 from kernels_ref import Blocks, ChosenBlocks, Rings, Softmax
 from kernels_ref.groups.latents import LatentBlocks
@@ -40,7 +43,7 @@ _KNOWN = (Blocks, LatentBlocks)
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A model in memory that drafts for another one, or a layer that does.
+    """A model in memory that drafts for another one, or layers that do.
 
     Attributes:
         model, layers: as probed.
@@ -98,9 +101,9 @@ class DraftModel:
         )
         if speculation.model is None:
             number = model.config.get_text_config().num_hidden_layers
-            model = _own_layer(model, path, hf_config, precision.weights)
-            # By its number in the checkpoint.
-            layers = tuple(replace(each, number=number) for each in probe(model))
+            model = _own_layers(model, path, hf_config, precision.weights, speculation.num_speculative_tokens)
+            # By their numbers in the checkpoint.
+            layers = tuple(replace(each, number=number + each.number) for each in probe(model))
         else:
             own, vocab_size = read_config(path), hf_config.get_text_config().vocab_size
             check_vocabulary(
@@ -115,8 +118,11 @@ class DraftModel:
         softmax, device = Softmax(config.model.softmax), place.device
         kernels = choose_kernels(config.model.attention, device, layers, precision.arithmetic, softmax)
         memory_bytes = place.runtime.total_bytes()
+        chosen = choose_heads(config, layers, served.max_len, device)
+        if speculation.model is None:
+            chosen = chosen._replace(heads=_behind_first_tokens(chosen.heads))
         blueprint = Blueprint.draw(
-            model, layers, config, device, kernels, memory_bytes=memory_bytes, precision=precision
+            model, layers, config, device, kernels, chosen, memory_bytes=memory_bytes, precision=precision
         )
         kinds = {group.kind for spec in blueprint.specs for group in spec.groups}
         others = sorted({kind.describe() or kind.name for kind in kinds if type(kind) not in _KNOWN})
@@ -144,57 +150,72 @@ class DraftModel:
 
         Args:
             memory: plan of the other model's stores.
-            served: the other model; a layer shares its head.
+            served: the other model; layers share its head.
         """
         plan = self.blueprint.memory_of(memory.num_blocks, memory.num_snapshots)
         live = LiveRows()
-        if self.is_layer:
-            layer: Any = self.model
-            layer.tie_with_main_model(served.model)  # its head may be packed now
+        if self.is_of_checkpoint:
+            layers: Any = self.model
+            layers.tie_with_main_model(served.model)  # its head may be packed now
             live = served.live
         return self.blueprint.build(self.model, plan, live)
 
     @property
-    def is_layer(self) -> bool:
-        """Whether it is a layer of the other model's checkpoint."""
+    def is_of_checkpoint(self) -> bool:
+        """Whether it is layers of the other model's checkpoint."""
         speculation = self.config.scheduler.speculation
         return speculation is not None and speculation.method == "mtp"
 
     @property
     def own_modules(self) -> nn.Module:
         """All modules that it does not share with the other model."""
-        layer: Any = self.model
-        modules: nn.Module = layer.own_modules if self.is_layer else layer
+        model: Any = self.model
+        modules: nn.Module = model.own_modules if self.is_of_checkpoint else model
         return modules
 
-    def state_bytes(self, largest: BatchShape) -> int:
-        """Bytes of the tensors besides its stores that stay on the device between steps.
+    def states(self, largest: BatchShape, num_blocks: int, device: torch.device) -> HiddenStates:
+        """Allocate the tensors besides its stores that stay on the device between steps.
 
         Args:
             largest: step.
+            num_blocks: of its stores.
+            device: of them; "meta" for their sizes alone.
         """
-        if not self.is_layer:
-            return 0
-        num_logits = largest.num_logits * self.config.scheduler.decode_len
-        width = self.blueprint.text_config.hidden_size * self.blueprint.dtype.itemsize
-        return (max(largest.query_len, largest.num_logits) + num_logits) * width + 4 * num_logits
+        sizes = (len(self.layers), self.blueprint.text_config.hidden_size)
+        blocks = (num_blocks, self.config.block_size)
+        decode_len = self.config.scheduler.decode_len
+        states = HiddenStates.zeros(largest, decode_len, blocks, *sizes, self.blueprint.dtype, device)
+        for ends in states.ends:
+            mark_null(ends, num_blocks, num_blocks + 1, is_state=True)
+        return states
 
 
 def _name(speculation: SpeculativeConfig) -> str:
     return "a layer" if speculation.model is None else f"a model {speculation.model}"
 
 
-def _own_layer(
-    model: PreTrainedModel, path: str | Path, hf_config: Any, dtype: torch.dtype
+def _behind_first_tokens(heads: Sequence[HeadAssignment]) -> tuple[HeadAssignment, ...]:
+    """The heads of layers of multi-token prediction, each of which hides one token more of the first ones."""
+    found = list(heads[:1])
+    for number, each in enumerate(heads[1:], 1):
+        kinds = [group.kind for group in each.groups]
+        kinds = [replace(kind, rule=Behind(number)) if type(kind) is Blocks else kind for kind in kinds]
+        groups = tuple(replace(group, kind=kind) for group, kind in zip(each.groups, kinds))
+        found.append(each._replace(groups=groups))
+    return tuple(found)
+
+
+def _own_layers(
+    model: PreTrainedModel, path: str | Path, hf_config: Any, dtype: torch.dtype, most: int
 ) -> PreTrainedModel:
-    """Read the layer of multi-token prediction of a model in memory."""
+    """Read the layers of multi-token prediction of a model in memory, for so many drafts."""
     if not str(path) or not Path(path).is_dir():
         raise ValueError(
             "speculative_config: method 'mtp' reads a layer of the checkpoint: expected a path, got a loaded "
             "model"
         )
-    layer: PreTrainedModel = load_mtp(model, path, hf_config, dtype)
-    return layer
+    layers: PreTrainedModel = load_mtp(model, path, hf_config, dtype, most)
+    return layers
 
 
 def within(budget: DeviceBudget, share: float) -> DeviceBudget:

@@ -30,6 +30,7 @@ from kernels_ref.triton.softmax import (
 WINDOW = tl.constexpr(encoded_rules.WINDOW)
 DILATED = tl.constexpr(encoded_rules.DILATED)
 STRIDED = tl.constexpr(encoded_rules.STRIDED)
+BEHIND = tl.constexpr(encoded_rules.BEHIND)
 
 
 def program(rule: Sequence[int], dtype: torch.dtype, head_dim: int) -> dict[str, object]:
@@ -68,6 +69,8 @@ def _sees(
         seen = (distance < A * B) & (distance % B == 0)
     elif CODE == STRIDED:
         seen = (distance < A) | (distance % A == 0)
+    elif CODE == BEHIND:
+        seen = (distance == 0) | (key >= A)[None, :]
     else:
         same = (query // A)[:, None] == (key // A)[None, :]
         seen = same | (key % A >= A - B)[None, :]

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from bias_builders import BlockTable, Dilated, Fixed, Rule, RuleIntersection, RuleUnion, Strided, Window
+from bias_builders import (
+    Behind,
+    BlockTable,
+    Dilated,
+    Fixed,
+    Rule,
+    RuleIntersection,
+    RuleUnion,
+    Strided,
+    Window,
+)
 
 
 def plain(rule: Rule, query: int, key: int) -> bool:
@@ -24,6 +34,8 @@ def plain(rule: Rule, query: int, key: int) -> bool:
                 run + stride - back for run in range(0, query + 1, stride) for back in range(1, summary + 1)
             }
             return key in {*range(begin, query + 1), *ends}
+        case Behind(hidden):
+            return key in {*range(hidden, query), query}
         case RuleUnion(rules):
             return any(plain(each, query, key) for each in rules)
         case RuleIntersection(rules):
@@ -41,6 +53,7 @@ def rules() -> st.SearchStrategy[Rule]:
         st.builds(Window, st.integers(0, 5), size),
         st.builds(Dilated, size, st.integers(1, 5)),
         st.builds(Strided, size),
+        st.builds(Behind, size),
         size.flatmap(lambda stride: st.builds(Fixed, st.just(stride), st.integers(1, stride))),
     )
 

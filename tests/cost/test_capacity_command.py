@@ -17,7 +17,7 @@ from hpu_duo.cli.planning.tables import hardware_table, print_report
 from hpu_duo.extras import install_command
 from hpu_duo.heads import HeadPattern
 from hpu_duo.planning import GAUDI2, GAUDI3, CapacityPoint, Serving, capacity
-from hpu_duo.planning.read_model import read_mtp_layer
+from hpu_duo.planning.read_model import read_mtp_layers
 from kernels_ref import PLAIN
 from kernels_ref.formats import format_of
 from tests.cost.sizes import LLAMA_3_1_8B, tiny
@@ -301,7 +301,7 @@ def test_a_layer_that_drafts_takes_memory_and_time(tmp_path: Path) -> None:
     needed = [report["drafts_pay_from"][0]["tokens"]["5"] for report in (text, drafting)]
     assert needed[0] < needed[1] < needed[0] + 2
     with pytest.raises(ValueError, match="needs a checkpoint with a layer of multi-token prediction"):
-        read_mtp_layer(config_of(tmp_path / "none", num_mtp_layers=0))
+        read_mtp_layers(config_of(tmp_path / "none", num_mtp_layers=0), 1)
 
 
 def config_of(directory: Path, **fields: int) -> Path:

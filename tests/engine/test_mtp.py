@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from graphs.backends.compile import CompileBackend
 from hpu_duo import HPUDuoModel
 from hpu_duo.config.kv_plan import Keep, KVPlan
+from hpu_duo.engine.model_drafts.tables import drafts_of
+from hpu_duo.engine.stepper import StepHandle, StepResult
 from hpu_duo.lab import sim
 from hpu_duo.modeling import mtp
 from hpu_duo.sampling import SamplingParams
@@ -28,6 +31,17 @@ from tests.tiers import EXHAUSTIVE, further
 pytestmark = pytest.mark.skipif(VERSION < (5, 24), reason="MtpModel needs transformers 5.24")
 
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8, "num_hidden_layers": 2}
+EXPERTS = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENTS = {
+    **{"num_key_value_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "head_dim": 4},
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8, "weight": 0.05},
+}
 FULL = {"mtp_layer_types": ["full_attention"], "num_mtp_layers": 1}
 PLAN = KVPlan.of_mask(PATTERN.mask, Keep("h2o", 8))
 PROMPTS = prompts_of([17, 1, 33], seed=4)
@@ -37,31 +51,46 @@ SEEDED = SamplingParams(temperature=0.7, top_p=0.95, seed=5, max_tokens=24, igno
 
 @dataclass(frozen=True)
 class Predicting(Tiny):
-    """A checkpoint whose layer is often right, and that layer as transformers has it."""
+    """A checkpoint whose layers are often right, and these as transformers has them."""
 
     layer: Any
 
     def drafting(self, **options: Any) -> HPUDuoModel:
-        """Serve it with drafts of the layer."""
+        """Serve it with drafts of the layers."""
         config = {"method": "mtp", "num_speculative_tokens": 3, **options.pop("config", {})}
         config.setdefault("num_speculative_tokens_per_batch_size", [[1, 4, 3]])
         return self.load(**{"max_num_batched_tokens": 24, **options}, speculative_config=config)
+
+    def hidden_of(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Last hidden states of a text, ``[1, tokens, D]``."""
+        return self.model.model(torch.tensor([[*tokens]])).last_hidden_state
+
+    def drafts(self, hidden: torch.Tensor, known: Sequence[int], most: int) -> list[int]:
+        """Greedy drafts of layer after layer, and more of the last one.
+
+        Args:
+            hidden: of all known tokens but the last one.
+        """
+        below, text, first, found = hidden, [*known[1:]], 1, list[int]()
+        for number in range(most):
+            places, layer = torch.arange(first, first + len(text)), min(number, len(self.layer.layers) - 1)
+            after = self.layer.forward_layer(layer, below, places[None], None, input_ids=torch.tensor([text]))
+            found.append(int(self.layer.shared_head(after[:, -1]).argmax()))
+            if layer < len(self.layer.layers) - 1:
+                below, text, first = after, [*text[1:], found[-1]], first + 1
+            else:
+                below, text = torch.cat([below, after[:, -1:]], dim=1), [*text, found[-1]]
+        return found
 
     @torch.inference_mode()
     def accepted(self, prompt: Sequence[int], output: Sequence[int], most: int) -> list[int]:
         """Accepted drafts of each verified step of a greedy request, computed text by text."""
         tokens, num_known, found = [*prompt, *output], len(prompt) + 1, []
-        hidden = self.model.model(torch.tensor([tokens])).last_hidden_state
+        hidden = self.hidden_of(tokens)
         while (room := min(most, len(tokens) - num_known - 1)) > 0:
-            states, text = hidden[:, : num_known - 1], tokens[1:num_known]
-            right, goes_on = 0, True
-            for _ in range(room):
-                ids, places = torch.tensor([text]), torch.arange(1, len(text) + 1)[None]
-                after = self.layer.forward_layer(0, states, places, None, input_ids=ids)[:, -1:]
-                token = int(self.layer.shared_head(after).argmax())
-                goes_on &= token == tokens[len(text) + 1]
-                right += goes_on
-                states, text = torch.cat([states, after], dim=1), [*text, token]
+            drafts = self.drafts(hidden[:, : num_known - 1], tokens[:num_known], room)
+            pairs = zip(drafts, tokens[num_known:])
+            right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             found.append(right)
             num_known += 1 + right
         return found
@@ -70,7 +99,7 @@ class Predicting(Tiny):
 def save_predicting(
     directory: Path, name: str, names: Callable[[str], str], weight: float = 0.3, **fields: Any
 ) -> Predicting:
-    """Save a model whose texts depend on their last tokens mostly, with a layer that does as well.
+    """Save a model whose texts depend on their last tokens mostly, with layers that do as well.
 
     Args:
         names: from the names of transformers' layer to those of checkpoints.
@@ -79,22 +108,23 @@ def save_predicting(
     from transformers.modeling_layers import MtpModel
 
     model = save_random(make_config(name, **{**BASE, **ROUTED, **fields}), directory)
-    layer = MtpModel(model, 1).float().eval()
+    layer = MtpModel(model, model.config.num_mtp_layers).float().eval()
     layer.set_attn_implementation("eager")
     randomise(layer.layers, seed=1)
-    block, size = layer.layers[0], model.config.hidden_size
+    size = model.config.hidden_size
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(8)
-        for key, parameter in [*model.model.layers.named_parameters(), *block.named_parameters()]:
+        for key, parameter in [*model.model.layers.named_parameters(), *layer.layers.named_parameters()]:
             if "o_proj" in key or "down_proj" in key:
                 parameter.mul_(weight)
-        block.post_norm.weight.copy_(model.model.norm.weight)
-        block.enorm.weight.fill_(1)
-        block.eh_proj.weight[:, :size] = 4 * torch.eye(size)
-        block.eh_proj.weight[:, size:] *= 0.2
+        for block in layer.layers:
+            block.post_norm.weight.copy_(model.model.norm.weight)
+            block.enorm.weight.fill_(1)
+            block.eh_proj.weight[:, :size] = 4 * torch.eye(size)
+            block.eh_proj.weight[:, size:] *= 0.2
     model.save_pretrained(directory)
     file = directory / "model.safetensors"
-    own = {names(key): weight.contiguous().clone() for key, weight in block.state_dict().items()}
+    own = {names(key): weight.contiguous().clone() for key, weight in layer.layers.state_dict().items()}
     save_file({**load_file(file), **own}, file, metadata={"format": "pt"})
     return Predicting(directory, model, layer)
 
@@ -107,13 +137,15 @@ def mellum_name(key: str) -> str:
         "eh_proj": "fc",
         "post_norm": "norm",
     }
-    first, _, rest = key.partition(".")
+    first, _, rest = key.removeprefix("0.").partition(".")
     return f"mtp.{renamed[first]}.{rest}" if first in renamed else f"mtp.layers.0.{rest}"
 
 
 def name_behind(key: str) -> str:
-    """The name of a weight in checkpoints whose layer is behind the last one, of two."""
-    return f"model.layers.2.{key.removeprefix('mtp_block.').replace('post_norm.', 'shared_head.norm.')}"
+    """The name of a weight in checkpoints whose layers are behind the last one, of two."""
+    number, _, rest = key.partition(".")
+    rest = rest.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+    return f"model.layers.{2 + int(number)}.{rest}"
 
 
 @pytest.fixture(scope="module")
@@ -219,35 +251,14 @@ def test_stores_of_the_layer_are_within_the_planned_memory(mellum: Predicting) -
     assert beside.engine.runner.store.num_bytes < stats.kv_bytes == stats.resolved.kv_bytes <= 60_000
 
 
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [
-        ("Glm4Moe", {}),
-        (
-            "DeepseekV3",
-            {
-                "weight": 0.05,
-                **{"num_key_value_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "head_dim": 4},
-                **{"q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8},
-            },
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "fields"), [("Glm4Moe", {}), ("DeepseekV3", LATENTS)])
 def test_a_layer_behind_the_last_one_drafts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, fields: dict[str, Any]
 ) -> None:
     """As in checkpoints of GLM, and of DeepSeek, whose layers store latents."""
-    # transformers knows the layer by the number of layers of the published checkpoints.
-    monkeypatch.setattr(
-        getattr(transformers, f"{name}ForCausalLM"),
-        "_keys_to_ignore_on_load_unexpected",
-        [r"model\.layers\.2\..*"],
-    )
-
-    sizes = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_mtp_layers": 1}
-    saved = save_predicting(
-        tmp_path, f"{name}Config", name_behind, n_group=1, topk_group=1, **sizes, **fields
-    )
+    know_layers(monkeypatch, name)
+    sizes = {**EXPERTS, "num_mtp_layers": 1, **fields}
+    saved = save_predicting(tmp_path, f"{name}Config", name_behind, **sizes)
     drafting = saved.drafting()
     ((output,),) = tokens_of(serve(drafting, PROMPTS[:1], GREEDY))
     assert [[output]] == tokens_of(serve(saved.load(), PROMPTS[:1], GREEDY))
@@ -301,25 +312,64 @@ def test_generate_drafts_by_the_layer_where_it_is_asked_to(mellum: Predicting) -
         drafting.generate(PROMPTS[:1], use_mtp=True, prompt_lookup_num_tokens=2)
 
 
-def test_of_several_layers_the_first_one_drafts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    known = [rf"model\.layers\.{number}\..*" for number in (2, 3)]
-    monkeypatch.setattr(transformers.Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", known)
-    sizes = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_mtp_layers": 1}
-    one = save_predicting(tmp_path / "one", "Glm4MoeConfig", name_behind, n_group=1, topk_group=1, **sizes)
-    shutil.copytree(one.path, tmp_path / "two")
-    config = one.model.config
-    config.num_mtp_layers = 2
-    config.save_pretrained(tmp_path / "two")
-    weights = load_file(one.path / "model.safetensors")
-    first = {name: each for name, each in weights.items() if name.startswith("model.layers.2.")}
-    second = {name.replace("layers.2", "layers.3"): -each for name, each in first.items()}
-    save_file({**weights, **second}, tmp_path / "two" / "model.safetensors", {"format": "pt"})
-    found = []
-    for saved in (one, replace(one, path=tmp_path / "two")):
-        drafting = saved.drafting()
-        found.append((tokens_of(serve(drafting, PROMPTS[:1], GREEDY)), drafting.stats().speculation))
-    assert found[0] == found[1]
-    assert found[0][1].num_accepted_tokens > 0
+def know_layers(patch: pytest.MonkeyPatch, name: str = "Glm4Moe") -> None:
+    """Let transformers know layers behind two, by their numbers, as those of published checkpoints."""
+    known = [rf"model\.layers\.{number}\..*" for number in (2, 3, 4)]
+    patch.setattr(getattr(transformers, f"{name}ForCausalLM"), "_keys_to_ignore_on_load_unexpected", known)
+
+
+def save_several(
+    monkeypatch: pytest.MonkeyPatch, path: Path, name: str = "Glm4Moe", **fields: Any
+) -> Predicting:
+    """Save a model with three such layers."""
+    know_layers(monkeypatch, name)
+    sizes = {**EXPERTS, "num_mtp_layers": 3, **fields}
+    return save_predicting(path, f"{name}Config", name_behind, **sizes)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("name", "most", "options"),
+    [
+        ("Glm4Moe", 4, {}),
+        *further(
+            ("Glm4Moe", 3, {"graphs": "replay", "attention": "sdpa"}),
+            ("Glm4Moe", 2, {}),
+            ("DeepseekV3", 3, {}),
+        ),
+    ],
+)
+def test_each_of_several_layers_makes_a_draft(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, most: int, options: dict[str, Any]
+) -> None:
+    """Behind prompts in chunks, cached prefixes and rejected drafts; the last layer makes further ones."""
+    saved = save_several(monkeypatch, tmp_path, name, **(LATENTS if name == "DeepseekV3" else {}))
+    config = {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": [[1, 4, most]]}
+    drafting = saved.drafting(config=config, max_num_batched_tokens=4 * (most + 1), **options)
+    plain = saved.load()
+    found, runner = list[tuple[list[int], list[int]]](), drafting.engine.runner
+    finish = runner.finish
+
+    def watched(handle: StepHandle) -> StepResult:
+        result = finish(handle)
+        for row in handle.plan.rows:
+            if (num := drafts_of(row)) and result.drafted is not None:
+                tokens = row.request.tokens[: row.start + 1].tolist()
+                found.append((tokens, result.drafted[:num, row.ring_row].tolist()))
+        return result
+
+    runner.finish = watched  # type: ignore[method-assign]
+    for prompts in (PROMPTS[:1], PROMPTS[1:], [*PROMPTS, [*PROMPTS[2], 5]]):
+        assert tokens_of(serve(drafting, prompts, GREEDY)) == tokens_of(serve(plain, prompts, GREEDY))
+    prefixes = drafting.stats().prefixes
+    assert prefixes is not None
+    assert prefixes.num_hit_tokens > 0
+    assert len(found) > 40
+    for tokens, drafts in found:
+        assert drafts == saved.drafts(saved.hidden_of(tokens[:-1]), tokens, len(drafts))
+    hidden, places = saved.hidden_of(tokens[:-1]), torch.arange(1, len(tokens))[None]
+    of_transformers = saved.layer(torch.tensor([tokens[1:]]), hidden, None, places, None)[0][0]
+    assert saved.drafts(hidden, tokens, 3) == of_transformers.tolist()
 
 
 def test_models_without_a_layer_that_can_draft_are_refused(
@@ -351,9 +401,13 @@ def test_models_without_a_layer_that_can_draft_are_refused(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("simulated_hpu", "default_buckets")
-def test_a_simulated_hpu_compiles_nothing_and_reads_once_a_step(mellum: Predicting) -> None:
-    expected = serve(mellum.load(), PROMPTS, SEEDED)
-    drafting = mellum.drafting(device="hpu-sim", num_blocks=30)
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_a_simulated_hpu_compiles_nothing_and_reads_once_a_step(
+    mellum: Predicting, num_layers: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    saved = mellum if num_layers == 1 else save_several(monkeypatch, tmp_path)
+    expected = serve(saved.load(), PROMPTS, SEEDED)
+    drafting = saved.drafting(device="hpu-sim", num_blocks=30)
     drafting.warmup()
     with sim.watch() as seen:
         assert tokens_of(serve(drafting, PROMPTS, SEEDED)) == tokens_of(expected)

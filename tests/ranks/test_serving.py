@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from graphs import BucketTable
-from hpu_duo.device import run_processes
+from hpu_duo.device import Member, run_processes
 from hpu_duo.heads import HeadPattern
 from hpu_duo.llm import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
-from tests.engine.test_mtp import FULL, mellum_name, save_predicting
+from tests.engine.test_mtp import FULL, know_layers, mellum_name, save_predicting, save_several
 from tests.modeling.families import BASE, BLOCK, VERSION, Zoo, make_config, prompts_of, save_random
 from tests.ranks.work import Answer, Case, serve, serve_here
 from tests.tiers import every
@@ -265,18 +265,31 @@ def test_drafts_of_the_model_change_no_token_and_are_counted(cases: dict[str, Ca
         counted_alike(answer.seen, is_counted=True)
 
 
+def serve_layers(member: Member, cases: dict[str, Case]) -> dict[str, Answer]:
+    """Serve models of two layers whose layers behind these draft."""
+    with pytest.MonkeyPatch.context() as patch:
+        know_layers(patch)
+        return serve(member, cases)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(VERSION < (5, 24), reason="MtpModel needs transformers 5.24")
-def test_drafts_of_the_checkpoints_own_layer_change_no_token_and_are_counted(tmp_path: Path) -> None:
-    """Each rank has all of the layer, and its part of embedding and head."""
-    save_predicting(tmp_path, "MellumConfig", mellum_name, num_experts=4, sliding_window=11, **FULL)
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_drafts_of_the_checkpoints_own_layers_change_no_token_and_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_layers: int
+) -> None:
+    """Each rank has all of the layers, and its part of embedding and head."""
+    if num_layers == 1:
+        save_predicting(tmp_path, "MellumConfig", mellum_name, num_experts=4, sliding_window=11, **FULL)
+    else:
+        save_several(monkeypatch, tmp_path)
     drafts = {"method": "mtp", "num_speculative_tokens": 3}
     drafts["num_speculative_tokens_per_batch_size"] = [[1, 4, 3]]
     sampled = SamplingParams(max_tokens=14, temperature=0.7, seed=1)
     plain = Case(tmp_path, prompts_of((3, 40, 9), seed=3), [GREEDY, sampled, sampled])
     drafting = replace(plain, scheduler={"speculative_config": drafts})
     cases = {"eager": drafting, "replay": replace(drafting, graph={"backend": "replay"})}
-    answers = run_processes(serve, (cases,), [{}] * 2, 600)[0]
+    answers = run_processes(serve_layers, (cases,), [{}] * 2, 600)[0]
     expected = serve_here(plain)
     for name, answer in answers.items():
         assert not answer.error

@@ -410,10 +410,10 @@ def read_draft(speculation: SpeculativeConfig | None, model: Path) -> tuple[Mode
     """
     if speculation is None or not speculation.has_own_stores:
         return None
-    from hpu_duo.planning.read_model import read_model, read_mtp_layer
+    from hpu_duo.planning.read_model import read_model, read_mtp_layers
 
     if speculation.model is None:
-        return read_mtp_layer(model), model
+        return read_mtp_layers(model, speculation.num_speculative_tokens), model
     return read_model(speculation.model), Path(speculation.model)
 
 

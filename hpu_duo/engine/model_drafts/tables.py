@@ -80,7 +80,7 @@ class DraftTables:
             draft_lens=(),
             num_tails=num_tails,
             num_windowed=num_windowed,
-            has_next=False,
+            num_next=0,
             is_draft=True,
         )
         self.layout_of = lru_cache(1024)(self._layout)
