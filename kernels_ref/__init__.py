@@ -25,7 +25,7 @@ from kernels_ref.impl import Implementation
 from kernels_ref.partial import FLOOR, Partial, Scoring, Softmax, empty, merge, normalise
 from kernels_ref.recurrent import Convolution, Recurrence
 from kernels_ref.rows import RowKind, RowTensor
-from kernels_ref.step import Step, StepParts, StepTensors
+from kernels_ref.step import Step, StepParts, StepTensors, WantedTokens
 from kernels_ref.unified import LayerCache, LayerSpec, prepare_step, stores_of, unified_attention
 from kernels_ref.units import (
     Encoding,
@@ -87,6 +87,7 @@ __all__ = [
     "StoreTurn",
     "TokenClass",
     "UnitLayout",
+    "WantedTokens",
     "WholePrompts",
     "as_units",
     "copy_to_scratch",

@@ -22,7 +22,7 @@ from kernels_ref.hpu.parts import FusedKernels, causal_slice, ring_slice
 from kernels_ref.loops import How, as_operator, loop, run_body
 from kernels_ref.partial import Partial, Scoring, empty
 from kernels_ref.sparse import MASK_BYTES
-from kernels_ref.step import PartInputs, StepParts
+from kernels_ref.step import PartInputs, StepParts, StepTensors
 from kernels_ref.units import KVRecord, KVUnits
 
 if TYPE_CHECKING:
@@ -72,6 +72,10 @@ class Kernels(Protocol):
 
     def causal(self, inputs: PartInputs) -> Partial:
         """Tokens of prompt rows against the new keys of their own row."""
+        ...
+
+    def causal_of_some(self, inputs: PartInputs, keys: StepTensors) -> Partial:
+        """Some tokens of prompt rows against the new keys of their own row, whose plan is ``keys``."""
         ...
 
     def shared_blocks(self, inputs: PartInputs) -> Partial:

@@ -119,6 +119,7 @@ def merge_by_owner(
 
 __all__ = [
     "causal",
+    "causal_of_some",
     "chosen_blocks",
     "chosen_pages",
     "column_sums",
@@ -176,6 +177,24 @@ def causal(inputs: PartInputs, dense: Dense | None = None, query_slice: int | No
         )
         parts.append(dense(q_QKGD[begin:end], k_TKD, v_TKD, visible_ST, scoring))
     return parts[0] if len(parts) == 1 else Partial(*(torch.cat(list(x)) for x in zip(*parts)))
+
+
+def causal_of_some(
+    inputs: PartInputs, keys: StepTensors, dense: Dense | None = None, query_slice: int | None = None
+) -> Partial:
+    """Some tokens of prompt rows, those of ``inputs.tensors``, against the new keys of their own row.
+
+    Args:
+        keys: the plan of all new tokens.
+        dense, query_slice: see ``causal``.
+    """
+    t, new, scoring = inputs.tensors, inputs.new, inputs.scoring
+    dense, step = dense or attend_dense, query_slice or scoring.slices.queries
+    no_row, parts = t.row_start.shape[0], []
+    for q, row, position in zip(inputs.q.split(step), t.causal_row.split(step), t.positions.split(step)):
+        visible_ST = causal_mask(row, position, keys.causal_row, keys.positions, no_row, inputs.rule)
+        parts.append(dense(q, new.k, new.v, visible_ST, scoring))
+    return Partial(*(torch.cat(list(x)) for x in zip(*parts)))
 
 
 def _sinks_before(first: int, t: StepTensors, num_sinks: int) -> tuple[torch.Tensor, torch.Tensor]:

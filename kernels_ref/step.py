@@ -85,6 +85,51 @@ class StepParts:
         return self.unique and not (self.causal or self.shared)
 
 
+class WantedTokens(NamedTuple):
+    """The tokens that layers behind the last store compute: the newest of each row, L = N * M.
+
+    Attributes:
+        token: flat index of each, any valid index where there is none, ``[L]``.
+        place: place of each token of the step among them, L for a token that is not there, ``[Q]``.
+        tensors: the plan with these tokens in place of all.
+        row_token, decode_slot: see ``Step``; places among these tokens, and ``[L]``.
+        end: position after each token, 0 where there is none, ``[N, M]``.
+    """
+
+    token: torch.Tensor
+    place: torch.Tensor
+    tensors: StepTensors
+    row_token: torch.Tensor
+    decode_slot: torch.Tensor
+    end: torch.Tensor
+
+    @classmethod
+    def of(cls, step: Step, index: torch.Tensor) -> WantedTokens:
+        """Derive these tensors from flat indices of tokens, those of a row one after the other."""
+        t, no_row = step.tensors, step.tensors.row_start.shape[0]
+        number, token, row = (
+            torch.arange(size, dtype=index.dtype, device=index.device)
+            for size in (len(index), len(t.positions), no_row)
+        )
+        row_len = len(index) // no_row
+        row_L = row[:, None].expand(-1, row_len).flatten()
+        # Padding has a token of any row, whose result in its place is another one.
+        is_own = gather(t.row, index) == row_L
+        is_there = is_own[:, None] & (index[:, None] == token[None])
+        place = torch.where(is_there, number[:, None], len(index)).amin(dim=0)
+        positions = gather(t.positions, index)
+        tensors = t._replace(
+            positions=positions,
+            row=row_L,
+            causal_row=torch.where(is_own, gather(t.causal_row, index), no_row),
+            row_query_start=row * row_len,
+            row_num_new=torch.clamp(t.row_num_new, max=1) * row_len,
+        )
+        row_token = torch.clamp(gather(place, step.row_token), max=len(index) - 1)
+        end = torch.where(is_own, positions + 1, 0).view(no_row, row_len)
+        return cls(index, place, tensors, row_token, gather(step.decode_slot, index), end)
+
+
 class Step(NamedTuple):
     """A step ready for the layers.
 
@@ -100,8 +145,9 @@ class Step(NamedTuple):
             ``[N * M, K, G, D]``, in a step that has no others; the layer places them once. Only where kernels
             read masks.
         is_draft: whether the tokens of rows are drafts, which change no state that a later step begins with.
-        wanted: flat index of each token that layers behind the last store compute; None = all tokens.
-        wanted_place: place of each token in ``wanted``, behind them for a token that is not there, ``[Q]``.
+        wanted: tokens that layers behind the last store compute; None = all tokens.
+        keys: the plan of all tokens, where the queries of a layer, and ``tensors``, are those of ``wanted``;
+            None in other layers.
     """
 
     parts: StepParts
@@ -111,9 +157,16 @@ class Step(NamedTuple):
     decode_slot: torch.Tensor
     plans: dict[PlanKey, Any]
     keeps_rows: bool = False
-    wanted: torch.Tensor | None = None
-    wanted_place: torch.Tensor | None = None
+    wanted: WantedTokens | None = None
+    keys: StepTensors | None = None
     is_draft: bool = False
+
+    @property
+    def of_wanted(self) -> Step:
+        """The same step for a layer whose queries are those of ``wanted``."""
+        assert self.wanted is not None, "some tokens are wanted"
+        _, _, tensors, token, slot, _ = self.wanted
+        return self._replace(tensors=tensors, keys=self.tensors, row_token=token, decode_slot=slot)
 
 
 SEES_ALL = Window(0, 1 << 30)

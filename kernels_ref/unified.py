@@ -74,6 +74,12 @@ class LayerSpec:
         return self.turn.is_first
 
     @property
+    def attends_for_some(self) -> bool:
+        """Whether it may attend for the newest tokens of each row alone, where it stores nothing."""
+        is_known = all(group.kind.attends_for_some for group in self.groups)
+        return is_known and not self.writes and self.impl is not Implementation.TRITON
+
+    @property
     def value_dim(self) -> int:
         """Size of values."""
         return self.head_dim if self.value_head_dim is None else self.value_head_dim
@@ -162,6 +168,23 @@ class ReadOnlyKernels(WrappingKernels):
 
     def write_bounds(self, units: KVUnits, plan: PageStep, block_size: int) -> None:
         """Write nothing."""
+
+
+@dataclass(frozen=True)
+class SomeKernels(WrappingKernels):
+    """Kernels of a layer whose queries are some tokens, with new keys of all.
+
+    Args:
+        inner: all kernels but ``causal``.
+        keys: the plan of all tokens.
+    """
+
+    keys: StepTensors
+
+    def causal(self, inputs: PartInputs) -> Partial:
+        """Some tokens of prompt rows against the new keys of their own row."""
+        found: Partial = self.inner.causal_of_some(inputs, self.keys)
+        return found
 
 
 @dataclass(frozen=True)
@@ -272,12 +295,15 @@ def unified_attention(
         cache: units of each group, written in place; iterated once.
         sinks_H: learned attention-sink logit of each query head.
         elsewhere: attention to keys that are not in ``cache``; None = all are.
+        step: with ``keys`` where the queries are those of some tokens alone.
     Returns:
         ``[Q, H, D]`` in the dtype of ``q_QHD``; zero for padding.
     """
     scoring, run = spec.scoring, layer_kernels(spec, step.parts)
     if step.keeps_rows:
         run = cast("Kernels", RowKernels(run))
+    if step.keys is not None:
+        run = cast("Kernels", SomeKernels(run, step.keys))
     q_QKGD = (q_QHD * spec.scale).unflatten(1, (-1, spec.group_size))
     sinks_KG = None if sinks_H is None else sinks_H.view(-1, spec.group_size)
     outputs, end = [], 0

@@ -257,6 +257,7 @@ class AttentionLayer(nn.Module):
                 persistent=False,
             )
         self.spec, self.running = spec, running
+        self._attends_for_some = spec.attends_for_some
         self.elsewhere: Elsewhere | None = None
         self.parts = tuple(self._register(i, units) for i, units in enumerate(cache))
         self.layouts = tuple((part.layout, part.region_layout) for part in self.parts)
@@ -294,10 +295,13 @@ class AttentionLayer(nn.Module):
         step = self.running.step
         if step is None:
             raise ValueError(_NO_STEP)
-        wanted = None
-        if step.wanted is not None and step.wanted_place is not None and len(q) < len(k):
-            wanted = step.wanted
-            q = gather(torch.cat([q, q.new_zeros(1, *q.shape[1:])]), step.wanted_place)
+        of_some = None
+        if (wanted := step.wanted) is not None and len(q) < len(k):
+            if self._attends_for_some and self.elsewhere is None:
+                step = step.of_wanted
+            else:
+                of_some = wanted.token
+                q = gather(torch.cat([q, q.new_zeros(1, *q.shape[1:])]), wanted.place)
         # One after the other: a graph that writes a store must not use a view of it from before a cut.
         cache = (self._units(part) for part in self.parts)
         if self.has_scales:
@@ -311,7 +315,7 @@ class AttentionLayer(nn.Module):
             output = output * v_scale
         for kind, names in self._rows:
             kind.advance(tuple(getattr(self, name) for name in names), step)
-        return output if wanted is None else gather(output, wanted)
+        return output if of_some is None else gather(output, of_some)
 
     def _count_clipped(self, k: torch.Tensor, v: torch.Tensor, step: Step) -> None:
         is_prompt = step.tensors.causal_row < step.tensors.row_start.shape[0]

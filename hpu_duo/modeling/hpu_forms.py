@@ -131,7 +131,8 @@ def _names_of(kind: type[nn.Module]) -> set[str]:
 
 
 def _run_within(module: Any, mode: Any) -> None:
-    module.__class__ = _within(type(module), mode)
+    kind: Any = type(module)
+    module.__class__ = _within(kind, mode)
 
 
 @cache

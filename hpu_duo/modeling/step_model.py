@@ -28,7 +28,7 @@ from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.recurrent import RecurrentLayer, layers_besides
 from hpu_duo.modeling.weight_stream import WeightStream
 from hpu_duo.not_picklable import NotPicklable
-from kernels_ref import LayerCache, LayerSpec, Recurrence, Step, prepare_step, stores_of
+from kernels_ref import LayerCache, LayerSpec, Recurrence, Step, WantedTokens, prepare_step, stores_of
 from kernels_ref.loops import RegionOf
 from kernels_ref.unified import Elsewhere
 from kernels_ref.units import SCRATCH_STORES, KVUnits, UnitLayout, copy_units
@@ -96,7 +96,7 @@ class TrailingLayer(NotPicklable):
         step = self._running.step
         if step is None or step.wanted is None:
             return self._served(*args, **kwargs)
-        some = partial(_of_tokens, num_tokens=len(step.tensors.positions), wanted=step.wanted)
+        some = partial(_of_tokens, num_tokens=len(step.tensors.positions), wanted=step.wanted.token)
         return self._served(*map(some, args), **{name: some(value) for name, value in kwargs.items()})
 
 
@@ -289,14 +289,8 @@ class StepModel(NotPicklable):
         self._runners.update(runners)
         positions, keeps = step.tensors.positions, logit_index
         if self._has_trailing and step.parts.causal and len(keeps) < len(positions):
-            number, token = (
-                torch.arange(len(each), dtype=logit_index.dtype, device=logit_index.device)
-                for each in (logit_index, positions)
-            )
-            # Padding is wanted several times, so the places are no scatter.
-            is_wanted = logit_index[:, None] == token[None]
-            place = torch.where(is_wanted, number[:, None], len(logit_index)).amin(dim=0)
-            step, keeps = step._replace(wanted=logit_index, wanted_place=place), number
+            step = step._replace(wanted=WantedTokens.of(step, logit_index))
+            keeps = torch.arange(len(keeps), dtype=keeps.dtype, device=keeps.device)
         self.running.step = step
         try:
             output = self.model(

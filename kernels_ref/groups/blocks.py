@@ -68,6 +68,11 @@ class Blocks(GroupKind):
         return True
 
     @property
+    def attends_for_some(self) -> bool:
+        """Whether a token sees all tokens: kernels of rules find tokens by their places in the step."""
+        return self.rule is None and not self.drafts_in_window
+
+    @property
     def needs_block_positions(self) -> bool:
         """Whether there is a rule."""
         return self.rule is not None

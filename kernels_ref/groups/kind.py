@@ -101,6 +101,11 @@ class GroupKind(ABC):
         return False
 
     @property
+    def attends_for_some(self) -> bool:
+        """Whether a layer that stores nothing may attend for the newest tokens of each row: ``Step.keys``."""
+        return False
+
+    @property
     def chooses_last(self) -> bool:
         """Whether the last layer that reads a store scores its tokens and stores those of prompts.
 

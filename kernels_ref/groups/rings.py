@@ -20,7 +20,7 @@ from kernels_ref.groups.kind import (
     causal_bytes,
     dense_bytes,
 )
-from kernels_ref.partial import Partial, placed, unfold, unfold_rows
+from kernels_ref.partial import Partial, fold, placed, unfold, unfold_rows
 from kernels_ref.step import DecodeRows, PartInputs, RingStep, SlotMasks, Step, StepParts, StepTensors
 from kernels_ref.units import UnitLayout, gather, write_indices
 
@@ -79,6 +79,11 @@ class Rings(GroupKind):
         return True
 
     @property
+    def attends_for_some(self) -> bool:
+        """Return True: rings have the newest tokens, and slack for as many as a row may want."""
+        return True
+
+    @property
     def keeps_scratch(self) -> bool:
         """Return True: the new tokens of a prompt overwrite what it still has to read."""
         return True
@@ -100,16 +105,9 @@ class Rings(GroupKind):
         """See ``RingStep``."""
         t, ring = tensors, self.ring
         no_row, null_row = t.row_start.shape[0], next(iter(layouts)).num_units - 1
-        seen: Seen = Leading(rows.end[:0, None])
+        seen = self._seen(rows.end) if parts.unique else Leading(rows.end[:0, None])
         chunk_position = t.row_start.new_empty(0, ring.size)
         is_kept = t.row < no_row
-        if parts.unique and rows.end.shape[1] == 1 and not ring.slack:
-            # A ring then has exactly the tokens that its new token sees.
-            seen = Leading(torch.clamp(rows.end, max=ring.size)[:, None])
-        elif parts.unique:
-            stored = torch.clamp(rows.end.amax(dim=1), min=0)
-            begin = torch.clamp(rows.end - ring.window.recent, min=0)
-            seen = Held(slot_position(stored, ring)[:, None], begin, rows.end, ring.window.sink)
         if parts.causal:
             # One more entry, for the row index of padding.
             start, num_new = (torch.cat([x, x.new_zeros(1)]) for x in (t.row_start, t.row_num_new))
@@ -118,6 +116,20 @@ class Rings(GroupKind):
                 chunk_position = slot_position(gather(start, torch.clamp(t.chunk_row, max=no_row)), ring)
         index = write_indices(torch.where(is_kept, t.row, null_row), ring_slot(t.positions, ring), layouts)
         return {layout: RingStep(index[layout], seen, chunk_position) for layout in layouts}
+
+    def _seen(self, end: torch.Tensor) -> Seen:
+        """What the newest tokens of rows see of their rings.
+
+        Args:
+            end: position after each token, 0 where there is none, ``[N, M]``.
+        """
+        ring = self.ring
+        if end.shape[1] == 1 and not ring.slack:
+            # A ring then has exactly the tokens that its new token sees.
+            return Leading(torch.clamp(end, max=ring.size)[:, None])
+        stored = torch.clamp(end.amax(dim=1), min=0)
+        begin = torch.clamp(end - ring.window.recent, min=0)
+        return Held(slot_position(stored, ring)[:, None], begin, end, ring.window.sink)
 
     def masked(self, plans: Mapping[UnitLayout, RingStep], dtype: torch.dtype) -> dict[UnitLayout, RingStep]:
         """Return the plans with masks of rings."""
@@ -129,12 +141,18 @@ class Rings(GroupKind):
         """Writes first: decode rows read their new keys from their rings, and prompts read the scratch."""
         parts, units = step.parts, inputs.units
         plan: RingStep = step.plans[self.key, units.layout]
+        if step.keys is not None and step.wanted is not None:
+            # An earlier layer has written the newest tokens, those of prompts too.
+            newest = plan._replace(seen=self._seen(step.wanted.end), masks=None)
+            rows = inputs._replace(q=fold(inputs.q, step.decode_len), rule=self.window)
+            found = unfold(run.unique_rings(rows, newest), step.decode_len)
+            return run.finish(inputs.q, [found], None, step.decode_slot, inputs.sinks)
         record = units.encode(inputs.new)
         run.write_kv(units, plan.write_index, record)
         inputs = inputs._replace(new=record.values, rule=self.window)
         if plan.masks is not None and parts.unique and not parts.causal and inputs.sinks is None:
-            rows = unfold_rows(run.rows_in_rings(inputs.of_rows(step), plan), step.decode_len)
-            return rows if step.keeps_rows else placed(rows, step.decode_slot)
+            out = unfold_rows(run.rows_in_rings(inputs.of_rows(step), plan), step.decode_len)
+            return out if step.keeps_rows else placed(out, step.decode_slot)
         of_tokens: list[Partial] = []
         decoded = None
         if parts.unique:

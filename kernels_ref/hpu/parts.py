@@ -17,7 +17,7 @@ from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators, attend_dense
 from kernels_ref.partial import Partial, Scoring, attend
 from kernels_ref.reference import AddBlocks, merge_by_owner
 from kernels_ref.sparse import MASK_BYTES, band
-from kernels_ref.step import PartInputs
+from kernels_ref.step import PartInputs, StepTensors
 
 if TYPE_CHECKING:
     from kernels_ref.step import BlockStep, RingStep
@@ -65,6 +65,12 @@ class FusedKernels:
         if self.has_one_band(inputs):
             return band(inputs, inputs.scoring.slices.masked_queries, self._tiles)
         return reference.causal(inputs, self.dense, causal_slice(inputs))
+
+    def causal_of_some(self, inputs: PartInputs, keys: StepTensors) -> Partial:
+        """Some tokens of prompt rows against the new keys of their own row."""
+        if not self.fuses(inputs.scoring):
+            return reference.causal_of_some(inputs, keys)
+        return reference.causal_of_some(inputs, keys, self.dense, inputs.scoring.slices.masked_queries)
 
     def shared_blocks(self, inputs: PartInputs) -> Partial:
         """Every query against the blocks that several rows read, or a prompt row."""

@@ -23,7 +23,7 @@ from kernels_ref.decoding import DecodingKernels
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.pages import PageStep, write_bounds
 from kernels_ref.partial import Partial, Scoring, finish
-from kernels_ref.reference import rows_in_rings
+from kernels_ref.reference import causal_of_some, rows_in_rings
 from kernels_ref.sdpa import decode, prefill, sparse
 from kernels_ref.sdpa import prefill as shared
 from kernels_ref.sdpa import prefill as sums
@@ -35,6 +35,7 @@ from kernels_ref.x86 import library as x86
 
 __all__ = [
     "causal",
+    "causal_of_some",
     "chosen_blocks",
     "chosen_pages",
     "column_sums",

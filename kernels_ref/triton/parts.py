@@ -14,7 +14,7 @@ from kernels_ref.groups.budget_slots import eviction_victims
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.pages import chosen_pages, write_bounds
 from kernels_ref.partial import Partial
-from kernels_ref.reference import rows_in_rings
+from kernels_ref.reference import causal_of_some, rows_in_rings
 from kernels_ref.sparse import chosen_blocks
 from kernels_ref.step import BlockStep, PartInputs, RingStep
 from kernels_ref.triton import operators
@@ -36,6 +36,7 @@ from kernels_ref.units import KVRecord, KVUnits
 
 __all__ = [
     "causal",
+    "causal_of_some",
     "chosen_blocks",
     "chosen_pages",
     "column_sums",

@@ -11,11 +11,14 @@ import torch
 
 from graphs.backends.compile import CompileBackend
 from hpu_duo import HPUDuoModel
+from hpu_duo.drafting import Drafter
 from hpu_duo.heads import HeadPattern
 from hpu_duo.lab.identify import Band, FullFrom, GatedModel
+from hpu_duo.modeling import attention as attending
 from hpu_duo.modeling.attention import Probe
 from hpu_duo.sampling import SamplingParams
-from kernels_ref import QuestBlocks
+from kernels_ref import LayerSpec, QuestBlocks, unified_attention
+from tests.modeling.driving import greedy_logits
 from tests.modeling.families import (
     BASE,
     BLOCK,
@@ -26,7 +29,7 @@ from tests.modeling.families import (
     prompts_of,
     save_random,
 )
-from tests.tiers import EXHAUSTIVE
+from tests.tiers import EXHAUSTIVE, further
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma3nTextConfig": {"laurel_rank": 4, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
@@ -43,6 +46,13 @@ SHARED = {
 }
 
 
+PATTERN: dict[str, Any] = {
+    "pattern": HeadPattern(np.array([[0.0, 1.0]] * 2), sink=2, recent=9).binarise(threshold=0.5),
+    "max_model_len": 64,
+    "max_num_seqs": 3,
+    "block_size": BLOCK,
+    "max_num_batched_tokens": 13,
+}
 CAPTURE: dict[str, dict[str, Any]] = {
     "eager": {"attention": "reference"},
     "replay": {"attention": "sdpa", "graphs": "replay"},
@@ -97,12 +107,24 @@ def test_layers_that_share_keys_and_values_have_one_store(tmp_path: Path, name: 
     assert prefixes.num_hit_tokens > 0
 
 
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_one_token_of_each_row_passes_the_layers_behind_the_last_store(tmp_path: Path, name: str) -> None:
+def test_one_token_of_each_row_passes_the_layers_behind_the_last_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, attention: str
+) -> None:
     model = shared(tmp_path, name)
     options: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 3, "block_size": BLOCK}
-    served = HPUDuoModel.from_pretrained(tmp_path, max_num_batched_tokens=13, graphs="eager", **options)
-    writing, reading = list[int](), list[int]()
+    served = HPUDuoModel.from_pretrained(
+        tmp_path, max_num_batched_tokens=13, graphs="eager", attention=attention, **options
+    )
+    writing, reading, queries = list[int](), list[int](), list[int]()
+
+    def counted(q: torch.Tensor, *inputs: Any) -> torch.Tensor:
+        if not inputs[4].writes:
+            queries.append(len(q))
+        return unified_attention(q, *inputs)
+
+    monkeypatch.setattr(attending, "unified_attention", counted)
     for seen, layer in zip(
         (writing, reading), list(served.engine.runner.model.model.get_decoder().layers)[1:3]
     ):
@@ -112,6 +134,65 @@ def test_one_token_of_each_row_passes_the_layers_behind_the_last_store(tmp_path:
     assert [sample.token_ids for [sample] in done] == [greedy(model, each, 4) for each in prompts]
     assert max(writing) == 13
     assert max(reading) <= 3
+    assert max(queries) <= 3
+
+
+@pytest.mark.usefixtures("default_buckets")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Gemma4TextConfig", {"attention": "reference"}),
+        ("Gemma3nTextConfig", {"attention": "sdpa"}),
+        *further(
+            ("Gemma4TextConfig", {"attention": "sdpa", "kv_cache_dtype": "k8v4"}),
+            ("Gemma4TextConfig", {"device": "hpu-sim", "dtype": "float32", "attention": "hpu"}),
+        ),
+    ],
+)
+def test_attention_for_the_wanted_tokens_has_the_logits_of_all_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
+) -> None:
+    """Chunks, prompts beside decodes, sinks and windows of rings, blocks of one row and of several."""
+    shared(tmp_path, name)
+    prompts = prompts_of([20, 1, 40, 9])
+    prompts.append([*prompts[2][:35], 5, 6])
+    results = []
+    for attends_for_some in (True, False):
+        if not attends_for_some:
+            monkeypatch.setattr(LayerSpec, "attends_for_some", False)
+        served = HPUDuoModel.from_pretrained(tmp_path, **PATTERN, **options)
+        results.append(greedy_logits(served.engine, prompts, 6, forced=prompts_of([6] * 5, seed=3)))
+    for (_, logits), (_, expected) in zip(*results, strict=True):
+        torch.testing.assert_close(logits.cpu(), expected.cpu(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+def test_attention_for_the_wanted_tokens_verifies_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str
+) -> None:
+    shared(tmp_path, "Gemma4TextConfig")
+    prompts, params = prompts_of([1, 9, 40, 20]), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerSpec, "attends_for_some", False)
+        served = HPUDuoModel.from_pretrained(tmp_path, attention="reference", **PATTERN)
+        expected = [sample.token_ids for [sample] in served.engine.generate(prompts, params)]
+    answers = {tuple(prompt): answer for prompt, answer in zip(prompts, expected)}
+
+    class Half(Drafter):
+        """Drafts of which every other one is right."""
+
+        def propose(self, request: Any, most: int) -> list[int]:
+            done = request.num_output_tokens
+            coming = answers[tuple(request.prompt_token_ids.tolist())][done : done + most]
+            return [*coming[:-1], (coming[-1] + done % 2) % BASE["vocab_size"]] if coming else []
+
+    served = HPUDuoModel.from_pretrained(tmp_path, attention=attention, decode_len=3, **PATTERN)
+    served.engine.drafter = Half()
+    assert [sample.token_ids for [sample] in served.engine.generate(prompts, params)] == expected
+    speculation, steps = served.stats().speculation, served.stats().steps
+    assert speculation is not None
+    assert 0 < speculation.num_accepted_tokens < speculation.num_draft_tokens
+    assert steps["csu"] + steps["c-u"] > 1
 
 
 @pytest.mark.parametrize(("attention", "pages"), [("reference", 4), ("sdpa", 4), ("sdpa", 16)])
