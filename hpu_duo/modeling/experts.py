@@ -5,7 +5,6 @@ Shapes: T tokens, k experts of each, E experts, X of them (or of their copies) a
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from hpu_duo.modeling.transformers_internals import EXPERTS
 from kernels_ref.x86 import linear as panels
@@ -67,21 +67,12 @@ def adapt_loops(model: Any) -> int:
     """
     if getattr(model.config, EXPERTS, None) != NAME:
         return 0
-    found = [module for module in model.modules() if _is_loop(module)]
     adapted: dict[type, type] = {}
-    for module in found:
-        kind = type(module)
-        entries = {"forward": _run_beside_identities, "_apply_gate": _apply_gate, "is_transposed": False}
-        module.__class__ = adapted.setdefault(kind, type(kind.__name__, (kind,), entries))
-        module.config = model.config
-        # Those without weights have rows in some families, which nothing reads.
-        own = module.gate_up_proj.detach()[: len(module.down_proj)]
-        module.gate_up_proj = nn.Parameter(own, requires_grad=False)
-    return len(found)
+    return sum(_adapt_loop(module, model.config, adapted) for module in model.modules())
 
 
-def _is_loop(module: Any) -> bool:
-    """Whether a module's experts are those of ``_run_beside_identities``, on drawn weights."""
+def _adapt_loop(module: Any, config: Any, adapted: dict[type, type]) -> bool:
+    """Exchange a module's class if ``_run_beside_identities`` has its results on drawn weights."""
     shapes = {name: weight.shape for name, weight in module.named_parameters(recurse=False)}
     is_known = (
         not hasattr(module, "is_transposed")
@@ -95,21 +86,24 @@ def _is_loop(module: Any) -> bool:
     generator = torch.Generator().manual_seed(0)
     num_all, num_own = shapes["gate_up_proj"][0], shapes["down_proj"][0]
     small = {"gate_up_proj": (num_all, 8, 6), "down_proj": (num_own, 6, 4)}
-    drawn: Any = copy.copy(module)
-    vars(drawn)["_parameters"] = {
-        name: nn.Parameter(torch.randn(shape, generator=generator), requires_grad=False)
-        for name, shape in small.items()
-    }
-    hidden_TH = torch.randn(3, 6, generator=generator)
+    drawn = {name: torch.randn(shape, generator=generator) for name, shape in small.items()}
     index_Tk = torch.tensor([[0, num_all - 1], [num_own - 1, 0], [num_all - 1, num_own - 1]])
-    weights_Tk = torch.rand(3, 2, generator=generator)
+    inputs = torch.randn(3, 6, generator=generator), index_Tk, torch.rand(3, 2, generator=generator)
+    kind = type(module)
     try:
-        expected = drawn(hidden_TH, index_Tk, weights_Tk)
+        expected = functional_call(module, drawn, inputs)
     except RuntimeError:
         return False
-    drawn._apply_gate = partial(_apply_gate, drawn)
-    drawn.is_transposed = False
-    return torch.allclose(_run_beside_identities(drawn, hidden_TH, index_Tk, weights_Tk), expected, atol=1e-5)
+    entries = {"forward": _run_beside_identities, "_apply_gate": _apply_gate, "is_transposed": False}
+    module.__class__ = adapted.setdefault(kind, type(kind.__name__, (kind,), entries))
+    module.config = config
+    if not torch.allclose(functional_call(module, drawn, inputs), expected, atol=1e-5):
+        module.__class__ = kind
+        return False
+    # Those without weights have rows in some families, which nothing reads.
+    own = module.gate_up_proj.detach()[:num_own]
+    module.gate_up_proj = nn.Parameter(own, requires_grad=False)
+    return True
 
 
 def _run_beside_identities(
