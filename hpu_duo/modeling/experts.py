@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from hpu_duo.modeling.transformers_internals import EXPERTS
 from kernels_ref.x86 import linear as panels
@@ -67,12 +67,21 @@ def adapt_loops(model: Any) -> int:
     """
     if getattr(model.config, EXPERTS, None) != NAME:
         return 0
+    found = [module for module in model.modules() if _is_loop(module)]
     adapted: dict[type, type] = {}
-    return sum(_adapt_loop(module, model.config, adapted) for module in model.modules())
+    for module in found:
+        kind = type(module)
+        entries = {"forward": _run_beside_identities, "_apply_gate": _apply_gate, "is_transposed": False}
+        module.__class__ = adapted.setdefault(kind, type(kind.__name__, (kind,), entries))
+        module.config = model.config
+        # Those without weights have rows in some families, which nothing reads.
+        own = module.gate_up_proj.detach()[: len(module.down_proj)]
+        module.gate_up_proj = nn.Parameter(own, requires_grad=False)
+    return len(found)
 
 
-def _adapt_loop(module: Any, config: Any, adapted: dict[type, type]) -> bool:
-    """Exchange a module's class if ``_run_beside_identities`` has its results on drawn weights."""
+def _is_loop(module: Any) -> bool:
+    """Whether a module's experts are those of ``_run_beside_identities``, on drawn weights."""
     shapes = {name: weight.shape for name, weight in module.named_parameters(recurse=False)}
     is_known = (
         not hasattr(module, "is_transposed")
@@ -87,23 +96,17 @@ def _adapt_loop(module: Any, config: Any, adapted: dict[type, type]) -> bool:
     num_all, num_own = shapes["gate_up_proj"][0], shapes["down_proj"][0]
     small = {"gate_up_proj": (num_all, 8, 6), "down_proj": (num_own, 6, 4)}
     drawn = {name: torch.randn(shape, generator=generator) for name, shape in small.items()}
+    hidden_TH = torch.randn(3, 6, generator=generator)
     index_Tk = torch.tensor([[0, num_all - 1], [num_own - 1, 0], [num_all - 1, num_own - 1]])
-    inputs = torch.randn(3, 6, generator=generator), index_Tk, torch.rand(3, 2, generator=generator)
-    kind = type(module)
+    weights_Tk = torch.rand(3, 2, generator=generator)
+    routed = hidden_TH, index_Tk, weights_Tk
     try:
-        expected = functional_call(module, drawn, inputs)
+        expected = torch.func.functional_call(module, drawn, routed)
     except RuntimeError:
         return False
-    entries = {"forward": _run_beside_identities, "_apply_gate": _apply_gate, "is_transposed": False}
-    module.__class__ = adapted.setdefault(kind, type(kind.__name__, (kind,), entries))
-    module.config = config
-    if not torch.allclose(functional_call(module, drawn, inputs), expected, atol=1e-5):
-        module.__class__ = kind
-        return False
-    # Those without weights have rows in some families, which nothing reads.
-    own = module.gate_up_proj.detach()[:num_own]
-    module.gate_up_proj = nn.Parameter(own, requires_grad=False)
-    return True
+    ours = SimpleNamespace(**drawn, act_fn=module.act_fn, is_transposed=False)
+    ours._apply_gate = partial(_apply_gate, ours)
+    return torch.allclose(_run_beside_identities(ours, *routed), expected, atol=1e-5)
 
 
 def _run_beside_identities(

@@ -118,7 +118,7 @@ class Rings(GroupKind):
         return {layout: RingStep(index[layout], seen, chunk_position) for layout in layouts}
 
     def _seen(self, end: torch.Tensor) -> Seen:
-        """What the newest tokens of rows see of their rings.
+        """Visibility of rings to the newest tokens of their rows.
 
         Args:
             end: position after each token, 0 where there is none, ``[N, M]``.
