@@ -4,8 +4,8 @@
 
 Both engines have equally many blocks for requests, too few for what comes back, and are timed in turn, a few
 requests at a time. Every number is a ratio of CPU time, without over with, so that above 1 the tier is
-faster; CPU time has that of its threads. They compute in float32. Another token in an answer is an
-error, here and in the next three.
+faster; CPU time has that of its threads. Another token in an answer is an error in float32, the
+default of --dtype, here and in the next three.
 
     OMP_NUM_THREADS=1 python -m benchmarks.offload --storm LAYERS --policy mlfq:quantum=4 --answers short
 
@@ -188,13 +188,13 @@ class ChatEngine:
         return found
 
 
-def many_chats(path: Path, folder: Path) -> str:
+def many_chats(path: Path, folder: Path, dtype: str) -> str:
     """Serve the chats with the tiers, and of every fifth turn without; returns rows of a table."""
     layers, per_chat = read_config(path).num_hidden_layers, CHAT_TURNS * (CHAT_ASKS + CHAT_NEW) // CHAT_BLOCK
     blocks = 8 * per_chat + 2 * (482 // CHAT_BLOCK + 1)
-    record = layers * NUM_KV_HEADS * 64 * 2 * 4 * CHAT_BLOCK
+    record = layers * NUM_KV_HEADS * 64 * 2 * (4 if dtype == "float32" else 2) * CHAT_BLOCK
     common = {
-        "dtype": "float32",
+        "dtype": dtype,
         "block_size": CHAT_BLOCK,
         "max_num_seqs": 4,
         "max_model_len": 1024,
@@ -220,7 +220,7 @@ def many_chats(path: Path, folder: Path) -> str:
     texts: list[list[int]] = [[] for _ in range(64)]
     tokens, random = Tokens("chats", 0), np.random.default_rng(0)
     times, some, without = ChatTimes(), ChatTimes(), ChatTimes()
-    num_tokens = 0
+    num_tokens = num_same = 0
     for turn in range(1, CHAT_TURNS + 1):
         order = random.permutation(len(texts))
         for chat in order:
@@ -230,7 +230,7 @@ def many_chats(path: Path, folder: Path) -> str:
             prompt = list(text)
             text += (answer := tiered.turn(prompt, some if not turn % 5 else times))
             if not turn % 5:
-                same_tokens([answer], [plain.turn(prompt, without)])
+                num_same += same_tokens([answer], [plain.turn(prompt, without)], dtype)
     stats = tiered.model.stats()
     assert stats.offload is not None
     assert stats.offload.disk is not None
@@ -247,8 +247,8 @@ def many_chats(path: Path, folder: Path) -> str:
             times.row("tiers, the other turns"),
             "",
             f"Of {num_tokens:,} prompt tokens {hits:,} hit: {hits - loaded:,} on the device, "
-            f"{loaded - from_disk:,} on the host, {from_disk:,} on disk. Answers of turns that both served "
-            f"are the same. {stats.offload}",
+            f"{loaded - from_disk:,} on the host, {from_disk:,} on disk. {num_same} answers of both are "
+            f"the same. {stats.offload}",
         )
     )
 
@@ -384,6 +384,10 @@ def main() -> None:
     )
     parser.add_argument("--answers", choices=STORMS, default="long", help="of the requests of --storm")
     parser.add_argument("--policy", help="of --storm; mlfq with the quantum of --answers by default")
+    dtypes = ("float32", "bfloat16")
+    parser.add_argument(
+        "--dtype", choices=dtypes, default=dtypes[0], help="but of --returning and --attention"
+    )
     parser.add_argument("--requests", type=int, help="of --storm; as many as --answers has by default")
     parser.add_argument("--returning", action="store_true", help="only a document from host and disk")
     parser.add_argument("--many-chats", type=int, metavar="LAYERS", help="only 64 chats of 20 turns")
@@ -400,7 +404,7 @@ def main() -> None:
         if given.storm:
             path, kind = make_checkpoint(Path(directory), NUM_KV_HEADS, given.storm), STORMS[given.answers]
             kind = kind._replace(num_requests=given.requests or kind.num_requests)
-            storms(path, kind, given.policy or f"mlfq:quantum={kind.quantum}")
+            storms(path, kind, given.policy or f"mlfq:quantum={kind.quantum}", given.dtype)
             return
         if given.returning:
             path = make_checkpoint(Path(directory), NUM_KV_HEADS, given.layers)
@@ -408,14 +412,14 @@ def main() -> None:
             return
         if given.many_chats:
             path = make_checkpoint(Path(directory), NUM_KV_HEADS, given.many_chats)
-            print(many_chats(path, Path(directory) / "kv"))
+            print(many_chats(path, Path(directory) / "kv", given.dtype))
             return
         if given.attention:
             page = attention_on_host(make_checkpoint(Path(directory), HEADS, 4), given.rounds)
         else:
             path = make_checkpoint(Path(directory), NUM_KV_HEADS, given.layers)
             works = WORKS if given.work is None else dict([list(WORKS.items())[given.work]])
-            page = measure(path, given.rounds, given.sparsity, works)
+            page = measure(path, given.rounds, given.sparsity, works, given.dtype)
     print(page)
     if given.out is not None:
         given.out.write_text(page)
@@ -430,7 +434,7 @@ def pairs(first: Iterable[Served], second: Iterable[Served]) -> Iterator[tuple[S
             yield next(one), taken
 
 
-def measure(path: Path, rounds: int, sparsity: float, works: dict[str, Work]) -> str:
+def measure(path: Path, rounds: int, sparsity: float, works: dict[str, Work], dtype: str) -> str:
     """Serve each workload by both engines in turn; returns the page."""
     layers = read_config(path).num_hidden_layers
     pattern = HeadPattern.random(layers, NUM_KV_HEADS, 0, sink=64, recent=256) if sparsity else None
@@ -440,7 +444,7 @@ def measure(path: Path, rounds: int, sparsity: float, works: dict[str, Work]) ->
         "max_model_len": 12_000,
         "max_num_batched_tokens": STEP,
         "graphs": "replay",
-        "dtype": "float32",
+        "dtype": dtype,
     }
     plain = HPUDuoModel.from_pretrained(
         path, num_blocks=FREE, **({"num_prefix_snapshots": 16} if heads else {}), **common
@@ -453,13 +457,13 @@ def measure(path: Path, rounds: int, sparsity: float, works: dict[str, Work]) ->
         **({"num_prefix_snapshots": 20} if heads else {}),
         **common,
     )
-    lines = []
+    lines, num_served, num_same = [], 0, 0
     for name, work in works.items():
         ratios, rounds_found = list[float](), list[float]()
         for number in range(rounds + 1):
             found = list(pairs(work(tiered, Tokens(name, number)), work(plain, Tokens(name, number))))
-            for with_tier, without in found:
-                same_tokens(with_tier.answers, without.answers)
+            num_served += sum(len(each.answers) for each, _ in found)
+            num_same += sum(same_tokens(one.answers, other.answers, dtype) for one, other in found)
             ratio = sum(each[1].seconds for each in found) / sum(each[0].seconds for each in found)
             print(f"round {number}: {ratio:.3f}", flush=True)
             if number:
@@ -486,10 +490,10 @@ def measure(path: Path, rounds: int, sparsity: float, works: dict[str, Work]) ->
             f"{platform.machine()}, torch {torch.__version__}, transformers {transformers.__version__}, "
             f"{torch.get_num_threads()} thread.",
             "",
-            f"Llama of the 110M class with {layers} layers, random weights in float32, {sparsity:.0%} of "
+            f"Llama of the 110M class with {layers} layers, random weights in {dtype}, {sparsity:.0%} of "
             "the heads streaming. "
             f"Both engines have {FREE} blocks of {BLOCK} tokens for requests. Ratios of CPU time, without "
-            "over with the tier: median, and range. All answers had the same tokens with it and without.",
+            f"over with the tier: median, and range. {num_same} of {num_served} answers had the same tokens.",
             "",
             "| work | without : with | range | sums of each round |",
             "| --- | --- | --- | --- |",

@@ -40,7 +40,7 @@ class Stormed(NamedTuple):
     answers: list[list[int]]
 
 
-def storm(path: Path, kind: Storm, policy: str, *, swaps: bool) -> Stormed:
+def storm(path: Path, kind: Storm, policy: str, dtype: str, *, swaps: bool) -> Stormed:
     """Serve requests in 1,024 tokens of blocks.
 
     A request of an upper level of ``mlfq`` displaces one of a lower level, which comes back later.
@@ -55,7 +55,7 @@ def storm(path: Path, kind: Storm, policy: str, *, swaps: bool) -> Stormed:
         max_num_batched_tokens=1024,
         graphs="replay",
         scheduling_policy=policy,
-        dtype="float32",
+        dtype=dtype,
         **(swap if swaps else {}),
     )
     model.warmup()
@@ -87,12 +87,16 @@ def storm(path: Path, kind: Storm, policy: str, *, swaps: bool) -> Stormed:
     return Stormed(total / taken, preempted, list(answers.values()))
 
 
-def storms(path: Path, kind: Storm, policy: str) -> None:
-    """Serve a storm with swapping and without, and print both."""
-    swapped = storm(path, kind, policy, swaps=True)
+def storms(path: Path, kind: Storm, policy: str, dtype: str) -> None:
+    """Serve a storm with swapping and without, and print both.
+
+    Raises:
+        ValueError: see ``same_tokens``.
+    """
+    swapped = storm(path, kind, policy, dtype, swaps=True)
     print(f"swap {swapped.tokens_per_s:.2f} tokens a second ({swapped.preempted})", flush=True)
-    computed = storm(path, kind, policy, swaps=False)
+    computed = storm(path, kind, policy, dtype, swaps=False)
     print(f"recompute {computed.tokens_per_s:.2f} tokens a second ({computed.preempted})")
-    same_tokens(swapped.answers, computed.answers)
+    same = same_tokens(swapped.answers, computed.answers, dtype)
     ratio = swapped.tokens_per_s / computed.tokens_per_s
-    print(f"swap : recompute {ratio:.2f}, the same tokens in {len(swapped.answers)} answers")
+    print(f"swap : recompute {ratio:.2f}, the same tokens in {same} of {len(swapped.answers)} answers")

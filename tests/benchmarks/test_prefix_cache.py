@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from benchmarks.prefix_cache import DOCUMENT, WORKS, Tokens
+from benchmarks.prefix_cache import DOCUMENT, WORKS, Tokens, same_tokens
 
 SHARED = {
     "16 at once, 1,024 tokens shared, 64 of their own": 1024,
@@ -44,3 +44,10 @@ def test_prompts_of_other_rounds_and_workloads_share_nothing() -> None:
 def test_engines_get_the_same_prompts_in_a_round(name: str) -> None:
     one, other = (WORKS[name].texts(Tokens(name, 2)) for _ in range(2))
     assert one == other
+
+
+def test_answers_with_other_tokens_are_an_error() -> None:
+    assert same_tokens([[1, 2], [3]], [[1, 2], [3]]) == 2
+    assert same_tokens([[1, 2], [3]], [[1, 2], [4]], "bfloat16") == 1
+    with pytest.raises(ValueError, match="got other ones in 1"):
+        same_tokens([[1, 2], [3]], [[1, 2], [4]])
