@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
-from graphs import BatchShape
+from graphs import BatchShape, BucketTable
 from hpu_duo.config.engine import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from hpu_duo.lab import sim
 from hpu_duo.lab.audit import build_structure, lower_bucket
 from hpu_duo.lab.rules import REGION_NODES
 from hpu_duo.modeling.recurrent import Cut, step_of
 from hpu_duo.planning import GAUDI3
+from hpu_duo.sampling import SamplingParams
 from kernels_ref.recurrent import DeltaInputs, DeltaRule, StateSpace
 from kernels_ref.recurrent.matrix_state import MatrixState
-from tests.modeling.families import BASE, make_config
-from tests.recurrent.hybrids import HYBRIDS
+from tests.modeling.families import BASE, greedy, make_config, prompts_of
+from tests.recurrent.hybrids import HYBRIDS, load, saved
 from tests.tiers import every
-
-if TYPE_CHECKING:
-    from hpu_duo.lab import sim
 
 DELTA = DeltaRule(num_heads=2, key_dim=4, value_dim=3)
 SPACE = StateSpace(num_heads=4, num_groups=2, head_dim=3, state_dim=5)
@@ -86,3 +85,29 @@ def test_no_graph_of_states_grows_with_tokens(name: str, shape: str, tmp_path: P
     graphs = lower_bucket(structure, BatchShape.parse(shape))
     assert max(graph.num_nodes for graph in graphs) <= REGION_NODES, graphs
     assert not any(graph.store_copies for graph in graphs)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated_hpu")
+@pytest.mark.parametrize("name", every(2, ["Qwen3NextConfig", "NemotronHConfig"]))
+def test_a_simulated_hpu_serves_long_steps_with_nothing_compiled_late(name: str, tmp_path: Path) -> None:
+    model = saved(tmp_path, name, max_position_embeddings=1024)
+    table = BucketTable.from_strings(("c-u/q768/s0/u96/l3", "--u/q3/s0/u96/l3", "csu/q768/s96/u96/l3"))
+    served = load(
+        tmp_path,
+        device="hpu-sim",
+        dtype="float32",
+        max_model_len=768,
+        max_num_batched_tokens=768,
+        buckets=table,
+        num_blocks=96,
+        fail_on_recompile=True,
+    )
+    served.warmup()
+    prompts = prompts_of([701, 3, 30])
+    with sim.watch() as seen:
+        done = served.engine.generate(prompts, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+    report = seen.report()
+    assert (report.new_graphs, report.new_recipes) == (0, 0)
+    assert not report.excused
+    assert [sample.token_ids for [sample] in done] == [greedy(model, each, 5) for each in prompts]
