@@ -26,7 +26,7 @@ _CHUNKS = (64, 32, 16)
 _DECODE_LAUNCHES, _REPLAY_LAUNCHES = 32.0, 12.0
 """Operators of a layer: of a decode, and of each token that is applied again."""
 _PASSES = 3.0
-"""Times that a chunk's matrices are read and written: made, joined in groups, and joined with groups."""
+"""Passes over the matrices of a chunk: they are made, joined in groups, and joined with earlier groups."""
 
 _GROUP = 8
 """Most states that are computed one after the other; more of them are in groups, side by side."""
@@ -58,7 +58,7 @@ class ChunkStep(NamedTuple):
 
 
 class Join(NamedTuple):
-    """Operators that apply a map to a state, or to a map before it.
+    """Products by which a map applies to a state, or to a map before it.
 
     Attributes:
         product: of two factors ``[B, ...]``, the later one first.
