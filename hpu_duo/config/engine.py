@@ -530,12 +530,6 @@ class EngineConfig:
                 f"expected decode_len of at most block_size={self.cache.block_size}, "
                 f"got {self.scheduler.row_text.removeprefix('decode_len=')}"
             )
-        speculation = self.scheduler.speculation
-        if speculation is not None and speculation.has_own_stores and self.parallel.deals_blocks:
-            raise ValueError(
-                f"speculative_config: method {speculation.method!r} needs retrieval_parallel=heads, "
-                "got 'context'"
-            )
 
     @property
     def block_size(self) -> int:

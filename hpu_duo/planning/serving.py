@@ -198,6 +198,7 @@ class Serving:
             self,
             num_devices=1,
             retrieval_parallel="heads",
+            block_size=self.engine_block_size,
             weights=Format.BF16,
             pattern=None,
             kept=None,

@@ -86,9 +86,10 @@ class DraftModel:
             model=replace(config.model, path=path, quantization="auto"),
             heads=HeadConfig(),
             parallel=ParallelConfig(),
-            # Scales, numbers of layers and budgets are those of the served model.
+            # Scales, numbers of layers and budgets are those of the served model; ranks store whole blocks.
             cache=replace(
                 config.cache,
+                block_size=config.block_size,
                 kv_scales=None,
                 kv_cache_dtype_skip_layers=(),
                 kv_policy=None,

@@ -95,10 +95,6 @@ def test_models_that_cannot_draft_are_refused(tiny: Tiny, shallow: Path, tmp_pat
         shutil.copy(file, tmp_path)
     with pytest.raises(ValueError, match=r"speculative_config: model .*expected max_model_len of at most 48"):
         load_drafting(tiny, tmp_path)
-    with pytest.raises(
-        ValueError, match="method 'draft_model' needs retrieval_parallel=heads, got 'context'"
-    ):
-        load_drafting(tiny, shallow, tensor_parallel_size=2, retrieval_parallel="context")
     for options in (
         {"pattern": PATTERN, "sparsity": 1.0},
         {"kv_policy": "h2o", "kv_budget": 8, "max_num_batched_tokens": 96},

@@ -243,6 +243,20 @@ def test_ranks_exchange_the_same_buckets_while_serving(zoo: Zoo) -> None:
 
 
 @pytest.mark.slow
+def test_a_model_is_right_for_itself_where_ranks_share_blocks_by_context(cases: dict[str, Case]) -> None:
+    """All of it is on each rank, in whole blocks of the engine."""
+    plain = replace(cases["pattern"], heads={}, parallel={"retrieval_parallel": "context"})
+    drafts = {"method": "draft_model", "model": str(plain.path), "num_speculative_tokens": 3}
+    drafts["num_speculative_tokens_per_batch_size"] = [[1, 8, 3]]
+    drafting = replace(plain, scheduler={"speculative_config": drafts})
+    answer = run_processes(serve, ({"context": drafting},), [{}] * 2, 600)[0]["context"]
+    expected = serve_here(plain)
+    assert not answer.error
+    assert answer.tokens == expected.tokens
+    assert answer.seen["steps"] < 0.6 * expected.seen["steps"]
+
+
+@pytest.mark.slow
 def test_drafts_of_the_model_change_no_token_and_are_counted(cases: dict[str, Case]) -> None:
     drafts = {
         "method": "duo",
@@ -289,10 +303,11 @@ def test_drafts_of_the_checkpoints_own_layers_change_no_token_and_are_counted(
     plain = Case(tmp_path, prompts_of((3, 40, 9), seed=3), [GREEDY, sampled, sampled])
     drafting = replace(plain, scheduler={"speculative_config": drafts})
     cases = {"eager": drafting, "replay": replace(drafting, graph={"backend": "replay"})}
+    cases["context"] = replace(drafting, parallel={"retrieval_parallel": "context"})
     answers = run_processes(serve_layers, (cases,), [{}] * 2, 600)[0]
     expected = serve_here(plain)
     for name, answer in answers.items():
         assert not answer.error
         assert answer.tokens == expected.tokens
-        assert answer.seen["steps"] < expected.seen["steps"]
+        assert answer.seen["steps"] == answers["eager"].seen["steps"] < expected.seen["steps"]
         counted_alike(answer.seen, is_counted=name == "eager")
