@@ -11,9 +11,10 @@ _RATE = 0.2
 _FIRST_CHANCE = 0.5
 _FIRST_OF_MODEL = [0.8**place for place in range(1, 32)]
 """Chances of drafts that a model makes, before any is verified."""
-_NUM_TIMES, _MAX_AGE = 8, 1024
-_DOUBT = 0.3
-"""Share by which the time of a longer row may be too long while few of its steps are known."""
+_PERIOD, _MAX_AGE = 64, 1024
+"""Steps whose times are compared: the same ones for all sizes, since machines have slow spells."""
+_DOUBT, _NUM_CERTAIN = 0.3, 8
+"""Share by which the time of a longer row may be too long while fewer of its steps are known."""
 _MOST_LOSS = 0.005
 """Share of the time of decodes that drafts may lose to find out whether they are accepted."""
 _FREE_STEPS = 4
@@ -49,7 +50,7 @@ class Acceptance:
 class StepTimes:
     """Seconds of steps without prompts, by number of rows, tokens of each, and whether a model has drafted.
 
-    They are the least of the last ones.
+    They are the least of those of the last 64 steps, or of the last two where these have fewer.
     """
 
     def __init__(self) -> None:
@@ -60,14 +61,16 @@ class StepTimes:
         """Add a step."""
         self._num_steps += 1
         key = num_rows.bit_length(), row_len, has_chain
-        times = self._times.setdefault(key, deque(maxlen=_NUM_TIMES))
+        times = self._times.setdefault(key, deque(maxlen=_PERIOD))
         times.append((self._num_steps, seconds))
 
     def of(self, num_rows: int, row_len: int, has_chain: bool = False) -> float | None:
         """Seconds of such a step; None before two of them are known, and where they are long ago."""
         times = self._times.get((num_rows.bit_length(), row_len, has_chain), ())
-        recent = [seconds for number, seconds in times if self._num_steps - number < _MAX_AGE]
-        return min(recent) if len(recent) > 1 else None
+        ages = [(self._num_steps - number, seconds) for number, seconds in times]
+        known = [seconds for age, seconds in ages if age < _MAX_AGE]
+        num_newest = max(2, sum(age < _PERIOD for age, _ in ages))
+        return min(known[-num_newest:]) if len(known) > 1 else None
 
     def least_of(self, num_rows: int, row_len: int, has_chain: bool = False) -> float | None:
         """Seconds of such a step in the best case: less than ``of`` as long as few of them are known."""
@@ -75,7 +78,7 @@ class StepTimes:
         if seconds is None:
             return None
         num_known = len(self._times[num_rows.bit_length(), row_len, has_chain])
-        return seconds * (1 - _DOUBT * (1 - num_known / _NUM_TIMES))
+        return seconds * (1 - _DOUBT * max(0.0, 1 - num_known / _NUM_CERTAIN))
 
 
 class DraftLengths:

@@ -102,3 +102,22 @@ def test_a_size_with_few_times_is_tried_more_often() -> None:
     for _ in range(6):
         lengths.ran(4, 9, 36, 3.0)
     assert lengths.choose(dict.fromkeys(range(4), 8), 4) == 4
+
+
+def test_a_slow_spell_of_the_machine_does_not_shorten_rows() -> None:
+    """Shorter ones, which run seldom, only seem to be faster."""
+    lengths = DraftLengths(LENS)
+    for size, seconds in ((1, 1.0), (4, 1.3), (9, 1.8)):
+        for _ in range(8):
+            lengths.verified(0, 8, 8)
+            lengths.ran(1, size, size, seconds)
+    for _ in range(40):
+        lengths.ran(1, 9, 9, 5.0)
+    assert lengths.choose({0: 8}, 1) == 9
+    for _ in range(40):
+        lengths.ran(1, 9, 9, 5.0)
+    assert lengths.choose({0: 8}, 1) == 4
+    # All sizes have become slower.
+    for size, seconds in ((1, 3.0), (4, 3.9), (1, 3.0), (4, 3.9)):
+        lengths.ran(1, size, size, seconds)
+    assert lengths.choose({0: 8}, 1) == 9
