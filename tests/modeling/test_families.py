@@ -1,11 +1,15 @@
 """Every family against transformers' own generation, in float32."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from hpu_duo import HPUDuoModel
+from hpu_duo.sampling import SamplingParams
+from tests.engine.tiny import serve, tokens_of
 from tests.modeling.driving import greedy_logits, teacher_forced
-from tests.modeling.families import BLOCK, FAMILIES, LENGTHS, Zoo, prompts_of
+from tests.modeling.families import BLOCK, FAMILIES, LENGTHS, VOCAB, Zoo, prompts_of
 from tests.tiers import crossed
 
 NUM_NEW = 10
@@ -17,7 +21,12 @@ ALL = pytest.mark.parametrize("name", crossed(list(FAMILIES), fast=FEW))
 
 
 def load(
-    zoo: Zoo, name: str, num_batched_tokens: int, attention: str = "reference", graphs: str = "eager"
+    zoo: Zoo,
+    name: str,
+    num_batched_tokens: int,
+    attention: str = "reference",
+    graphs: str = "eager",
+    **options: Any,
 ) -> HPUDuoModel:
     return HPUDuoModel.from_pretrained(
         zoo.load(name)[1],
@@ -27,6 +36,7 @@ def load(
         max_num_seqs=len(LENGTHS),
         max_num_batched_tokens=num_batched_tokens,
         max_model_len=80,
+        **options,
     )
 
 
@@ -61,6 +71,22 @@ def test_logits_of_chunked_prompts_are_those_of_one_dense_forward(
     served = load(zoo, name, 13, attention)
     for prompt, (new, logits) in zip(prompts_of(), greedy_logits(served.engine, prompts_of(), NUM_NEW)):
         torch.testing.assert_close(logits, teacher_forced(model, prompt, new), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", crossed(list(FAMILIES), fast=FEW[1:3]))
+def test_drafts_that_are_partly_right_change_no_greedy_token(zoo: Zoo, name: str) -> None:
+    drafts = {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 8, 3]]}
+    served = load(zoo, name, 32, speculative_config=drafts)
+    expected = zoo.greedy(name, NUM_NEW)
+    predicted = [[*tokens[:4], (tokens[4] + 1) % VOCAB, *tokens[5:]] for tokens in expected]
+    params = [
+        SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True, prediction_token_ids=each)
+        for each in predicted
+    ]
+    assert tokens_of(serve(served, prompts_of(), params)) == [[tokens] for tokens in expected]
+    stats = served.stats().speculation
+    assert stats is not None
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
 @ALL
