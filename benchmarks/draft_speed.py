@@ -6,7 +6,7 @@ of both engines alternate; times are CPU time of steps behind the prompts. Greed
 no evidence of speed, so there are none.
 
     python -m benchmarks.draft_speed [--rounds 2] [--tokens 160] [--prompt 512] [--packed] [--json]
-        [--drafts 8] [--lens 1 4 9] [--kinds edits]
+        [--drafts 8] [--lens 1 4 9] [--fixed] [--kinds edits]
     python -m benchmarks.draft_speed --half-load [--packed]
 """
 
@@ -161,6 +161,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--drafts", type=int, default=8)
     parser.add_argument("--lens", type=int, nargs="*", help="tokens of a verified row; default: the engine's")
+    parser.add_argument("--fixed", action="store_true", help="verify all drafts, whether it pays or not")
     parser.add_argument("--kinds", nargs="*", default=["edits", "prose"])
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--commit", default="HEAD", help="edits are those of the commits up to it")
@@ -192,11 +193,13 @@ def main() -> None:
                 continue
             max_len = asked.prompt + asked.tokens + 16
             # Rounds repeat texts: outputs of earlier requests are no source of drafts.
-            config = {
+            config: dict[str, Any] = {
                 "num_speculative_tokens": asked.drafts,
                 "suffix_decoding_max_cached_requests": 0,
                 "draft_lens": asked.lens,
             }
+            if asked.fixed:
+                config["num_speculative_tokens_per_batch_size"] = [[1, num_rows, asked.drafts]]
             plain = Played(path, max_len, num_rows, None, asked.packed)
             drafting = Played(path, max_len, num_rows, config, asked.packed)
             for kind, pairs in kinds.items():
