@@ -102,9 +102,9 @@ class ModelConfig:
     offload_policy: str | None = option(
         None,
         "Where weights, keys and values lie, in place of cpu_offload_gb: auto (the search of plan-offload "
-        "places weights if the model does not fit), or w_dev,w_host,kv_dev,kv_host,100,0, "
-        "percentages of layers on device and host, the rest on the disk, and of KV blocks on the device and "
-        "in cpu_attention.",
+        "places weights if the model does not fit), or w_dev,w_host,kv_dev,kv_host,act_dev,act_host, "
+        "percentages of layers on device and host, the rest on the disk, of KV blocks on the device and in "
+        "cpu_attention, and of groups of rows whose activations wait on the device and the host.",
         ENGINE,
         metavar="POLICY",
         unset="all on the device",

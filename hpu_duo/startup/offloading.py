@@ -68,21 +68,24 @@ _SHARE = 4
 
 
 def offload_placement(model: ModelConfig) -> Placement | None:
-    """Return where weights, keys and values lie; None without a policy.
+    """Return where weights, keys and values, and activations lie; None without a policy.
 
     Raises:
-        ValueError: the policy moves activations, or keys and values to a disk or all of them, or it needs a
-            disk and none is given, or the reverse.
+        ValueError: it is not executed, or it needs a disk and none is given, or the reverse.
     """
-    if model.offload_policy is None:
-        placement = Placement(1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0)
-    else:
+    placement = Placement(1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0)
+    if model.offload_policy is not None:
         placement = Placement.parse(model.offload_policy)
-    if placement.activations_device < 1 or placement.kv_disk > _ROUNDING or not placement.kv_device:
+    if placement[8] > _ROUNDING or placement.kv_disk > _ROUNDING or not placement.kv_device:
         raise ValueError(
-            "expected an offload_policy that ends with 100,0,100,0, or with kv_dev,kv_host,100,0 that add up "
-            "to 100 for keys and values, with kv_dev above 0: new tokens and activations stay on the device, "
+            "expected an offload_policy with kv_dev,kv_host and act_dev,act_host that add up to 100 each, "
+            "and kv_dev above 0: new tokens stay on the device, and only weights lie on a disk, "
             f"got {model.offload_policy!r}"
+        )
+    if placement.activations_host and model.offload_num_batches == 1:
+        raise ValueError(
+            "expected offload_num_batches above 1 with activations on the host, as those of one group never "
+            f"wait, got offload_policy={model.offload_policy!r}"
         )
     if (placement.weights_disk > _ROUNDING) != (model.offload_disk is not None):
         raise ValueError(
@@ -95,8 +98,7 @@ def offload_placement(model: ModelConfig) -> Placement | None:
 def check_kv_shares(config: EngineConfig) -> None:
     """Raise ValueError for sizes of the KV cache that contradict the shares of ``offload_policy``.
 
-    These are a share of the host without ``cpu_attention`` or the reverse, and a share of a device that has
-    a size of its own.
+    A share of the host without ``cpu_attention`` or the reverse, or of a device that has a size of its own.
     """
     placement, cache = offload_placement(config.model), config.cache
     if placement is None:
@@ -257,14 +259,15 @@ def runner_of(
     config: EngineConfig, executor: Executor, vocab_size: int, limits: StepLimits, max_len: int
 ) -> Runner:
     """Return what runs steps of requests of ``max_len`` tokens: whole, in groups, or with a host."""
-    known, num_groups = (executor, vocab_size, limits.max_model_len), _num_groups(config)
-    host = None
+    known, num_groups, host = (executor, vocab_size, limits.max_model_len), _num_groups(config), None
     if num_blocks := host_blocks(config.cache, executor.store.plan):
         mode, is_captured = HostDecodes(config.cache.cpu_attention_mode), executor.graphs.backend.name in CUT
         ahead = _ahead(config, executor.store.plan, max_len)
         host = attention_there(executor, num_blocks, mode, ahead, is_captured=is_captured)
     if num_groups > 1:
-        return ZigZagRunner(*known, num_groups, host)
+        placement = offload_placement(config.model)
+        homes = () if placement is None else spread(placement[6:], num_groups)
+        return ZigZagRunner(*known, num_groups, host, [group for group, home in enumerate(homes) if home])
     return Runner(*known) if host is None else HostRunner(*known, host)
 
 
@@ -274,7 +277,7 @@ def _num_groups(config: EngineConfig) -> int:
 
 def _ahead(config: EngineConfig, memory: MemoryPlan, max_len: int) -> GroupAhead | None:
     """The rows whose blocks are copied ahead; None where those of decodes never move, or with one group."""
-    num_groups, rows = _num_groups(config), config.scheduler.max_num_seqs
+    rows, num_groups = config.scheduler.max_num_seqs, _num_groups(config)
     if num_groups == 1 or config.cache.cpu_attention_mode == HostDecodes.ATTEND.value:
         return None
     return GroupAhead(num_groups, -(-rows // num_groups), -(-max_len // memory.block_size))

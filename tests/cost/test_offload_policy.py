@@ -262,7 +262,8 @@ def test_hidden_states_on_the_host_leave_room_on_the_device() -> None:
         formula.peak_bytes(Placement(0.5, 0.5, 0.0, 0.0, 1.0, 0.0, share, 1 - share, 0.0)) for share in (1, 0)
     )
     hidden_states = 32 * 512 * OPT_6_7B.act_bytes
-    assert there["device"] <= here["device"] - hidden_states
+    # Of the states of 32 rows, those of two batches of 4 are on their way.
+    assert there["device"] == pytest.approx(here["device"] - 24 / 32 * hidden_states)
     assert there["host"] == pytest.approx(here["host"] + hidden_states)
 
 
@@ -366,6 +367,9 @@ def test_the_command_prints_the_policy_and_refuses_what_cannot_be() -> None:
     on_host[3] = "100,0,60,40,100,0"
     served = " ".join(run_command(*on_host, "8x2").output.split())
     assert "--cpu-attention-mode move --no-enable-prefix-caching --offload-num-batches 2" in served
+    on_host[3] = "0,100,100,0,0,100"
+    served = " ".join(run_command(*on_host, "2x4").output.split())
+    assert "--offload-num-batches 4" in served
     planned = run_command("--host-memory", "2", "--offload-policy", "0,100,0,100,100,0", "--batch", "4x2")
     assert "planned only" in planned.output
     on_t4 = json.loads(run_command("--hardware", "t4", "--json").output)

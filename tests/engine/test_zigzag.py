@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any
@@ -98,7 +99,7 @@ NUM_ON_DEVICE = 21
 
 
 def load_beside_host(
-    deep: Tiny, num_batches: int, mode: str, weights: str = "100,0", **options: Any
+    deep: Tiny, num_batches: int, mode: str, weights: str = "100,0", acts: str = "100,0", **options: Any
 ) -> tuple[Any, HostAttention]:
     """Load with half of the blocks of keys and values on the host."""
     ignored = ("offload_prefetch_step", "offload_disk")
@@ -107,7 +108,7 @@ def load_beside_host(
     model = load(
         deep,
         num_batches,
-        **{"offload_policy": f"{weights},50,50,100,0", "cpu_attention_mode": mode, **options},
+        **{"offload_policy": f"{weights},50,50,{acts}", "cpu_attention_mode": mode, **options},
         cpu_attention=(NUM_ON_DEVICE + 0.01) * block_bytes / 2**30,
         enable_prefix_caching=False,
     )
@@ -133,6 +134,38 @@ def test_tokens_are_those_of_whole_steps_with_blocks_on_the_host(
     assert any("tokens of running requests" in note for note in model.stats().notes)
 
 
+@pytest.mark.parametrize(
+    ("num_batches", "policy", "away", "options"),
+    [(6, "100,0,100,0,0,100", {*range(6)}, {}), (4, "0,100,100,0,50,50", {1, 3}, {"pattern": PATTERN})],
+)
+def test_hidden_states_of_waiting_groups_take_no_memory_of_the_device(
+    deep: Tiny, num_batches: int, policy: str, away: set[int], options: dict[str, Any]
+) -> None:
+    """But for those on their way; tokens are those of whole steps."""
+    params = [GREEDY, DRAWN] * 3
+    whole = tokens_of(serve(load(deep, 1, **options), PROMPTS, params))
+    model = load(deep, num_batches, offload_policy=policy, **options)
+    waiting = model.engine.runner.turns.waiting
+    stored, leave, num_there = dict[int, torch.UntypedStorage](), waiting.leave, set[int]()
+
+    def leaves(group: int, layer: Callable[[], Any] | None) -> None:
+        leave(group, layer)
+        stored.pop(group, None)
+        if isinstance(layer, partial):
+            stored[group] = layer.args[0].untyped_storage()
+
+    def compute(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        num_there.add(sum(stored[group].nbytes() > 0 for group in away & stored.keys()))
+
+    waiting.leave = leaves
+    for layer in model.engine.runner.executor.model.model.model.layers:
+        layer.mlp.register_forward_pre_hook(compute)
+    assert tokens_of(serve(model, PROMPTS, params)) == whole
+    assert waiting.num_bytes > 0
+    assert max(num_there) == min(3, len(away))  # the one that computes, the one before, and the next one
+    assert set() < {*waiting._rooms} <= away
+
+
 ALIKE = (
     {},
     {"pattern": PATTERN},
@@ -155,9 +188,18 @@ def test_tokens_are_those_of_whole_steps_for_any_groups_prefetch_placement_and_l
     speeds = st.sampled_from([None, 2e7, 2e6])
 
     @settings(max_examples=num_cases, deadline=None, derandomize=True)
-    @given(st.integers(1, 6), st.integers(1, 4), homes, modes, speeds, st.integers(0, len(ALIKE) - 1))
+    @given(
+        *(st.integers(1, 6), st.integers(1, 4), homes, modes, st.sampled_from([100, 50, 0]), speeds),
+        st.integers(0, len(ALIKE) - 1),
+    )
     def check(
-        num_batches: int, ahead: int, homes: list[str], mode: str | None, speed: float | None, number: int
+        num_batches: int,
+        ahead: int,
+        homes: list[str],
+        mode: str | None,
+        of_act: int,
+        speed: float | None,
+        number: int,
     ) -> None:
         options = ALIKE[number]
         if "kv_budget" in options:
@@ -167,15 +209,16 @@ def test_tokens_are_those_of_whole_steps_for_any_groups_prefetch_placement_and_l
             whole[number, mode is None] = tokens_of(serve(load(deep, 1, **options), prompts, params))
         shares = [100 * homes.count(each) / NUM_LAYERS for each in ("device", "host")]
         weights = f"{shares[0]:g},{shares[1]:g}"
+        acts = f"{of_act},{100 - of_act}" if num_batches > 1 else "100,0"
         placed = {
             "offload_prefetch_step": ahead,
             "offload_disk": tmp_path if "disk" in homes else None,
             **options,
         }
         if mode is None:
-            model = load(deep, num_batches, offload_policy=f"{weights},100,0,100,0", **placed)
+            model = load(deep, num_batches, offload_policy=f"{weights},100,0,{acts}", **placed)
         else:
-            model, host = load_beside_host(deep, num_batches, mode, weights, **placed)
+            model, host = load_beside_host(deep, num_batches, mode, weights, acts, **placed)
             host.worker = WorkerThread(speed)
         stream = model.engine.runner.executor.model.stream
         assert (stream is None) is (set(homes) == {"device"})
@@ -191,7 +234,7 @@ class VirtualLink:
 
     def __init__(self, bytes_per_s: float) -> None:
         self.now = self.num_bytes = 0.0
-        self.bytes_per_s, self._free_at = bytes_per_s, 0.0
+        self.bytes_per_s, self._free_at, self.clock = bytes_per_s, 0.0, self
 
     def move(self, source: Weights, target: torch.Tensor) -> _VirtualMove:
         assert isinstance(source, torch.Tensor)
@@ -200,8 +243,8 @@ class VirtualLink:
 
     def take(self, num_bytes: int) -> _VirtualMove:
         self.num_bytes += num_bytes
-        self._free_at = max(self._free_at, self.now) + num_bytes / self.bytes_per_s
-        return _VirtualMove(self, self._free_at)
+        self._free_at = max(self._free_at, self.clock.now) + num_bytes / self.bytes_per_s
+        return _VirtualMove(self.clock, self._free_at)
 
 
 class VirtualHost:
@@ -347,6 +390,51 @@ def test_time_with_blocks_on_the_host_is_that_of_the_schedule(
         placement = Placement(0.0, 1.0, 0.0, 1 - share, share, 0.0, 1.0, 0.0, 0.0)
         expected += ZigZag(formula, placement).run().decode_s
     assert took == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(("up_per_compute", "down_per_compute"), [(4.0, 0.3), (0.5, 0.3)])
+def test_time_with_hidden_states_on_the_host_is_that_of_the_schedule(
+    deep: Tiny, up_per_compute: float, down_per_compute: float
+) -> None:
+    """Weights and hidden states of two of three groups come up; these hidden states go down too."""
+    rows, num_batches, num_steps = 2, 3, 4
+    share, num_rows = 2 / 3, rows * num_batches
+    model = load(deep, num_batches, offload_policy=f"0,100,100,0,{100 - 100 * share},{100 * share}")
+    runner = model.engine.runner
+    stream, waiting = runner.executor.model.stream, runner.turns.waiting
+    sizes = offload_model(read_model(deep.path), Format.BF16, PLAIN)
+    # In float32, an element has the bytes of two of 16 bits.
+    sizes = replace(sizes, layer_bytes=stream.num_bytes / NUM_LAYERS, hidden_size=2 * sizes.hidden_size)
+    moved = share * num_rows * sizes.act_bytes
+    up = VirtualLink((sizes.layer_bytes + moved) / (up_per_compute * num_rows))
+    down = VirtualLink(moved / (down_per_compute * num_rows))
+    down.clock = up
+    stream.mover = waiting._up = up
+    waiting._down = down
+
+    def compute(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        up.now += args[0].shape[1]
+
+    for layer in runner.executor.model.model.model.layers:
+        layer.mlp.register_forward_pre_hook(compute)
+    for prompt in prompts_of((3,) * num_rows):
+        model.engine.add_request(prompt, replace(GREEDY, max_tokens=12, ignore_eos=True))
+    for _ in range(3):
+        model.engine.step()
+    before = up.now
+    for _ in range(num_steps):
+        model.engine.step()
+    machine = replace(
+        FLEXGEN_T4,
+        up=up.bytes_per_s,
+        down=down.bytes_per_s,
+        decode_matrix=2 * sizes.layer_params,
+        decode_attention=math.inf,
+        loads_first=False,
+    )
+    formula = Formula(sizes, OffloadWork(3, num_steps + 1), machine, rows, num_batches, False)
+    placement = Placement(0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1 - share, share, 0.0)
+    assert up.now - before == pytest.approx(ZigZag(formula, placement).run().decode_s, rel=0.01)
 
 
 class Live(TorchDispatchMode):

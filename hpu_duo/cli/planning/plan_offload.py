@@ -289,11 +289,10 @@ def _why_not_served(policy: Policy, work: OffloadWork) -> str | None:
     # Blocks on the host are those of whole requests.
     attends_there = work.kv_share == 1 and not placement.kv_disk
     on_device, on_host = _kv_blocks(policy, work)
-    if placement.activations_device < 1 or (on_host and not (attends_there and on_device)):
-        return (
-            "activations outside the device, keys and values on the disk, or on the host with a KV budget "
-            "or none on the device"
-        )
+    if on_host and not (attends_there and on_device):
+        return "keys and values on the disk, or on the host with a KV budget or none on the device"
+    if placement.activations_disk or (placement.activations_host and policy.num_batches == 1):
+        return "activations on the disk, or those of a single batch on the host"
     tokens = SchedulerConfig.max_num_batched_tokens
     fewest = fewest_blocks(block_moves(tokens, BLOCK_SIZE), policy.num_rows)
     if on_host and on_device < fewest:
@@ -327,10 +326,10 @@ def _serve_with(policy: Policy, sizes: OffloadModel, work: OffloadWork) -> str |
     of_kv, gib, options = 100.0, 0.0, []
     if blocks[1]:
         of_kv, gib = _kv_shares(*blocks, BLOCK_SIZE * sizes.kv_bytes * sizes.num_layers)
-    if on_device < 100 or of_kv < 100:
-        options.append(
-            f"--offload-policy {on_device:g},{on_host:g},{of_kv:g},{round(100 - of_kv, 2):g},100,0"
-        )
+    of_act = round(1e4 * policy.placement.activations_device) / 100
+    if min(on_device, of_kv, of_act) < 100:
+        shares = (on_device, on_host), *((each, round(100 - each, 2)) for each in (of_kv, of_act))
+        options.append(f"--offload-policy {','.join(f'{each:g}' for pair in shares for each in pair)}")
     if has_disk:
         options.append("--offload-disk DIR")
     if of_kv < 100:

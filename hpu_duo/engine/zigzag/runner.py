@@ -20,6 +20,8 @@ from hpu_duo.engine.step_input import StepInput, StepResult
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.engine.stepper import NO_ERRORS, Runner, StepHandle
 from hpu_duo.engine.zigzag.turns import LayerTurns
+from hpu_duo.engine.zigzag.waiting import WaitingOnHost
+from hpu_duo.modeling.weight_stream import mover_for
 from hpu_duo.sampling import SamplingRow, TokenLogprobs
 
 
@@ -69,6 +71,7 @@ class ZigZagRunner(Runner):
     Args:
         num_groups: most groups of a step.
         host: stores of blocks on the host, and attention to them; None = all are on the device.
+        away: numbers of groups whose hidden states lie on the host while they wait.
     """
 
     def __init__(
@@ -78,12 +81,17 @@ class ZigZagRunner(Runner):
         max_model_len: int,
         num_groups: int,
         host: HostAttention | None = None,
+        away: Sequence[int] = (),
     ) -> None:
         super().__init__(executor, vocab_size, max_model_len)
         self.host = host
         self._num_groups, self._keeps_rows = num_groups, executor.geometry.uses_rows
         self._inputs = [executor.inputs, *(executor.inputs.another() for _ in range(num_groups - 1))]
-        self._turns = LayerTurns(executor.model.running, num_groups, executor.device)
+        waiting = None
+        if away:
+            up, down = (mover_for(executor.runtime, executor.device) for _ in range(2))
+            waiting = WaitingOnHost(away, up, down)
+        self.turns = LayerTurns(executor.model.running, num_groups, executor.device, waiting)
 
     def launch(
         self,
@@ -93,13 +101,15 @@ class ZigZagRunner(Runner):
     ) -> StepHandle:
         """Build a message for each group, and put their work on the device; see ``Runner.launch``."""
         groups = cut(plan, self._num_groups, keeps_rows=self._keeps_rows)
+        if (stream := self.executor.model.stream) is not None:
+            stream.num_parts = 1 if self.turns.waiting is None else len(groups)
         if self.host is None:
             return self._launch_groups(plan, groups, sampling, errors)
         try:
             plans = [group.plan for group in groups] if len(groups) > 1 else [plan]
             self.host.begin(*map(HostContext.of, plans))
-            if (stream := self.executor.model.stream) is not None:
-                stream.num_parts = len(groups) if self.host.moves_blocks else 1
+            if stream is not None and self.host.moves_blocks:
+                stream.num_parts = len(groups)
             return self._launch_groups(plan, groups, sampling, errors)
         finally:
             self.host.end()
@@ -144,7 +154,7 @@ class ZigZagRunner(Runner):
                     self.host.enter_group(number)
 
             launched = []
-            for message, logits in zip(messages, self._turns.run(steps, enter)):
+            for message, logits in zip(messages, self.turns.run(steps, enter)):
                 tokens = None
                 if message.sampling is not None:
                     tokens = executor.tokens(logits, message.sampling)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from graphs.interrupts import interrupts_deferred
+from hpu_duo.engine.zigzag.waiting import WaitingOnHost
 from hpu_duo.modeling.attention import RunningStep
 from hpu_duo.not_picklable import NotPicklable
 from kernels_ref import Step
@@ -88,10 +89,20 @@ class LayerTurns(NotPicklable):
         running: the step that the model runs, which is exchanged with each turn.
         num_steps: most steps at once.
         device: of the model.
+        waiting: hidden states of steps that lie on the host while others run a layer; None = none do.
+
+    Attributes:
+        waiting: see the argument.
     """
 
-    def __init__(self, running: RunningStep, num_steps: int, device: torch.device) -> None:
-        self._running, self._device = running, device
+    def __init__(
+        self,
+        running: RunningStep,
+        num_steps: int,
+        device: torch.device,
+        waiting: WaitingOnHost | None = None,
+    ) -> None:
+        self._running, self._device, self.waiting = running, device, waiting
         self._threads = ThreadPoolExecutor(num_steps, "hpu-duo-turns")
 
     def run(
@@ -107,7 +118,7 @@ class LayerTurns(NotPicklable):
         """
         is_cuda = self._device.type == "cuda"
         stream = torch.cuda.current_stream(self._device) if is_cuda else None
-        running, lanes = self._running, [_Lane(stream) for _ in steps]
+        running, lanes, waiting = self._running, [_Lane(stream) for _ in steps], self.waiting
         layers: list[Callable[[], Any] | None] = []
         contexts: list[Step | None] = []
         try:
@@ -116,16 +127,23 @@ class LayerTurns(NotPicklable):
                 running.turn = lane.turn
                 layers.append(lane.begin(self._threads, step))
                 contexts.append(running.step)
+                if waiting is not None and number:  # the first one has its turn next
+                    waiting.leave(number, layers[number])
             while any(layer is not None for layer in layers):
                 for number, (lane, layer) in enumerate(zip(lanes, layers)):
                     if layer is None:
                         continue
                     enter(number)
+                    if waiting is not None:
+                        waiting.enter(number)
+                        waiting.fetch((number + 1) % len(lanes))
                     running.step, running.turn = contexts[number], None
                     answer = layer()
                     running.turn = lane.turn
                     layers[number] = lane.go_on(answer)
                     contexts[number] = running.step
+                    if waiting is not None:
+                        waiting.leave(number, layers[number])
             return [lane.result() for lane in lanes]
         finally:
             with interrupts_deferred():
@@ -133,4 +151,6 @@ class LayerTurns(NotPicklable):
                     lane.abandon()
                 for lane in lanes:
                     lane.join()
+                if waiting is not None:
+                    waiting.forget()
                 running.step = running.turn = None

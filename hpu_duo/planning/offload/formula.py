@@ -358,7 +358,12 @@ class Formula:
         return dict(zip(RESOURCES, (up / machine.up, down / machine.down, read, write, compute)))
 
     def memory(
-        self, num_buffers: int = 2, *, reads_disk: bool = False, has_tiles: bool = False
+        self,
+        num_buffers: int = 2,
+        *,
+        reads_disk: bool = False,
+        has_tiles: bool = False,
+        has_away: bool = False,
     ) -> dict[str, tuple[Form, ...]]:
         """Bytes at the peak of each memory, of the prompts' phase and of decodes.
 
@@ -367,10 +372,12 @@ class Formula:
             reads_disk: whether layers of the disk are read to two buffers of the host, before they are copied
                 to the device.
             has_tiles: whether keys and values of the host pass through tiles of the device.
+            has_away: whether hidden states of some batches lie on the host while they wait.
         """
         if self.machine.flexgen_memory:
             return self._flexgen_memory()
-        device = tuple(self._step(each, num_buffers, has_tiles) for each in (self.work.prompt_len, 1))
+        constants = num_buffers, has_tiles, has_away
+        device = tuple(self._step(each, *constants) for each in (self.work.prompt_len, 1))
         layers, weights, kv = self.model.num_layers, self.model.layer_bytes, self._stored_bytes()
         acts = [self.num_rows * tokens * self.model.act_bytes for tokens in (self.work.prompt_len, 1)]
         staged = 2 * weights * reads_disk
@@ -386,12 +393,13 @@ class Formula:
         blocks = -(-self.work.stored_end // BLOCK_SIZE)
         return self.num_rows * blocks * BLOCK_SIZE * self.model.kv_bytes * self.model.num_layers
 
-    def _step(self, num_tokens: int, num_buffers: int, has_tiles: bool) -> Form:
+    def _step(self, num_tokens: int, num_buffers: int, has_tiles: bool, has_away: bool) -> Form:
         """Bytes of the device in a step of the engine with so many new tokens of each row.
 
         What is computed is that of one batch at a time, its hidden states included, as
         ``hpu_duo.startup.tables.StepSizes`` has it. All batches have rotary tables and logits, and those that
-        wait on the device have hidden states. Padding has a block.
+        wait on the device have hidden states, twice: the model keeps those in front of its first layer.
+        Of those that wait on the host these stay, and two batches' are on their way. Padding has a block.
         """
         model = self.model
         queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -408,10 +416,13 @@ class Formula:
             + unit * model.num_layers
             + self.num_rows * held
             + self.batch_size * max(layer, logits)
-            + has_tiles * self._tile_bytes(unit),
+            + has_tiles * self._tile_bytes(unit)
+            + has_away * 2 * self.batch_size * num_tokens * model.act_bytes,
             weights_device=model.layer_bytes * model.num_layers,
             kv_device=self._stored_bytes(),
             activations_device=self.num_rows * num_tokens * 2 * model.act_bytes,
+            activations_host=self.num_rows * num_tokens * model.act_bytes,
+            activations_disk=self.num_rows * num_tokens * model.act_bytes,
         )
 
     def _tile_bytes(self, unit: float) -> float:
@@ -522,6 +533,7 @@ class Formula:
             num_buffers,
             reads_disk=placement.weights_disk * self.model.num_layers > 1e-6,
             has_tiles=placement.kv_device < 1,
+            has_away=placement.activations_device < 1,
         )
         return {name: max(float(form @ shares) for form in forms) for name, forms in memory.items()}
 

@@ -212,9 +212,15 @@ class PolicySearch:
             yield found
             if found is not None:
                 shares, limit = np.array([*found, 1.0]), formula.limits()[name]
-                memory = formula.memory(2 * streams, reads_disk=reads_disk, has_tiles=has_tiles)
+                memory = self._memory(formula, streams, reads_disk, has_tiles)
                 if all(float(form @ shares) < (1 - 1e-6) * limit for form in memory[name]):
                     return
+
+    def _memory(
+        self, formula: Formula, streams: bool, reads_disk: bool, has_tiles: bool
+    ) -> dict[str, tuple[Form, ...]]:
+        has_away = has_tiles and formula.num_batches > 1 and not self._is_served
+        return formula.memory(2 * streams, reads_disk=reads_disk, has_tiles=has_tiles, has_away=has_away)
 
     def _least(self, formula: Formula, streams: bool, reads_disk: bool, has_tiles: bool) -> Placement | None:
         """The placement with the least time; None if nothing fits.
@@ -222,7 +228,7 @@ class PolicySearch:
         Args:
             streams: whether layers may leave the device, which then has buffers for two of them.
             reads_disk: whether they may lie on the disk; the host then has buffers for two of them.
-            has_tiles: whether keys and values may leave it, which then has tiles.
+            has_tiles: whether keys and values, and activations, may leave it, which then has tiles for them.
         """
         rows: list[Form] = []
         bounds: list[float] = []
@@ -231,8 +237,10 @@ class PolicySearch:
                 rows.append(np.concatenate([form[:9], -np.eye(2)[phase]]))
                 bounds.append(-float(form[9]))
         limits, served = formula.limits(), self._is_served
-        fixed = np.array([not streams, 0, 0, not has_tiles or served, 0, 0, served, 0, 0, 1])
-        memory = formula.memory(2 * streams, reads_disk=reads_disk, has_tiles=has_tiles)
+        # Of a single batch, none waits for its turn.
+        stay = not formula.machine.flexgen_memory and (not has_tiles or formula.num_batches == 1)
+        fixed = np.array([not streams, 0, 0, not has_tiles or served, 0, 0, stay or served, 0, 0, 1])
+        memory = self._memory(formula, streams, reads_disk, has_tiles)
         for name, each in memory.items():
             for form in each:
                 if float(form @ fixed) > limits[name]:
