@@ -125,8 +125,8 @@ class DeltaRule(MatrixState[DeltaInputs]):
         else:
             dim = torch.arange(self.key_dim, dtype=torch.int32, device=q.device)
             factor = torch.where(dim[:, None] == dim, whole, 0.0) - torch.bmm(kept, read)
-            factor, added = (self._by_chunk(x) for x in (factor, torch.bmm(kept, new)))
-            before, after = self._chained(factor, added, accepted, found)
+            maps = self._by_chunk(factor), self._by_chunk(torch.bmm(kept, new))
+            before, after = self._chained(*maps, accepted, found)
             begin = before.flatten(0, 1)
             change = new - torch.bmm(read, begin)
             output = self._by_chunk(torch.bmm(q, begin) + torch.bmm(seen, change))

@@ -275,15 +275,15 @@ class MatrixState(Recurrence, Generic[Inputs]):
             accepted: matrices of rows before the step, ``[N, H, A, B]``.
         """
         by_row = self._by_row(accepted)
-        begin, is_first = (
-            gather(by_row, self._targets(found.row, by_row)),
-            found.is_first[:, None, None, None],
-        )
-        earlier, of_earlier = (torch.cat([x[:1], x[:-1]]) for x in (factor, added))
-        earlier, of_earlier = torch.where(is_first, 0.0, earlier), torch.where(is_first, begin, of_earlier)
-        before = states_of(earlier, of_earlier, self.join)
-        ends = (gather(x, found.last).flatten(0, 1) for x in (added, factor, before))
-        return before, self.join.add(*ends).view(accepted.shape)
+        begin = gather(by_row, self._targets(found.row, by_row))
+        is_first = found.is_first[:, None, None, None]
+        # Before the chain, so that nothing else of the maps is needed behind it.
+        of_last, last = (gather(x, found.last).flatten(0, 1) for x in (added, factor))
+        factor, added = (torch.cat([x[:1], x[:-1]]) for x in (factor, added))
+        factor, added = torch.where(is_first, 0.0, factor), torch.where(is_first, begin, added)
+        before = states_of(factor, added, self.join)
+        after = self.join.add(of_last, last, gather(before, found.last).flatten(0, 1))
+        return before, after.view(accepted.shape)
 
     def _decodes(
         self, inputs: Inputs, state: tuple[torch.Tensor, ...], step: Step, rows: torch.Tensor
