@@ -38,9 +38,10 @@ def inputs_of(kind: MatrixState[Any], x: torch.Tensor) -> Any:
             x.unflatten(1, (4, 3)), step, decay, b.unflatten(1, (2, 5)), c.unflatten(1, (2, 5))
         )
     q, k, v, g, beta = x[:, :26].unflatten(1, (2, 13)).split([4, 4, 3, 1, 1], dim=-1)
-    decay = -0.1 * torch.nn.functional.softplus(g[..., 0])
-    # Strengths up to 2, as where eigenvalues may be negative.
-    return DeltaInputs.of(q, k, v, decay, 2 * beta[..., 0].sigmoid(), normalises=True)
+    decay = -0.001 * torch.nn.functional.softplus(g[..., 0])
+    # A head that forgets little, and one with strengths up to 2, as where eigenvalues may be negative.
+    strength = torch.tensor([0.02, 2.0]) * beta[..., 0].sigmoid()
+    return DeltaInputs.of(q, k, v, decay, strength, normalises=True)
 
 
 @pytest.mark.parametrize("slack", [0, 2])
