@@ -60,7 +60,8 @@ def load_share(
     cutter = make_cutter(config, whole, layers, heads, ranks, experts)
     narrow = narrowed_config(config, layers[0].call.head_dim, ranks.size, experts)
     fit = Fit.of(cutter, whole, layers, build_without_weights(path, narrow, dtype))
-    state = read_share(path, whole, cutter, ranks, dtype)
+    joined = joined_parts(config.get_text_config().model_type)
+    state = read_share(path, whole, cutter, ranks, dtype, joined)
     cut = {name: piece for name, piece in state.items() if not piece.is_padded}
     found = stored_codes(_stored(cut), whole, execution, dtype)
     codes = {name: replace(each, part=cut[name].part) for name, each in found.items()}
@@ -159,11 +160,14 @@ class Piece:
         return read[index]
 
 
-def _parts_of(model_type: str, tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[str, int, int]]:
+def _parts_of(
+    joined: Mapping[str, Sequence[str]], tensors: Mapping[str, StoredTensor]
+) -> dict[str, tuple[str, int, int]]:
     """Return the tensor that each part is joined into: its name, where the part begins, and all rows."""
     found = {}
-    for whole, ends in joined_parts(model_type).items():
-        for path in [key.removesuffix(ends[0]) for key in tensors if key.endswith(ends[0])]:
+    for whole, ends in joined.items():
+        paths = [key.removesuffix(ends[0]) for key in tensors if key.endswith(ends[0])]
+        for path in (each for each in paths if all(each + end in tensors for end in ends)):
             sizes = [tensors[path + end].shape[0] for end in ends]
             for number, end in enumerate(ends):
                 found[path + end] = path + whole, sum(sizes[:number]), sum(sizes)
@@ -171,13 +175,19 @@ def _parts_of(model_type: str, tensors: Mapping[str, StoredTensor]) -> dict[str,
 
 
 def read_share(
-    path: str | Path, whole: PreTrainedModel, cutter: Cutter, ranks: Ranks, dtype: torch.dtype = torch.float32
+    path: str | Path,
+    whole: nn.Module,
+    cutter: Cutter,
+    ranks: Ranks,
+    dtype: torch.dtype = torch.float32,
+    joined: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, Piece]:
     """Return the shards of a checkpoint for a rank, by name; none is read yet.
 
     Args:
         whole: the whole model on ``meta``. Files may have other names, which are not compared then.
         dtype: of weights that are dequantised, whole, before they are cut.
+        joined: see ``joined_parts``.
 
     Raises:
         ValueError: a file is damaged, or a tensor has another shape than the model's or cannot be cut, or
@@ -186,7 +196,7 @@ def read_share(
     state: dict[str, Piece] = {}
     expected = {name: list(tensor.shape) for name, tensor in whole.state_dict().items()}
     tensors = stored_tensors(path, dtype)
-    parts = _parts_of(whole.config.get_text_config().model_type, tensors)
+    parts = _parts_of(joined or {}, tensors)
     for key, stored in tensors.items():
         if (name := cutter.name(key)) is None:
             continue

@@ -14,6 +14,7 @@ from hpu_duo.device import run_processes
 from hpu_duo.device.ranks import Ranks
 from hpu_duo.modeling.loading import build_without_weights
 from hpu_duo.modeling.probe import read_layers
+from hpu_duo.modeling.transformers_internals import joined_parts
 from hpu_duo.parallel.config import RankHeads
 from hpu_duo.parallel.loading import make_cutter, read_share
 from hpu_duo.parallel.share_trial import check_share
@@ -72,7 +73,7 @@ def test_ranks_read_their_rows_of_weights_that_are_joined(tmp_path: Path) -> Non
         cutter = make_cutter(config, whole, layers, heads, ranks)
         cut = cutter.cut(f"{path}conv1d.weight", expected.shape)
         assert cut is not None
-        state = read_share(tmp_path, whole, cutter, ranks)
+        state = read_share(tmp_path, whole, cutter, ranks, joined=joined_parts("olmo_hybrid"))
         parts = [state[f"{path}{name}_conv1d.weight"][...] for name in "qkv"]
         assert sum(map(len, parts)) == len(expected) // 2
         assert torch.equal(torch.cat(parts), cut.of(expected))
