@@ -69,14 +69,16 @@ class Join(NamedTuple):
     add: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def states_of(factor: torch.Tensor, added: torch.Tensor, join: Join) -> torch.Tensor:
+def states_of(factor: torch.Tensor, added: torch.Tensor, is_first: torch.Tensor, join: Join) -> torch.Tensor:
     """Return the state behind each map, the factor times the state behind the map before it, plus a matrix.
 
-    Operators grow with the logarithm of the number of maps.
+    Operators grow with the logarithm of the number of maps. A row's NaN reaches no other row.
 
     Args:
-        factor: ``[C, H, ...]``, zeros in the first map.
+        factor: ``[C, H, ...]``.
         added: ``[C, H, A, B]``.
+        is_first: whether a map is a row's first, behind which the state is what it adds, ``[C]``; the first
+            of all is one.
     Returns:
         States ``[C, H, A, B]``.
     """
@@ -84,22 +86,30 @@ def states_of(factor: torch.Tensor, added: torch.Tensor, join: Join) -> torch.Te
     size = even_size(total, _GROUP)
     groups, shape = num_parts(total, size), added.shape[1:]
     if missing := groups * size - total:
-        factor, added = (torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in (factor, added))
+        parts = factor, added, is_first
+        factor, added, is_first = (torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in parts)
     # The places in a group, each of all groups: [groups * H, ...].
     factors, adds = (
         x.unflatten(0, (groups, size)).transpose(0, 1).flatten(1, 2).unbind() for x in (factor, added)
     )
+    by_group = is_first.unflatten(0, (groups, size))
+    firsts = by_group.t()[:, :, None].expand(-1, -1, shape[0]).reshape(size, -1, 1, 1).unbind()
+
+    def behind(place: int, before: torch.Tensor) -> torch.Tensor:
+        return torch.where(firsts[place], adds[place], join.add(adds[place], factors[place], before))
+
     if groups == 1:
         before, later = adds[0], 1
     else:
         whole, before, later = factors[0], adds[0], 0
         for place in range(1, size):
-            whole, before = join.product(factors[place], whole), join.add(adds[place], factors[place], before)
-        ends = states_of(whole.unflatten(0, (groups, -1)), before.unflatten(0, (groups, -1)), join)
+            whole, before = join.product(factors[place], whole), behind(place, before)
+        maps = whole.unflatten(0, (groups, -1)), before.unflatten(0, (groups, -1))
+        ends = states_of(*maps, by_group.any(dim=1), join)
         before = torch.cat([ends[:1], ends[:-1]]).flatten(0, 1)
     states = [before][:later]
     for place in range(later, size):
-        before = join.add(adds[place], factors[place], before)
+        before = behind(place, before)
         states.append(before)
     return torch.stack(states).unflatten(1, (groups, -1)).transpose(0, 1).reshape(-1, *shape)[:total]
 
@@ -276,12 +286,11 @@ class MatrixState(Recurrence, Generic[Inputs]):
         """
         by_row = self._by_row(accepted)
         begin = gather(by_row, self._targets(found.row, by_row))
-        is_first = found.is_first[:, None, None, None]
         # Before the chain, so that nothing else of the maps is needed behind it.
         of_last, last = (gather(x, found.last).flatten(0, 1) for x in (added, factor))
         factor, added = (torch.cat([x[:1], x[:-1]]) for x in (factor, added))
-        factor, added = torch.where(is_first, 0.0, factor), torch.where(is_first, begin, added)
-        before = states_of(factor, added, self.join)
+        added = torch.where(found.is_first[:, None, None, None], begin, added)
+        before = states_of(factor, added, found.is_first, self.join)
         after = self.join.add(of_last, last, gather(before, found.last).flatten(0, 1))
         return before, after.view(accepted.shape)
 

@@ -67,6 +67,23 @@ def test_chunks_in_groups_are_those_one_by_one(
     assert torch.equal(results[1][1][[3, 5, 6]], before[0][[3, 5, 6]]), "rows without new tokens"
 
 
+@pytest.mark.parametrize("kind", [DELTA, SPACE], ids=["delta", "space"])
+def test_a_row_without_numbers_leaves_others_alone(
+    kind: MatrixState[Any], simulated_hpu: sim.SimulatedHpu
+) -> None:
+    device, cuts = torch.device("hpu"), (Cut(0, 700), Cut(0, 100))
+    x = torch.randn(800, 40, generator=torch.Generator().manual_seed(0))
+    x[50] = torch.nan
+    inputs = inputs_of(kind, x)
+    state = tuple(torch.zeros(3, *each.shape, dtype=each.dtype).to(device) for each in kind.tensors)
+    output = kind.attend(
+        type(inputs)(*(each.to(device) for each in inputs)), state, step_of(cuts, [kind], device)
+    )
+    assert output[:700].cpu().isnan().any()
+    assert not output[700:].cpu().isnan().any()
+    assert not state[0][1].cpu().isnan().any()
+
+
 SHAPES = ("c--/q4096/s0/u0/l1", "csu/q8192/s64/u64/l17")
 
 
