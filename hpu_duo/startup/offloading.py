@@ -239,20 +239,20 @@ def check_runner(config: EngineConfig, device: torch.device, backend: str) -> No
         f"graphs={backend!r}": backend != "eager" and not is_cut,
         f"device={device.type!r}": device.type not in ("cpu", "cuda") and not is_cut,
         f"cpu_attention_mode={mode!r}": is_cut and mode != HostDecodes.ATTEND.value,
+        "offload_num_batches above 1": is_cut and in_groups,
         f"tensor_parallel_size={num_ranks}": num_ranks > 1,
         "a model that drafts": speculation is not None and speculation.is_by_model,
         "record_steps": config.run.record_steps is not None,
         "kv_offloading_size": on_host and config.cache.kv_offloading_size is not None,
         "fail_on_recompile": in_groups and config.graph.fail_on_recompile,
     }
-    on_hpu = ", or cpu_attention_mode='attend' and graphs='hpu-compile' on an HPU" if on_host else ""
-    without = "offload_num_batches, kv_offloading_size" if on_host else "fail_on_recompile"
-    for name, is_refused in refused.items():
-        if is_refused:
-            raise ValueError(
-                f"{option}: expected graphs='eager' on one CPU or GPU{on_hpu}, without a model that drafts, "
-                f"record_steps, {without}, got {name}"
-            )
+    on_hpu = ", or one batch with mode 'attend' and graphs='hpu-compile' on an HPU" if on_host else ""
+    without = ", ".join(["kv_offloading_size"] * on_host + ["fail_on_recompile"] * in_groups)
+    for name in (each for each, is_refused in refused.items() if is_refused):
+        raise ValueError(
+            f"{option}: expected graphs='eager' on one CPU or GPU{on_hpu}, without a model that drafts, "
+            f"record_steps, {without}, got {name}"
+        )
 
 
 def runner_of(

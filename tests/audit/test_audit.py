@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 from bias_builders import Window
 from graphs import BatchShape
@@ -30,7 +31,8 @@ from hpu_duo.modeling.step_model import run_layer
 from hpu_duo.planning import GAUDI2
 from kernels_ref import Blocks, HeadGroup, Rings
 from tests.audit.conftest import BUCKETS, TINY, edit_config, engine_config
-from tests.modeling.families import LENGTH_DEPENDENT
+from tests.modeling.families import BASE, LENGTH_DEPENDENT
+from tests.modeling.test_value_sizes import FAMILIES
 from tests.tiers import crossed
 
 
@@ -60,6 +62,17 @@ def test_matrix_operations_are_those_of_the_weights_and_the_scores(config_dir: P
     # Versions of transformers multiply rotary angles on one engine or the other.
     angles = 2 * 16 * head_dim // 2
     assert step.on(Engine.MATRIX).num_operations in (expected, expected + angles)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "longcat_flash"])
+def test_parts_have_the_form_that_an_hpu_runs(name: str, tmp_path: Path) -> None:
+    """Rotary embeddings by complex numbers and experts in a loop, in transformers' code."""
+    AutoConfig.for_model(name, **{**BASE, **FAMILIES[name], "max_position_embeddings": 512}).save_pretrained(
+        tmp_path
+    )
+    structure = build_structure(engine_config(tmp_path), GAUDI2)
+    step = audit_bucket(structure, BatchShape.parse("c--/q16/s0/u0/l2"))
+    assert not {"polar", "view_as_complex", "nonzero"}.intersection(step.operators)
 
 
 @pytest.mark.slow

@@ -185,7 +185,16 @@ def test_a_failed_copy_to_the_host_fails_the_step(tiny: Tiny, monkeypatch: pytes
     assert tokens_of(serve(model, PROMPTS, GREEDY)) == tokens_of(serve(load(tiny, 0), PROMPTS, GREEDY))
 
 
-@pytest.mark.parametrize("mode", ["move", "auto"])
-def test_decodes_do_not_move_contexts_to_an_hpu(tiny: Tiny, mode: str) -> None:
-    with pytest.raises(ValueError, match=f"on an HPU, .* got cpu_attention_mode='{mode}'"):
-        load(tiny, cpu_attention_mode=mode)
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"cpu_attention_mode": "move"}, "cpu_attention_mode='move'"),
+        ({"cpu_attention_mode": "auto"}, "cpu_attention_mode='auto'"),
+        ({"offload_num_batches": 2}, "offload_num_batches above 1"),
+    ],
+)
+def test_an_hpu_neither_moves_contexts_for_decodes_nor_has_groups(
+    tiny: Tiny, options: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(ValueError, match=f"on an HPU, .* got {name}"):
+        load(tiny, **{"cpu_attention_mode": "attend", **options})

@@ -20,6 +20,8 @@ from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.lab.audit.fake_tensors import FakeTensorMode
 from hpu_duo.lab.audit.reach import check_reach
 from hpu_duo.modeling.attention import LiveRows
+from hpu_duo.modeling.experts import adapt_loops
+from hpu_duo.modeling.hpu_forms import use_hpu_forms
 from hpu_duo.modeling.loading import build_without_weights, read_config, resolve_dtype
 from hpu_duo.modeling.probe import read_layers
 from hpu_duo.modeling.step_model import StepModel
@@ -110,6 +112,8 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
     request_len(config, hf_config.get_text_config())  # refused before it is built
     check_pattern(config.heads, path)
     model = build_without_weights(path, hf_config, dtype)
+    adapt_loops(model)
+    use_hpu_forms(model)
     fix_served_len(model, config)
     mode, live = FakeTensorMode(), LiveRows()
     with mode:
