@@ -501,7 +501,8 @@ class Blueprint:
     def tables(self, backend: CaptureBackend, *, is_padding: bool) -> StepTables:
         """Limits and buckets, as a function of the memory plan."""
         sizes = (self.text_config, self.max_len)
-        return StepTables(self.config, self.specs, *sizes, backend, self.device, is_padding)
+        recurrences = [kind for each in self.recurrent for kind in self._kinds_of(each)]
+        return StepTables(self.config, self.specs, *sizes, backend, self.device, is_padding, recurrences)
 
     def build(
         self, model: PreTrainedModel, memory: MemoryPlan, live: LiveRows, stream: WeightStream | None = None

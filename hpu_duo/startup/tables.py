@@ -37,7 +37,7 @@ from hpu_duo.planning.model import GAUDI2, GAUDI3, AttentionSize, ModelSize
 from hpu_duo.planning.roofline import StepSeconds
 from hpu_duo.planning.simulation import plan_buckets
 from hpu_duo.startup.step_limits import resolve_limits
-from kernels_ref import GroupKind, HeadGroup, Implementation, LayerSpec, StepParts
+from kernels_ref import GroupKind, HeadGroup, Implementation, LayerSpec, Recurrence, StepParts
 from kernels_ref.chunks import DEFAULT_BOUNDS, ChunkBounds
 from kernels_ref.groups import HeadSizes, PartSizes
 
@@ -80,6 +80,7 @@ class StepSizes:
         num_experts, experts_per_token, expert_size: of a mixture of experts and of one of them, 0 without.
         chunks: bounds of chunks of context.
         is_fused: whether dense attention is one operator.
+        recurrences: the distinct ones of all layers.
     """
 
     hidden_size: int
@@ -98,6 +99,7 @@ class StepSizes:
     chunks: ChunkBounds = DEFAULT_BOUNDS
     is_fused: bool = False
     draft_lens: tuple[int, ...] = ()
+    recurrences: frozenset[Recurrence] = frozenset()
 
     @classmethod
     def of(
@@ -109,6 +111,7 @@ class StepSizes:
         *,
         decode_len: int = 1,
         draft_lens: tuple[int, ...] = (),
+        recurrences: Iterable[Recurrence] = (),
     ) -> StepSizes:
         """Return the sizes of an engine's model.
 
@@ -116,6 +119,7 @@ class StepSizes:
             specs: of its layers.
             config: transformers' configuration of its text part.
             decode_len, draft_lens: see ``StepLimits``.
+            recurrences: of its layers.
         """
         heads = [
             LayerHeads(spec.groups, spec.group_size, max(spec.head_dim, spec.value_dim)) for spec in specs
@@ -130,7 +134,7 @@ class StepSizes:
             chunks=first.chunks,
             is_fused=first.impl is Implementation.HPU and first.softcap is None,
         )
-        return replace(sizes, draft_lens=draft_lens)
+        return replace(sizes, draft_lens=draft_lens, recurrences=frozenset(recurrences))
 
     def _counts(self, shape: BatchShape) -> RowCounts:
         return RowCounts.of(shape, row_len(shape, self.decode_len, self.draft_lens))
@@ -180,13 +184,13 @@ class StepSizes:
 
         A layer has its residual stream, and either the activations of its MLP or those of its attention:
         queries, keys, values and partial sums, and one bounded block of scores with its gathered keys and
-        values. After the last layer the logits are there instead.
+        values; or those of a recurrence. After the last layer the logits are there instead.
         """
         query_len, num_logits = shape.query_len, self._counts(shape).logits
         stream = query_len * self.hidden_size * (3 * self.dtype_bytes + _FLOAT32)
         mlp = max(3 * query_len * self.intermediate_size * self.dtype_bytes, self._expert_bytes(query_len))
         logits = num_logits * self.vocab_size * (self.dtype_bytes + _FLOAT32)
-        return stream + max(mlp, self._attention_bytes(shape), logits)
+        return stream + max(mlp, self._attention_bytes(shape), self._recurrent_bytes(shape), logits)
 
     def output_bytes(self, shape: BatchShape) -> int:
         """The logits, which have a fixed address in a captured step."""
@@ -199,6 +203,16 @@ class StepSizes:
         # Only an HPU has one pass.
         return expert_bytes(
             query_len, self.experts_per_token, self.num_experts, *sizes, is_hpu=self.chunks.one_pass
+        )
+
+    def _recurrent_bytes(self, shape: BatchShape) -> int:
+        num_rows, has_prompts = self._counts(shape).rows, shape.phase.causal
+        return max(
+            (
+                each.transient_bytes(shape.query_len, num_rows, has_prompts=has_prompts)
+                for each in self.recurrences
+            ),
+            default=0,
         )
 
     def _attention_bytes(self, shape: BatchShape) -> int:
@@ -364,6 +378,7 @@ class StepTables:
         max_len: most tokens of a request that the model allows.
         device: tables of accelerators are planned, since each bucket costs a compilation there.
         is_padding: whether steps are padded to buckets even if the backend captures nothing.
+        recurrences: of the layers.
     """
 
     def __init__(
@@ -375,10 +390,12 @@ class StepTables:
         backend: CaptureBackend,
         device: torch.device,
         is_padding: bool,
+        recurrences: Iterable[Recurrence] = (),
     ) -> None:
         self.config, self.backend = config, backend
         self.uses_table = backend.name != "eager" or is_padding or config.graph.table is not None
         self._specs, self._text_config, self._max_len = specs, text_config, max_len
+        self._recurrences = frozenset(recurrences)
         self._is_planned = device.type in _PLANNED_FOR
         self._made: dict[StepLimits, BucketTable] = {}
 
@@ -459,20 +476,20 @@ class StepTables:
         staged = staged_bytes(geometry, self.largest(memory))
         if self.backend.name == "eager":
             return staged
-        served = self._specs, self._text_config
-        found = self._graphs(*served, geometry, dtype_bytes).total_bytes(table)
+        found = self._graphs(geometry, dtype_bytes).total_bytes(table)
         if drafts is not None:
             fields, own = drafts
-            chain = self._graphs(*(own or served), fields.geometry, dtype_bytes)
+            chain = self._graphs(fields.geometry, dtype_bytes, own)
             found += chain.total_bytes(fields.table(table, geometry.row_len))
             if own is not None:
-                found += self._graphs(*own, geometry, dtype_bytes).total_bytes(table)
+                found += self._graphs(geometry, dtype_bytes, own).total_bytes(table)
         return staged + found
 
     def _graphs(
-        self, specs: Sequence[LayerSpec], text_config: Any, geometry: StepGeometry, dtype_bytes: int
+        self, geometry: StepGeometry, dtype_bytes: int, own: tuple[Sequence[LayerSpec], Any] | None = None
     ) -> GraphMemory:
-        """Memory of the graphs of a model's steps."""
+        """Memory of the graphs of a model's steps; with its own layers, it has no recurrences."""
+        specs, text_config = own or (self._specs, self._text_config)
         kept = KEPT.get(self.backend.name, UNKNOWN)
         sizes = StepSizes.of(
             specs,
@@ -481,6 +498,7 @@ class StepTables:
             dtype_bytes,
             decode_len=geometry.decode_len,
             draft_lens=geometry.draft_lens,
+            recurrences=self._recurrences if own is None else (),
         )
         num_units = len(set(specs)) if kept.is_per_kind else 1
         return GraphMemory(kept, num_units, sizes, self.config.graph.max_captured_tokens)

@@ -270,6 +270,7 @@ class GraphCosts:
             dtype.itemsize,
             decode_len=geometry.decode_len,
             draft_lens=geometry.draft_lens,
+            recurrences=model.recurrences,
         )
         operators = None
         if prior.num_operators is not None:

@@ -18,6 +18,12 @@ from kernels_ref.rows import RowTensor
 from kernels_ref.step import PlanKey, Step, StepParts, StepTensors
 from kernels_ref.units import gather, index_dtype
 
+_COPIES = 5
+"""Inputs of a token beside its windows: in the list of all, in the module and, with gates, its projection."""
+
+_SUMS = 3
+"""Copies of a sum over a window: before and after a product is added, and the product."""
+
 
 class ConvolutionStep(NamedTuple):
     """Places of inputs in a step, in a list of the new ones ``[Q]``, those of states ``[N * W]``, and a zero.
@@ -69,6 +75,12 @@ class Convolution(Recurrence):
     def key(self) -> PlanKey:
         """The size of the kernel, and the slots."""
         return self.name, self.kernel_size, self.num_slots
+
+    def transient_bytes(self, num_tokens: int, num_rows: int, *, has_prompts: bool) -> int:
+        """Count windows of all tokens and what the module makes, and float32 sums of one output each."""
+        inputs = (_COPIES + self.kernel_size) * num_tokens + num_rows * self.num_slots
+        sums = _SUMS * num_tokens * torch.float32.itemsize
+        return self.channels * (inputs * self.dtype.itemsize + sums)
 
     def prepare(self, parts: StepParts, tensors: StepTensors) -> ConvolutionStep:
         """Derive the places of inputs; see ``ConvolutionStep``."""

@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from kernels_ref.recurrent.matrix_state import ChunkStep, Join, MatrixState
+from kernels_ref.recurrent.matrix_state import ChunkElements, ChunkStep, Join, MatrixState
 from kernels_ref.step import Step
 
 
@@ -78,6 +78,16 @@ class DeltaRule(MatrixState[DeltaInputs]):
     def chain_products(self) -> float:
         """Products of two factors, and of factors with states, first in groups."""
         return 2.0 * self.num_heads * self.key_dim**2 * (self.key_dim + 2 * self.value_dim)
+
+    def elements(self, chunk_len: int) -> ChunkElements:
+        """Return the numbers of chunks: five keys, three values and six products for each token.
+
+        Products are those of ``_solve``: decays, the system, the inverse before and after, and two between.
+        """
+        key, value = self.key_dim, self.value_dim
+        in_chunk = 5 * key + 3 * value + 6 * chunk_len
+        counts = key**2, 2 * key + value + 2, in_chunk
+        return ChunkElements(*(self.num_heads * each for each in counts))
 
     @property
     def kept(self) -> tuple[int, ...]:

@@ -65,6 +65,16 @@ class Recurrence(RowKind):
         elements = sum(math.prod(each.shape) for each in self.tensors)
         return RecurrenceCounts(num_rows, OPERATIONS_PER_ELEMENT * elements * num_tokens)
 
+    @abstractmethod
+    def transient_bytes(self, num_tokens: int, num_rows: int, *, has_prompts: bool) -> int:
+        """Return an upper bound of the intermediates of a step in a layer, in bytes.
+
+        Those of its module that are alive at the same time are included.
+
+        Args:
+            num_tokens, num_rows, has_prompts: see ``count``.
+        """
+
     def advance(self, state: tuple[torch.Tensor, ...], step: Step) -> None:
         """Do nothing: the layer updates its state."""
 

@@ -31,6 +31,11 @@ _PASSES = 3.0
 _GROUP = 8
 """Most states that are computed one after the other; more of them are in groups, side by side."""
 
+_FLOAT32 = 4
+_INPUT_COPIES = 3
+"""Copies of the inputs of tokens behind those in chunks: in float32, and in the module, before and after its
+convolution."""
+
 Inputs = TypeVar("Inputs", bound=tuple[torch.Tensor, ...])
 """A named tuple of tensors ``[Q, ...]``."""
 
@@ -57,6 +62,20 @@ class ChunkStep(NamedTuple):
     chunk_len: int
 
 
+class ChunkElements(NamedTuple):
+    """Numbers that chunks have at the peak.
+
+    Attributes:
+        factor: of a chunk's factor.
+        of_token: of a token's inputs.
+        in_chunk: of a token of a chunk: its inputs there, what follows from them, and products of tokens.
+    """
+
+    factor: int
+    of_token: int
+    in_chunk: int
+
+
 class Join(NamedTuple):
     """Products by which a map applies to a state, or to a map before it.
 
@@ -67,6 +86,12 @@ class Join(NamedTuple):
 
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     add: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _chunks_of(num_tokens: int, num_rows: int) -> tuple[int, int]:
+    """Return the length of chunks in a step with prompts (T), and their number (C)."""
+    size = next((each for each in _CHUNKS if each * num_rows <= num_tokens), _CHUNKS[-1])
+    return size, num_tokens // size + min(num_rows, num_tokens)
 
 
 def states_of(factor: torch.Tensor, added: torch.Tensor, is_first: torch.Tensor, join: Join) -> torch.Tensor:
@@ -152,6 +177,10 @@ class MatrixState(Recurrence, Generic[Inputs]):
         """Operations of matrix products that join a chunk with those before it."""
         return 0.0
 
+    @abstractmethod
+    def elements(self, chunk_len: int) -> ChunkElements:
+        """Return the numbers of chunks of this length (T)."""
+
     @property
     def num_kept(self) -> int:
         """Tokens of a row behind its matrices: those of a decode, and drafts of the next one."""
@@ -201,6 +230,28 @@ class MatrixState(Recurrence, Generic[Inputs]):
             self.chunk_launches + replayed,
         )
 
+    def transient_bytes(self, num_tokens: int, num_rows: int, *, has_prompts: bool) -> int:
+        """Count all maps of chunks where they are joined in groups; a CPU, which joins none, needs less.
+
+        A matrix is there eight times: of a map, of the row before it, with both selected, at the end of its
+        group, in the order of places, as a state, among all states, and in the order of chunks. A factor is
+        there four times, up to the order of places.
+        """
+        matrix = self.num_heads * math.prod(self.matrix)
+        size, num_chunks = _chunks_of(num_tokens, num_rows)
+        found = self.elements(size)
+        inputs = _INPUT_COPIES * found.of_token * num_tokens
+        if not has_prompts:
+            # Before a token, with its decay, what it adds, and behind it; with slack those of the store too.
+            # Inputs are there by row as well, and what is kept of them.
+            return _FLOAT32 * ((5 if self.slack else 4) * matrix * num_rows + 2 * inputs)
+        group = even_size(max(1, num_chunks), _GROUP)
+        groups = num_parts(num_chunks, group)
+        maps = num_chunks * (3 * matrix + 2 * found.factor)
+        maps += groups * group * (5 * matrix + 2 * found.factor) + groups * (matrix + found.factor)
+        of_rows = num_rows * (4 * matrix + found.factor) + matrix
+        return _FLOAT32 * (maps + of_rows + inputs + num_chunks * size * found.in_chunk)
+
     def prepare(self, parts: StepParts, tensors: StepTensors) -> ChunkStep:
         """Derive places of tokens; see ``ChunkStep``."""
         t, num_tokens, num_rows = tensors, len(tensors.row), len(tensors.row_start)
@@ -210,8 +261,7 @@ class MatrixState(Recurrence, Generic[Inputs]):
         if not parts.causal:
             no_ints, no_flags = number[:0], number[:0] > 0
             return ChunkStep(rows, no_ints, no_ints, no_flags, no_ints, no_ints, 0)
-        size = next((each for each in _CHUNKS if each * num_rows <= num_tokens), _CHUNKS[-1])
-        num_chunks = num_tokens // size + min(num_rows, num_tokens)
+        size, num_chunks = _chunks_of(num_tokens, num_rows)
         counts = torch.div(t.row_num_new + (size - 1), size, rounding_mode="floor")
         # A sum over rows before each, by a mask: exact, and no scan.
         first = torch.where(number[None] < number[:, None], counts[None], 0).sum(dim=1, dtype=torch.int32)

@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch.nn.functional import softplus
 
-from kernels_ref.recurrent.matrix_state import ChunkStep, Join, MatrixState
+from kernels_ref.recurrent.matrix_state import ChunkElements, ChunkStep, Join, MatrixState
 from kernels_ref.step import Step
 
 
@@ -65,6 +65,13 @@ class StateSpace(MatrixState[ScanInputs]):
     def matrix(self) -> tuple[int, int]:
         """Sizes of an input and of b."""
         return self.head_dim, self.state_dim
+
+    def elements(self, chunk_len: int) -> ChunkElements:
+        """Return the numbers of chunks: three inputs and products of each head, b, c and their products."""
+        of_groups = 2 * self.num_groups * self.state_dim
+        heads, inputs = self.num_heads, self.num_heads * self.head_dim
+        in_chunk = 3 * (inputs + heads * chunk_len) + of_groups + self.num_groups * chunk_len
+        return ChunkElements(heads, inputs + of_groups + heads, in_chunk)
 
     @property
     def _sizes(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from graphs import BatchShape, BucketTable
-from hpu_duo.config.engine import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from graphs import BatchShape, BucketTable, EagerBackend
+from hpu_duo.cli.planning.hardware import graph_bytes
+from hpu_duo.config.engine import CacheConfig, EngineConfig, GraphConfig, ModelConfig, SchedulerConfig
 from hpu_duo.lab import sim
-from hpu_duo.lab.audit import build_structure, lower_bucket
+from hpu_duo.lab.audit import audit_bucket, build_structure, lower_bucket
 from hpu_duo.lab.rules import REGION_NODES
 from hpu_duo.modeling.recurrent import Cut, step_of
-from hpu_duo.planning import GAUDI3
+from hpu_duo.planning import GAUDI2, GAUDI3
+from hpu_duo.planning.read_model import read_model
 from hpu_duo.sampling import SamplingParams
+from hpu_duo.startup.tables import KEPT, GraphMemory, StepSizes, staged_bytes
 from kernels_ref.recurrent import DeltaInputs, DeltaRule, StateSpace
 from kernels_ref.recurrent.matrix_state import MatrixState
 from tests.modeling.families import BASE, greedy, make_config, prompts_of
@@ -27,6 +31,12 @@ DELTA = DeltaRule(num_heads=2, key_dim=4, value_dim=3)
 SPACE = StateSpace(num_heads=4, num_groups=2, head_dim=3, state_dim=5)
 CUTS = (Cut(0, 1100), Cut(5, 1), Cut(70, 200), Cut(3, 0), Cut(0, 64))
 """18, 1, 4, no and 1 chunks of 64 tokens."""
+
+
+class NamedBackend(EagerBackend):
+    """One whose graphs have memory of their own, by its name."""
+
+    name = "hpu-compile"
 
 
 def inputs_of(kind: MatrixState[Any], x: torch.Tensor) -> Any:
@@ -82,6 +92,69 @@ def test_a_row_without_numbers_leaves_others_alone(
     assert output[:700].cpu().isnan().any()
     assert not output[700:].cpu().isnan().any()
     assert not state[0][1].cpu().isnan().any()
+
+
+REAL: dict[str, dict[str, Any]] = {
+    "Qwen3NextConfig": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "mlp_only_layers": [0, 1],
+    },
+    "NemotronHConfig": {
+        "layers_block_type": ["linear_attention", "full_attention"],
+        "ssm_state_size": 128,
+        "mamba_num_heads": 16,
+        "mamba_head_dim": 64,
+        "n_groups": 1,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+    },
+}
+"""An eighth of the heads of a layer of the published models, beside a small one that attends."""
+CHEAP, *DEAR = product(
+    REAL, ("c--/q512/s0/u0/l1", "c--/q2048/s0/u0/l1", "csu/q512/s8/u8/l17", "--u/q32/s0/u32/l32")
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [CHEAP, *(pytest.param(*case, marks=pytest.mark.slow) for case in DEAR)]
+)
+def test_graphs_have_memory_for_the_intermediates_of_recurrences(
+    name: str, shape: str, tmp_path: Path
+) -> None:
+    config = make_config(name, **{**BASE, **HYBRIDS[name], "num_hidden_layers": 2, **REAL[name]})
+    config.save_pretrained(tmp_path)
+    bucket = BatchShape.parse(shape)
+    structure = build_structure(
+        EngineConfig(
+            model=ModelConfig(path=tmp_path, dtype="bfloat16"),
+            cache=CacheConfig(block_size=16, num_blocks=64),
+            scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=2048),
+            graph=GraphConfig(table=BucketTable((bucket,))),
+        ),
+        GAUDI2,
+    )
+    sizes = StepSizes.of(structure.model.specs, config, 16, 2)
+    peak = audit_bucket(structure, bucket).peak_transient_bytes
+    assert sizes.transient_bytes(bucket) < peak, "more than attention needs"
+    sizes = replace(sizes, recurrences=frozenset(structure.model.recurrences))
+    assert peak <= sizes.transient_bytes(bucket) <= 2 * peak
+    reserved = GraphMemory(KEPT["hpu-compile"], 1, sizes)
+    tables, memory = structure.tables, structure.memory
+    tables.backend = NamedBackend()
+    staged = staged_bytes(structure.geometry, tables.largest(memory))
+    assert tables.graph_bytes(memory, 2) == staged + reserved.total_bytes([bucket])
+    layers = memory.layers[: len(structure.model.specs)]
+    planned = graph_bytes(tmp_path, read_model(tmp_path), layers, 16, 1, GAUDI2.memory_bytes)
+    assert planned(bucket) == reserved.kept_bytes(bucket)
 
 
 SHAPES = ("c--/q4096/s0/u0/l1", "csu/q8192/s64/u64/l17")

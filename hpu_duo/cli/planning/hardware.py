@@ -428,12 +428,15 @@ def graph_bytes(
 ) -> Callable[[BatchShape], float]:
     """Bytes that the graph of a bucket keeps on HPU at worst: its results and intermediates of its own.
 
+    Recurrences are counted with all their heads, of which several devices have a part each.
+
     Args:
         kv_layers: the groups of heads of each layer.
         memory_bytes: of the device, on which chunks of context depend; None where it is not known.
         attention: kernels, reference or hpu.
     """
     from hpu_duo.config.engine import ModelConfig
+    from hpu_duo.kv.plan import ring_slack
     from hpu_duo.startup.tables import KEPT, GraphMemory, LayerHeads, StepSizes
     from kernels_ref import Implementation
     from kernels_ref.chunks import MOST_INLINE, ChunkBounds
@@ -454,6 +457,9 @@ def graph_bytes(
     sizes = StepSizes.of_heads(
         heads, config, block_size, 2, decode_len=decode_len, chunks=chunks, is_fused=is_fused
     )
+    slack = ring_slack(decode_len)
+    recurrences = frozenset(replace(kind, slack=slack) for kinds in size.states for kind in kinds)
+    sizes = replace(sizes, recurrences=recurrences)
     return GraphMemory(KEPT["hpu-compile"], 1, sizes).kept_bytes
 
 
