@@ -386,7 +386,10 @@ def main() -> None:
     parser.add_argument("--policy", help="of --storm; mlfq with the quantum of --answers by default")
     dtypes = ("float32", "bfloat16")
     parser.add_argument(
-        "--dtype", choices=dtypes, default=dtypes[0], help="but of --returning and --attention"
+        "--dtype",
+        choices=dtypes,
+        default=dtypes[0],
+        help="of the models; --returning and --attention choose their own",
     )
     parser.add_argument("--requests", type=int, help="of --storm; as many as --answers has by default")
     parser.add_argument("--returning", action="store_true", help="only a document from host and disk")

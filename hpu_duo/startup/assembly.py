@@ -221,6 +221,8 @@ def engine_around(
     host = runner.host if isinstance(runner, (HostRunner, ZigZagRunner)) else None
     if host is not None and not capped:
         engine.notes = (*engine.notes, describe(host, limits.block_size))
+    if isinstance(runner, ZigZagRunner):
+        engine.notes = (*engine.notes, *runner.notes)
     engine.hf_config = side.hf_config
     engine.pattern, engine.own_pattern = blueprint.pattern, blueprint.own_pattern
     engine.notes = (*engine.notes, *attach_disk(engine, config))

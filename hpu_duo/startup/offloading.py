@@ -82,11 +82,6 @@ def offload_placement(model: ModelConfig) -> Placement | None:
             "and kv_dev above 0: new tokens stay on the device, and only weights lie on a disk, "
             f"got {model.offload_policy!r}"
         )
-    if placement.activations_host and model.offload_num_batches == 1:
-        raise ValueError(
-            "expected offload_num_batches above 1 with activations on the host, as those of one group never "
-            f"wait, got offload_policy={model.offload_policy!r}"
-        )
     if (placement.weights_disk > _ROUNDING) != (model.offload_disk is not None):
         raise ValueError(
             "expected offload_disk with an offload_policy that leaves weights to the disk, and only then, "
@@ -103,6 +98,12 @@ def check_kv_shares(config: EngineConfig) -> None:
     placement, cache = offload_placement(config.model), config.cache
     if placement is None:
         return
+    num_groups = _num_groups(config)
+    if placement.activations_host and (num_groups == 1 or not any(spread(placement[6:], num_groups))):
+        raise ValueError(
+            "expected act_host of one group or more, and several groups (offload_num_batches, max_num_seqs), "
+            f"got {config.model.offload_policy!r} with groups: {num_groups}"
+        )
     if not placement.kv_host:
         if cache.cpu_attention is not None:
             raise ValueError(
@@ -232,7 +233,6 @@ def check_runner(config: EngineConfig, device: torch.device, backend: str) -> No
     in_groups, on_host = config.model.offload_num_batches > 1, config.cache.cpu_attention is not None
     if not (in_groups or on_host):
         return
-    option = "cpu_attention" if on_host else "offload_num_batches above 1"
     num_ranks, speculation = config.parallel.tensor_parallel_size, config.scheduler.speculation
     is_cut, mode = on_host and backend in CUT, config.cache.cpu_attention_mode
     refused = {
@@ -250,8 +250,8 @@ def check_runner(config: EngineConfig, device: torch.device, backend: str) -> No
     without = ", ".join(["kv_offloading_size"] * on_host + ["fail_on_recompile"] * in_groups)
     for name in (each for each, is_refused in refused.items() if is_refused):
         raise ValueError(
-            f"{option}: expected graphs='eager' on one CPU or GPU{on_hpu}, without a model that drafts, "
-            f"record_steps, {without}, got {name}"
+            f"{'cpu_attention' if on_host else 'offload_num_batches above 1'}: expected graphs='eager' on "
+            f"one CPU or GPU{on_hpu}, without a model that drafts, record_steps, {without}, got {name}"
         )
 
 
@@ -265,9 +265,9 @@ def runner_of(
         ahead = _ahead(config, executor.store.plan, max_len)
         host = attention_there(executor, num_blocks, mode, ahead, is_captured=is_captured)
     if num_groups > 1:
-        placement = offload_placement(config.model)
-        homes = () if placement is None else spread(placement[6:], num_groups)
-        return ZigZagRunner(*known, num_groups, host, [group for group, home in enumerate(homes) if home])
+        homes = spread(placed[6:], num_groups) if (placed := offload_placement(config.model)) else ()
+        away = [group for group, home in enumerate(homes) if home]
+        return ZigZagRunner(*known, num_groups, limits.max_num_batched_tokens, host, away)
     return Runner(*known) if host is None else HostRunner(*known, host)
 
 

@@ -155,7 +155,7 @@ def test_files_without_weights_on_the_host_pin_buffers_alone_and_outlive_failed_
         ({"offload_policy": "50,50,0,100,100,0"}, "stay on the device"),
         ({"offload_policy": "50,50,50,40,100,0"}, "that add up to 100"),
         ({"offload_policy": "50,50,100,0,50,40"}, "that add up to 100"),
-        ({"offload_policy": "50,50,100,0,50,50"}, "expected offload_num_batches above 1"),
+        ({"offload_policy": "50,50,100,0,50,50"}, "expected act_host of one group or more"),
         ({"offload_policy": "50,50,40,60,100,0"}, r"the GiB of 60 % .* got cpu_attention=None"),
         ({"offload_policy": "50,40,100,0,100,0"}, "offload_disk=None and 10 % on the disk"),
         ({"offload_disk": "x"}, "and 0 % on the disk"),

@@ -291,7 +291,7 @@ def _why_not_served(policy: Policy, work: OffloadWork) -> str | None:
     on_device, on_host = _kv_blocks(policy, work)
     if on_host and not (attends_there and on_device):
         return "keys and values on the disk, or on the host with a KV budget or none on the device"
-    if placement.activations_disk or (placement.activations_host and policy.num_batches == 1):
+    if placement.activations_disk > 1e-9 or (placement.activations_host > 1e-9 and policy.num_batches == 1):
         return "activations on the disk, or those of a single batch on the host"
     tokens = SchedulerConfig.max_num_batched_tokens
     fewest = fewest_blocks(block_moves(tokens, BLOCK_SIZE), policy.num_rows)

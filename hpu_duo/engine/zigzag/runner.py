@@ -70,8 +70,12 @@ class ZigZagRunner(Runner):
 
     Args:
         num_groups: most groups of a step.
+        max_num_tokens: most tokens of a step.
         host: stores of blocks on the host, and attention to them; None = all are on the device.
         away: numbers of groups whose hidden states lie on the host while they wait.
+
+    Attributes:
+        notes: what a user should know.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class ZigZagRunner(Runner):
         vocab_size: int,
         max_model_len: int,
         num_groups: int,
+        max_num_tokens: int,
         host: HostAttention | None = None,
         away: Sequence[int] = (),
     ) -> None:
@@ -90,8 +95,11 @@ class ZigZagRunner(Runner):
         waiting = None
         if away:
             up, down = (mover_for(executor.runtime, executor.device) for _ in range(2))
-            waiting = WaitingOnHost(away, up, down)
+            model = executor.model.model
+            of_token = model.config.get_text_config().hidden_size * model.dtype.itemsize
+            waiting = WaitingOnHost(away, max_num_tokens * of_token, up, down)
         self.turns = LayerTurns(executor.model.running, num_groups, executor.device, waiting)
+        self.notes = () if waiting is None else (waiting.describe(num_groups),)
 
     def launch(
         self,

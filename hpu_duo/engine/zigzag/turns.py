@@ -130,8 +130,9 @@ class LayerTurns(NotPicklable):
                 if waiting is not None and number:  # the first one has its turn next
                     waiting.leave(number, layers[number])
             while any(layer is not None for layer in layers):
-                for number, (lane, layer) in enumerate(zip(lanes, layers)):
-                    if layer is None:
+                # Of a layer's calls only the list has references, so that its inputs go when they have left.
+                for number, lane in enumerate(lanes):
+                    if (layer := layers[number]) is None:
                         continue
                     enter(number)
                     if waiting is not None:
@@ -151,6 +152,6 @@ class LayerTurns(NotPicklable):
                     lane.abandon()
                 for lane in lanes:
                     lane.join()
+                running.step = running.turn = None
                 if waiting is not None:
                     waiting.forget()
-                running.step = running.turn = None

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hpu_duo.device.runtime import host_memory
 from hpu_duo.modeling.weight_stream import Move, Mover, StreamMover
 from hpu_duo.not_picklable import NotPicklable
 
@@ -28,26 +29,39 @@ class WaitingOnHost(NotPicklable):
 
     Args:
         groups: numbers of the groups whose hidden states do so.
+        num_bytes: of the hidden states of the largest step.
         up, down: copy to the device, and from it.
 
     Attributes:
         num_bytes: that have left so far.
+
+    Raises:
+        ValueError: the host has too little memory.
     """
 
-    def __init__(self, groups: Collection[int], up: Mover, down: Mover) -> None:
+    def __init__(self, groups: Collection[int], num_bytes: int, up: Mover, down: Mover) -> None:
         self._groups, self._up, self._down = frozenset(groups), up, down
-        self._rooms = dict[int, torch.Tensor]()
+        if num_bytes > (free := host_memory().free):
+            raise ValueError(
+                f"expected hidden states on the host within its free memory, {free:,} bytes, got "
+                f"{num_bytes:,} bytes of a step of max_num_batched_tokens"
+            )
+        self._area = self._reserved(num_bytes)
+        self._num_used, self._rooms = 0, dict[int, torch.Tensor]()
         self.num_bytes = 0
         self._leaving: tuple[int, _Stored, Move] | None = None
         self._away, self._coming = dict[int, _Stored](), dict[int, Move]()
 
     def forget(self) -> None:
         """Wait for copies of a step that has ended, with an error perhaps."""
-        for move in self._coming.values():
-            move.hold()
-        self._settle()
-        self._away.clear()
-        self._coming.clear()
+        try:
+            for move in self._coming.values():
+                move.hold()
+            self._settle()
+        finally:
+            self._away.clear()
+            self._coming.clear()
+            self._num_used, self._rooms = 0, {}
 
     def leave(self, group: int, layer: Callable[[], Any] | None) -> None:
         """Begin to copy the hidden states of a group to the host; what computed them has been launched.
@@ -90,14 +104,29 @@ class WaitingOnHost(NotPicklable):
             stored.on_device.untyped_storage().resize_(0)
             self._away[group] = stored
 
+    def describe(self, num_groups: int) -> str:
+        """Return a note on what the host holds."""
+        return (
+            f"hidden states of {len(self._groups)} of {num_groups} groups lie on the host while they wait, "
+            f"in {len(self._area) / 2**20:,.3g} MiB"
+        )
+
     def _room(self, group: int, num_bytes: int) -> torch.Tensor:
-        """Memory of the host; a copy may still read a smaller one, so each lives as long as this object."""
+        """Memory of the host for a group, until the step has ended."""
         room = self._rooms.get(group)
         if room is None or len(room) < num_bytes:
-            with torch.inference_mode(mode=False):
-                room = torch.empty(1 << (num_bytes - 1).bit_length(), dtype=torch.uint8)
-            if isinstance(self._down, StreamMover):
-                unpin = self._down.pin(room)
-                weakref.finalize(self, lambda kept: unpin() or kept, room)
-            self._rooms[group] = room
+            end = self._num_used + num_bytes
+            if end > len(self._area):  # models whose layers pass on more than hidden states
+                self._area, self._num_used, end = self._reserved(2 * end), 0, num_bytes
+            room = self._rooms[group] = self._area[self._num_used : end]
+            self._num_used = end
         return room[:num_bytes]
+
+    def _reserved(self, num_bytes: int) -> torch.Tensor:
+        """Memory that lives as long as this object, since a copy may still read it."""
+        with torch.inference_mode(mode=False):
+            area = torch.empty(num_bytes, dtype=torch.uint8)
+        if isinstance(self._down, StreamMover):
+            unpin = self._down.pin(area)
+            weakref.finalize(self, lambda kept: unpin() or kept, area)
+        return area

@@ -186,7 +186,7 @@ METRICS = (
     Row("hpuduo:offload_swap_lost", COUNTER, "offload.swap.num_lost",
         "Swapped requests that are computed again after an error."),
     Row("hpuduo:offload_swap_damaged", COUNTER, "offload.swap.num_damaged",
-        "Of them, those with another checksum in host memory."),
+        "Swapped requests of which a record in host memory had another checksum."),
     Row("hpuduo:offload_disk_used_bytes", GAUGE, "offload.disk.used_bytes", "Records on disk."),
     Row("hpuduo:offload_disk_hit_tokens", COUNTER, "offload.disk.counters.num_hit_tokens",
         "Tokens of blocks that were read from the disk for requests."),
