@@ -31,7 +31,6 @@ from hpu_duo.engine.model_drafts.tables import DraftTables
 from hpu_duo.engine.step_input import message_fields
 from hpu_duo.kv.plan import MemoryPlan, chunk_grid, last_chunk, widest_row
 from hpu_duo.modeling.experts import EXPERTS_PER_TOKEN, HELD, NUM_EXPERTS, expert_bytes
-from hpu_duo.modeling.mtp import num_layers_of
 from hpu_duo.planning.engine_work import EngineWork
 from hpu_duo.planning.model import GAUDI2, GAUDI3, AttentionSize, ModelSize
 from hpu_duo.planning.roofline import StepSeconds
@@ -451,6 +450,9 @@ class StepTables:
         geometry = StepGeometry.of(self.limits(memory))
         if speculation is None or speculation.method != "mtp":
             return geometry
+        # It imports transformers, which commands that only plan do without.
+        from hpu_duo.modeling.mtp import num_layers_of
+
         num_next = num_layers_of(self._text_config, speculation.num_speculative_tokens)
         # All but the first layer hide the first tokens of a text, by a rule.
         needs_positions = geometry.uses_block_positions or num_next > 1
