@@ -15,6 +15,7 @@ from hpu_duo import __version__
 from hpu_duo.lab.selftest.rates import numa_node, offload_facts
 from kernels_ref import native
 from kernels_ref.x86 import library
+from tests.needs import needs_x86_kernels
 
 Run = Callable[..., Result]
 
@@ -79,7 +80,7 @@ def test_without_a_compiler_only_the_compile_backend_is_lost(
         assert library.LOSS in detail
 
 
-@pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C")
+@needs_x86_kernels
 def test_weights_are_packed_for_our_kernels_on_a_cpu_with_avx2_only(
     hpu_duo: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

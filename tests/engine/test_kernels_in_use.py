@@ -6,6 +6,7 @@ import pytest
 
 from kernels_ref.x86 import library
 from tests.engine.tiny import Tiny, make_tiny
+from tests.needs import needs_x86_kernels
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def test_kernels_that_could_not_be_built_are_a_note(tiny: Tiny, monkeypatch: pyt
     assert not any("dtype='auto'" in note for note in notes)
 
 
-@pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C")
+@needs_x86_kernels
 def test_our_kernels_are_named_where_a_step_runs_them(tiny: Tiny) -> None:
     assert tiny.load(dtype="float32", attention="sdpa").stats().resolved.kernels.startswith("our kernels (")
     portable = tiny.load(dtype="float32", attention="reference").stats()

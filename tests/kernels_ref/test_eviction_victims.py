@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kernels_ref import Implementation
 from kernels_ref.impl import kernels
 from kernels_ref.x86 import library as x86
+from tests.needs import needs_x86_kernels
 
 pytestmark = pytest.mark.instruction_set
 
@@ -59,7 +60,7 @@ def test_the_lowest_score_goes_and_the_lowest_position_of_equal_ones(
             assert int(found[row, head]) == min(candidates)[2]
 
 
-@pytest.mark.skipif(not x86.lanes(), reason="needs a CPU with AVX2, FMA and F16C")
+@needs_x86_kernels
 def test_arguments_that_do_not_fit_are_refused() -> None:
     position = torch.zeros(2, K, 5, dtype=torch.int32)
     with pytest.raises(ValueError, match="expected score to have shape"):

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from bias_builders import Window
 from kernels_ref.partial import Partial
 from kernels_ref.x86 import library as x86
+from tests.needs import needs_x86_kernels
 
 pytestmark = [
-    pytest.mark.skipif(not x86.lanes(), reason="needs a CPU with AVX2, FMA and F16C"),
+    needs_x86_kernels,
     pytest.mark.instruction_set,
 ]
 

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_ref.x86 import library, linear
+from tests.needs import needs_x86_kernels
 
 pytestmark = [
-    pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C"),
+    needs_x86_kernels,
     pytest.mark.instruction_set,
 ]
 

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from kernels_ref.x86 import library as x86
 from tests.kernels_ref.test_x86_rows import DIMS, exact, plan_of
+from tests.needs import needs_x86_kernels
 
 pytestmark = [
-    pytest.mark.skipif(not x86.lanes(), reason="needs a CPU with AVX2, FMA and F16C"),
+    needs_x86_kernels,
     pytest.mark.instruction_set,
 ]
 

@@ -7,9 +7,10 @@ import torch
 
 from kernels_ref.x86 import int8, library
 from kernels_ref.x86.linear import pack_bias
+from tests.needs import needs_x86_kernels
 
 pytestmark = [
-    pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C"),
+    needs_x86_kernels,
     pytest.mark.instruction_set,
 ]
 

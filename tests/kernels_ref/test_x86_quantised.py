@@ -13,9 +13,10 @@ from hpu_duo.modeling.quantised.panels import PanelQuantisedLinear, fits
 from hpu_duo.modeling.quantised.weight import QuantisedWeight, pack_nibbles
 from kernels_ref.x86 import library
 from kernels_ref.x86.quantised import each_operator, operator
+from tests.needs import needs_x86_kernels
 
 pytestmark = [
-    pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C"),
+    needs_x86_kernels,
     pytest.mark.instruction_set,
 ]
 

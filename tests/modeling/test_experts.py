@@ -20,16 +20,15 @@ from hpu_duo.startup.tables import LayerHeads, StepSizes
 from kernels_ref import HeadGroup
 from kernels_ref.chunks import DEFAULT_BOUNDS
 from kernels_ref.groups import Blocks
-from kernels_ref.x86 import library
 from tests.modeling import test_shared_keys as shared_keys
 from tests.modeling import test_value_sizes as value_sizes
 from tests.modeling.driving import greedy_logits
 from tests.modeling.families import BASE, IS_5, make_config, prompts_of
+from tests.needs import needs_x86_kernels
 from tests.recurrent import hybrids
 
 pytestmark = pytest.mark.skipif(not IS_5, reason="before 5, experts are modules of their own")
 # CI runs these tests once more without our kernels, which other CPUs do not have either.
-with_our_kernels = pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C")
 
 NUM_EXPERTS = 16
 # Gated; gated in another way, with biases and transposed weights; without gates.
@@ -203,7 +202,7 @@ def test_a_loop_with_other_results_stays_as_it_is() -> None:
 
 
 @pytest.mark.instruction_set
-@with_our_kernels
+@needs_x86_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_keep_16_bits_with_float32_arithmetic(kind: str, dtype: torch.dtype) -> None:
@@ -222,7 +221,7 @@ def test_experts_keep_16_bits_with_float32_arithmetic(kind: str, dtype: torch.dt
 
 
 @pytest.mark.instruction_set
-@with_our_kernels
+@needs_x86_kernels
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_alone_gets_bit_for_bit_what_it_gets_beside_others(kind: str) -> None:
     made = share_of(make_experts(kind), 0, NUM_EXPERTS)
@@ -268,7 +267,7 @@ WITH_EXPERTS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@with_our_kernels
+@needs_x86_kernels
 @pytest.mark.parametrize(
     "name",
     [

@@ -16,11 +16,11 @@ from hpu_duo.modeling import packed_linear
 from hpu_duo.modeling.packed_linear import can_pack, leave_files, pack_linears, plain_bytes
 from kernels_ref.x86 import library
 from tests.modeling.families import FAMILIES, save_random
+from tests.needs import needs_x86_kernels
 
 # What a process has mapped is read from /proc.
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is there on Linux only")
 # Linears of float32 arithmetic are packed for these alone.
-with_our_kernels = pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C")
 
 
 def mapped(path: Path) -> bool:
@@ -66,7 +66,7 @@ def linears_of(weights: Iterable[torch.Tensor]) -> nn.ModuleList:
 
 
 @on_linux
-@with_our_kernels
+@needs_x86_kernels
 def test_a_file_whose_layers_are_all_packed_stays_mapped_until_the_last_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,7 +88,7 @@ def test_a_file_whose_layers_are_all_packed_stays_mapped_until_the_last_is(
 
 
 @on_linux
-@with_our_kernels
+@needs_x86_kernels
 @pytest.mark.parametrize("is_written", [False, True])
 def test_packing_lets_go_of_pages_that_hold_what_the_file_does(is_written: bool, tmp_path: Path) -> None:
     path, stored = tmp_path / "weights", torch.randn(2, 256, 256).bfloat16()

@@ -9,7 +9,8 @@ from torch import nn
 from graphs import BatchShape
 from hpu_duo.modeling.attention import LiveRows
 from hpu_duo.modeling.packed_linear import PanelLinear, pack_linears
-from kernels_ref.x86.library import is_supported, lanes
+from kernels_ref.x86.library import is_supported
+from tests.needs import needs_x86_kernels
 
 here = pytest.mark.skipif(not is_supported(), reason="needs a CPU with AVX512-BF16")
 BUCKET, SHAPE = BatchShape.parse("c--/q16/s0/u0/l8"), BatchShape.parse("c--/q10/s0/u0/l3")
@@ -80,7 +81,7 @@ def test_a_compiled_layer_reads_the_numbers_as_it_runs(live: LiveRows, packed: P
     assert counts == [16, 5, 11]
 
 
-@pytest.mark.skipif(not lanes(), reason="needs a CPU with AVX2, FMA and F16C")
+@needs_x86_kernels
 @pytest.mark.parametrize("store", [torch.bfloat16, torch.float16, torch.float32])
 def test_weights_stay_in_their_dtype_for_float32_inputs(live: LiveRows, store: torch.dtype) -> None:
     pair = Pair().to(store)

@@ -19,6 +19,7 @@ from kernels_ref.x86 import library
 from tests.engine.tiny import serve, tokens_of
 from tests.modeling.families import BLOCK, FAMILIES, greedy, prompts_of, save_random
 from tests.modeling.int8_format import rounded_ahead
+from tests.needs import needs_x86_kernels
 from tests.tiers import crossed
 
 NUM_NEW = 12
@@ -26,7 +27,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
 LIMITS = {"block_size": BLOCK, "max_num_seqs": 3, "max_num_batched_tokens": 64, "max_model_len": 96}
 
 pytestmark = [
-    pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C"),
+    needs_x86_kernels,
     pytest.mark.instruction_set,
 ]
 

@@ -22,10 +22,10 @@ from hpu_duo.modeling.quantised.weight import QuantisedWeight
 from hpu_duo.planning import GAUDI2
 from hpu_duo.planning.model import Format
 from hpu_duo.planning.read_model import read_model
-from kernels_ref.x86.library import lanes
 from tests.engine.tiny import PATTERN
 from tests.modeling.families import make_config, save_random
 from tests.modeling.test_value_sizes import LATENT, ROUTED
+from tests.needs import needs_x86_kernels
 from tests.quantised.test_checkpoints import LAYOUTS, PROMPTS, SIZES, load, tokens, twins
 from tests.quantised.test_encodings import stored
 from tests.quantised.test_ranks import CODES, TWINS, case_of
@@ -186,7 +186,7 @@ def test_formats_and_bytes_of_weights_are_reported(tmp_path: Path) -> None:
     assert found.weight_bytes < whole.weight_bytes * 0.6
 
 
-@pytest.mark.skipif(not lanes(), reason="needs a CPU with AVX2, FMA and F16C")
+@needs_x86_kernels
 @pytest.mark.instruction_set
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_are_read_by_the_kernel_where_there_is_one(name: str, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_codes_are_read_by_the_kernel_where_there_is_one(name: str, tmp_path: Pa
     assert plain.stats().resolved.weights == "plain"
 
 
-@pytest.mark.skipif(not lanes(), reason="needs a CPU with AVX2, FMA and F16C")
+@needs_x86_kernels
 def test_layers_that_the_kernel_does_not_read_are_dequantised(tmp_path: Path) -> None:
     _, path = twins(tmp_path, "LlamaConfig", KINDS["gptq"])  # groups of 16 inputs
     assert load(path).stats().resolved.weights == "plain"

@@ -16,9 +16,9 @@ from hpu_duo.device import run_processes
 from hpu_duo.lab.tasks.passkeys import document, question, token_counter
 from hpu_duo.modeling import precision
 from hpu_duo.modeling.packed_linear import can_pack
-from kernels_ref.x86 import library
 from tests.modeling.families import prompts_of
 from tests.modeling.test_mixed_precision import save
+from tests.needs import needs_x86_kernels
 from tests.ranks.work import Case, serve, serve_here
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[str, torch.dtype, dict[str, object]]] = {
 }
 
 
-@pytest.mark.skipif(not library.lanes(), reason="needs a CPU with AVX2, FMA and F16C")
+@needs_x86_kernels
 @pytest.mark.parametrize(
     "names", [("context", "experts"), pytest.param(("heads", "widths of experts"), marks=pytest.mark.slow)]
 )
